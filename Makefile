@@ -1,0 +1,102 @@
+# The front door. Every target first gets what it needs (tools/require), so a fresh Debian or Ubuntu machine needs only
+# make itself; the rest are thin calls of cmake, ctest and pytest. `make help` lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.SILENT:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+JOBS ?= $(shell nproc)
+FUZZ_SECONDS ?= 30
+WERROR ?= OFF
+FOREIGN := $(if $(filter x86_64,$(shell uname -m)),aarch64,x86_64)
+
+PYTHON := .venv/bin/python
+REPORTS := build/reports
+BASE := c++ cmake ninja python
+TORCH ?= torch>=2.10
+TEST_PACKAGES := numpy pytest ml_dtypes matplotlib $(if $(TORCH),'$(TORCH)')
+LINT_PACKAGES := ruff
+
+# $(call build,<preset>[,<target>...])
+define build
+cmake --preset $(1) -DGD_WERROR=$(WERROR) --log-level=WARNING >/dev/null
+cmake --build --preset $(1) --parallel $(JOBS) $(if $(2),--target $(2))
+endef
+# $(call ctest,<preset>): prints failures and what did not run, leaves a report for $(TOTAL)
+ctest = mkdir -p $(REPORTS); rm -f $(REPORTS)/$(1).xml; \
+        ctest --preset $(1) --parallel $(JOBS) --output-junit $(CURDIR)/$(REPORTS)/$(1).xml
+TOTAL := python3 tools/test_total.py
+
+help: ## this list
+	grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+run: ## build, run the default job (a Qwen3.5-like layer, forward and backward) and draw its timings
+	tools/require $(BASE) -- matplotlib
+	$(call build,release,gatedelta_cli)
+	mkdir -p build/run
+	build/release/cli/gatedelta run --json build/run/run.json
+	$(PYTHON) bench/plot.py build/run/run.json build/run/timings.png
+	echo "picture: $(CURDIR)/build/run/timings.png"
+
+test: ## build and run every test: C++, examples, Python
+	tools/require $(BASE) gtest -- $(TEST_PACKAGES)
+	$(call build,test)
+	status=0
+	$(call ctest,test) || status=1
+	rm -f $(REPORTS)/pytest.xml
+	PYTHONPATH=python GATEDELTA_LIBRARY_DIR=$(CURDIR)/build/release/src \
+	$(PYTHON) -m pytest -q --junitxml $(REPORTS)/pytest.xml tests/python || status=1
+	$(TOTAL) C++=$(REPORTS)/test.xml Python=$(REPORTS)/pytest.xml || status=1
+	exit $$status
+
+bench: ## benchmark the CPU backend against transformers' reference
+	tools/require $(BASE) -- $(TEST_PACKAGES) transformers
+	$(call build,release)
+	$(PYTHON) bench/cpu.py
+
+lint: ## formatting, clang-tidy, ruff, texts and generated tables
+	tools/require $(BASE) gtest clang-format clang-tidy -- $(LINT_PACKAGES)
+	cmake --preset test --log-level=WARNING >/dev/null
+	$(PYTHON) tools/lint.py
+
+format: ## reformat C, C++ and Python sources in place
+	tools/require clang-format python -- $(LINT_PACKAGES)
+	$(PYTHON) tools/lint.py --fix
+
+wheel: ## build the wheel into dist/ and try it in a fresh virtual environment
+	tools/require $(BASE) -- pip
+	$(PYTHON) tools/check_wheel.py
+
+sanitize: ## the C++ tests under ASan+UBSan, then under TSan
+	tools/require $(BASE) gtest
+	status=0
+	$(call build,asan)
+	$(call ctest,asan) || status=1
+	$(call build,tsan)
+	$(call ctest,tsan) || status=1
+	$(TOTAL) ASan+UBSan=$(REPORTS)/asan.xml TSan=$(REPORTS)/tsan.xml || status=1
+	exit $$status
+
+cross: ## build for the other architecture and run the C++ tests under QEMU
+	tools/require $(BASE) gtest cross
+	status=0
+	$(call build,cross-$(FOREIGN))
+	$(call ctest,cross-$(FOREIGN)) || status=1
+	$(TOTAL) $(FOREIGN)=$(REPORTS)/cross-$(FOREIGN).xml || status=1
+	exit $$status
+
+fuzz: ## a short libFuzzer run on the C ABI (FUZZ_SECONDS=30 each)
+	tools/require $(BASE) gtest fuzzer
+	$(call build,fuzz)
+	for target in build/fuzz/tests/fuzz/fuzz_*; do
+	  [ -x $$target ] && [ -f $$target ] || continue
+	  echo "$$target, $(FUZZ_SECONDS) s"
+	  $$target -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 -verbosity=0
+	done
+
+clean: ## remove build/ and dist/ (not .venv)
+	rm -rf build dist
+
+.PHONY: help run test bench lint format wheel sanitize cross fuzz clean

@@ -1,0 +1,15 @@
+# Shared by the toolchain-<arch>.cmake files, which set GD_CROSS_ARCH.
+set(CMAKE_SYSTEM_NAME Linux)
+set(CMAKE_SYSTEM_PROCESSOR ${GD_CROSS_ARCH})
+set(CMAKE_C_COMPILER ${GD_CROSS_ARCH}-linux-gnu-gcc)
+set(CMAKE_CXX_COMPILER ${GD_CROSS_ARCH}-linux-gnu-g++)
+
+set(sysroot /usr/${GD_CROSS_ARCH}-linux-gnu)
+set(CMAKE_FIND_ROOT_PATH ${sysroot})
+set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
+set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_PACKAGE ONLY)
+
+find_program(GD_QEMU NAMES qemu-${GD_CROSS_ARCH}-static qemu-${GD_CROSS_ARCH} REQUIRED)
+set(CMAKE_CROSSCOMPILING_EMULATOR ${GD_QEMU} -cpu max -L ${sysroot})

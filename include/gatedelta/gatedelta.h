@@ -1,0 +1,249 @@
+/* GateDelta: Gated Delta Network linear attention, forward, backward and decode. C ABI (C99).
+ *
+ * The recurrence, per value head, with state S [K x V], alpha_t = exp(g_t):
+ *     S  <- alpha_t S                       decay first
+ *     e  =  v_t - S^T k_t                   the key reads the decayed state
+ *     S  <- S + beta_t k_t e^T              write
+ *     o_t = scale * S^T q_t                 read after write
+ *
+ * Rules that hold for every call:
+ *   - Argument structs are plain data. Set struct_size (the *_INIT macros do) and leave unused fields zero.
+ *   - Nothing is allocated, printed or kept: scratch memory is the caller's workspace, whose size the *_workspace
+ *     query gives from shapes alone (data pointers may be null in a query).
+ *   - A call returns GD_OK, or another status with a message for this thread in gd_last_error(); in that case no output
+ *     was written (only the workspace may have been).
+ *   - Strides are in elements. A tensor is absent when its dtype is GD_DTYPE_NONE (all-zero struct).
+ *   - Results do not depend on the thread count and repeat bit for bit.
+ */
+#ifndef GATEDELTA_GATEDELTA_H
+#define GATEDELTA_GATEDELTA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define GD_VERSION_MAJOR 0
+#define GD_VERSION_MINOR 1
+#define GD_VERSION_PATCH 0
+#define GD_ABI_VERSION 1
+
+#if defined(_WIN32)
+#define GD_API __declspec(dllexport)
+#elif defined(__GNUC__)
+#define GD_API __attribute__((visibility("default")))
+#else
+#define GD_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum gd_status {
+  GD_OK = 0,
+  GD_INVALID_ARGUMENT = 1,    /* a shape, stride, dtype, index or flag is wrong; the message says which */
+  GD_UNSUPPORTED = 2,         /* legal, but not by this backend or build; the message says what is supported */
+  GD_WORKSPACE_TOO_SMALL = 3, /* the workspace (or saved) buffer is smaller than its query asked for */
+  GD_ABI_MISMATCH = 4,        /* struct_size does not belong to this library's ABI */
+  GD_OUT_OF_RESOURCES = 5,    /* the system refused a thread or a permission */
+  GD_INTERNAL = 6
+} gd_status;
+
+typedef enum gd_dtype {
+  GD_DTYPE_NONE = 0,
+  GD_F32 = 1,
+  GD_BF16 = 2,
+  GD_F16 = 3,
+  GD_I32 = 4,
+  GD_I64 = 5
+} gd_dtype;
+
+typedef enum gd_device { GD_CPU = 0, GD_CUDA = 1 } gd_device;
+
+/* CPU instruction sets. GD_ISA_AUTO picks the best the machine has; any other value forces one, or is refused. */
+typedef enum gd_isa {
+  GD_ISA_AUTO = 0,
+  GD_ISA_GENERIC = 1,
+  GD_ISA_AVX2 = 2,
+  GD_ISA_AVX512 = 3,
+  GD_ISA_AVX512_BF16 = 4,
+  GD_ISA_AMX = 5,
+  GD_ISA_NEON = 6,
+  GD_ISA_NEON_BF16 = 7,
+  GD_ISA_COUNT = 8
+} gd_isa;
+
+/* What `g` holds. */
+typedef enum gd_gate {
+  GD_GATE_LOG = 0, /* the natural-log decay itself, g <= 0 */
+  GD_GATE_RAW = 1  /* raw `a`: g = -exp(A_log) * softplus(a + dt_bias), softplus(x) = x above 20 */
+} gd_gate;
+
+/* What `beta` holds. */
+typedef enum gd_beta {
+  GD_BETA_VALUE = 0,        /* beta itself, in [0, 2] */
+  GD_BETA_LOGIT = 1,        /* sigmoid(beta) is used */
+  GD_BETA_LOGIT_DOUBLED = 2 /* 2 * sigmoid(beta) is used (negative eigenvalues) */
+} gd_beta;
+
+/* Inner order of every state matrix of a call. K = V makes the two look alike: say which one it is. */
+typedef enum gd_state_layout { GD_STATE_KV = 0, GD_STATE_VK = 1 } gd_state_layout;
+
+/* Cutting one sequence into segments that run in parallel on one card. */
+typedef enum gd_context_parallel { GD_CP_AUTO = 0, GD_CP_OFF = 1 } gd_context_parallel;
+
+#define GD_MAX_RANK 5
+#define GD_CHUNK 64 /* tokens per chunk; checkpoints are multiples of it */
+
+typedef struct gd_tensor {
+  void* data;
+  int32_t dtype; /* gd_dtype */
+  int32_t rank;
+  int64_t shape[GD_MAX_RANK];
+  int64_t stride[GD_MAX_RANK]; /* in elements */
+} gd_tensor;
+
+/* Runs run(task, i) once for each i in [0, count), on any threads, and returns when all are done. */
+typedef void (*gd_task_fn)(void* task, int64_t index);
+typedef void (*gd_parallel_for_fn)(void* context, int64_t count, gd_task_fn run, void* task);
+
+/* Where and with what a call runs. */
+typedef struct gd_exec {
+  int32_t device;       /* gd_device */
+  int32_t device_index; /* CUDA ordinal */
+  void* stream;         /* cudaStream_t; must be null on the CPU */
+  void* workspace;      /* caller-owned, 64-byte aligned, private to this call until it has finished */
+  size_t workspace_bytes;
+  int32_t isa;                     /* CPU: gd_isa */
+  int32_t num_threads;             /* CPU: 0 = every CPU of the process if parallel_for is set, otherwise 1 */
+  gd_parallel_for_fn parallel_for; /* CPU: null = the calling thread does all the work */
+  void* parallel_for_context;
+  uint64_t reserved[4];
+} gd_exec;
+
+/* The layer's inputs, common to all operations. N = number of sequences: B, or cu_seqlens' length - 1. */
+typedef struct gd_inputs {
+  gd_tensor q, k;            /* [B, T, Hk, K]  bf16, fp16 or fp32; last stride 1 */
+  gd_tensor v;               /* [B, T, Hv, V]  dtype of q; Hv a multiple of Hk, value head h uses key head h / (Hv/Hk) */
+  gd_tensor g;               /* [B, T, Hv]     fp32, bf16 or fp16; see gate */
+  gd_tensor beta;            /* [B, T, Hv]     fp32, bf16 or fp16; see beta_kind */
+  gd_tensor A_log;           /* [Hv]           GD_GATE_RAW only */
+  gd_tensor dt_bias;         /* [Hv]           GD_GATE_RAW only, optional (absent = 0) */
+  gd_tensor cu_seqlens;      /* [N + 1]        int32 or int64, optional: packed sequences, then B = 1 */
+  gd_tensor initial_state;   /* [N, Hv, K, V] or [N, Hv, V, K], optional (absent = 0); a pool [slots, ...] with indices */
+  gd_tensor initial_indices; /* [N]            int32 or int64, optional: slot each sequence starts from, negative = zero */
+  int32_t gate;              /* gd_gate */
+  int32_t beta_kind;         /* gd_beta */
+  int32_t state_layout;      /* gd_state_layout, of every state tensor of the call */
+  int32_t l2norm;            /* nonzero: q and k are divided by sqrt(sum of squares + 1e-6) first */
+  int32_t has_scale;         /* nonzero: `scale` is used as given, also 0; otherwise K^-1/2 */
+  float scale;
+  uint64_t reserved[4];
+} gd_inputs;
+
+/* Chunked forward. */
+typedef struct gd_forward_args {
+  size_t struct_size;
+  gd_exec exec;
+  gd_inputs in;
+  gd_tensor o;                  /* [B, T, Hv, V]  bf16, fp16 or fp32; tokens of no sequence become 0 */
+  gd_tensor final_state;        /* [N, Hv, ., .]  optional; may be the very tensor initial_state is (in place) */
+  gd_tensor final_indices;      /* [N]            optional: slot each final state goes to, negative = not stored.
+                                   A sequence whose read and write slots are both given and negative is nobody: it is
+                                   skipped and its outputs are 0 */
+  gd_tensor checkpoints;        /* [C, Hv, ., .]  optional: state after every checkpoint_every tokens of each sequence,
+                                   packed sequence by sequence: sum of floor(length / checkpoint_every) entries */
+  gd_tensor checkpoint_indices; /* [C]            optional: slot of each packed entry, negative = not stored */
+  int64_t checkpoint_every;     /* a multiple of GD_CHUNK; required with checkpoints */
+  void* saved;                  /* optional: what a backward wants kept, gd_forward_saved_size() bytes, 64-byte aligned */
+  size_t saved_bytes;
+  int32_t context_parallel;     /* gd_context_parallel */
+  int32_t segment_chunks;       /* forces the segment length, for tests; 0 = automatic */
+  int32_t batch_invariant;      /* nonzero: a sequence's bits do not depend on its neighbours */
+  int32_t reserved_flags;
+  uint64_t reserved[4];
+} gd_forward_args;
+
+/* Chunked backward. Each gradient is optional (absent = not wanted). */
+typedef struct gd_backward_args {
+  size_t struct_size;
+  gd_exec exec;
+  gd_inputs in;
+  gd_tensor d_o;           /* [B, T, Hv, V]  gradient of o */
+  gd_tensor d_final_state; /* [N, Hv, ., .]  optional: gradient of the final state (absent = 0) */
+  const void* saved;       /* what the forward of the same inputs saved, or null: recompute it */
+  size_t saved_bytes;
+  gd_tensor dq, dk;          /* [B, T, Hk, K]  summed over the value heads of a group */
+  gd_tensor dv;              /* [B, T, Hv, V] */
+  gd_tensor dg;              /* [B, T, Hv]     gradient of `g` as given (of raw `a` with GD_GATE_RAW) */
+  gd_tensor dbeta;           /* [B, T, Hv]     gradient of `beta` as given (of the logits with GD_BETA_LOGIT*) */
+  gd_tensor dA_log;          /* [Hv]           GD_GATE_RAW only */
+  gd_tensor d_dt_bias;       /* [Hv]           GD_GATE_RAW only */
+  gd_tensor d_initial_state; /* [N, Hv, ., .]  never a pool: one entry per sequence */
+  int32_t context_parallel;
+  int32_t segment_chunks;
+  int32_t batch_invariant;
+  int32_t reserved_flags;
+  uint64_t reserved[4];
+} gd_backward_args;
+
+/* Recurrent steps: decode (T = 1) and draft verification (T = 2..8), any T is right. */
+typedef struct gd_recurrent_args {
+  size_t struct_size;
+  gd_exec exec;
+  gd_inputs in;
+  gd_tensor o;              /* [B, T, Hv, V]  optional: absent = only the states move (a commit) */
+  gd_tensor final_state;    /* as in gd_forward_args; the same tensor as initial_state = in place */
+  gd_tensor final_indices;
+  gd_tensor accept_lengths; /* [N]            optional int32 or int64: the final state is the one after this many tokens
+                               of the sequence (0 = the initial state); outputs are those of all tokens */
+  gd_tensor step_states;    /* [B, T, Hv, ., .] optional: the state after each token; or a pool [slots, Hv, ., .] */
+  gd_tensor step_indices;   /* [B, T]         with a pool: slot for the state after each token, negative = not stored */
+  uint64_t reserved[4];
+} gd_recurrent_args;
+
+#define GD_FORWARD_ARGS_INIT {sizeof(gd_forward_args)}
+#define GD_BACKWARD_ARGS_INIT {sizeof(gd_backward_args)}
+#define GD_RECURRENT_ARGS_INIT {sizeof(gd_recurrent_args)}
+
+GD_API gd_status gd_forward(const gd_forward_args* args);
+GD_API gd_status gd_forward_workspace(const gd_forward_args* args, size_t* bytes);
+GD_API gd_status gd_forward_saved_size(const gd_forward_args* args, size_t* bytes);
+GD_API gd_status gd_backward(const gd_backward_args* args);
+GD_API gd_status gd_backward_workspace(const gd_backward_args* args, size_t* bytes);
+GD_API gd_status gd_recurrent(const gd_recurrent_args* args);
+GD_API gd_status gd_recurrent_workspace(const gd_recurrent_args* args, size_t* bytes);
+
+/* What this library is and what this machine offers it. */
+typedef struct gd_info {
+  size_t struct_size;
+  int32_t abi_version;
+  int32_t version_major, version_minor, version_patch;
+  int32_t cpu_isa_compiled; /* bit i set: gd_isa i is in this build */
+  int32_t cpu_isa_usable;   /* bit i set: and this machine can run it */
+  int32_t cpu_isa_best;     /* what GD_ISA_AUTO means here for bf16 inputs */
+  int32_t cpu_count;        /* CPUs this process may run on */
+  int32_t cuda_compiled;    /* 0: this build has no CUDA backend */
+  int32_t cuda_devices;     /* supported devices present */
+  uint64_t reserved[4];
+} gd_info;
+
+#define GD_INFO_INIT {sizeof(gd_info)}
+
+GD_API gd_status gd_get_info(gd_info* info);
+GD_API const char* gd_isa_name(int32_t isa);       /* "amx", ...; null for a value that is none */
+GD_API const char* gd_status_name(gd_status status); /* "GD_OK", ... */
+/* Message of the last call of this thread that did not return GD_OK; valid until the thread's next failing call. */
+GD_API const char* gd_last_error(void);
+
+/* A thread pool for callers who have none: pass gd_thread_pool_parallel_for and the pool as exec.parallel_for and
+ * exec.parallel_for_context. One call at a time may use a pool; calls from several threads queue up. */
+typedef struct gd_thread_pool gd_thread_pool;
+GD_API gd_status gd_thread_pool_create(int32_t num_threads, gd_thread_pool** pool); /* 0 = one per CPU */
+GD_API void gd_thread_pool_destroy(gd_thread_pool* pool);
+GD_API int32_t gd_thread_pool_size(const gd_thread_pool* pool);
+GD_API void gd_thread_pool_parallel_for(void* pool, int64_t count, gd_task_fn run, void* task);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,225 @@
+/* GateDelta's C++20 face: header-only, over the C ABI of gatedelta.h, which documents every field.
+ *
+ *     gatedelta::ThreadPool pool;
+ *     gatedelta::Workspace workspace;
+ *     gatedelta::ForwardArgs args;
+ *     args.in.q = gatedelta::tensor(q, {B, T, Hk, K});   // q: const float*, const gatedelta::bf16*, ...
+ *     ...
+ *     pool.apply(args.exec);
+ *     gatedelta::forward(args, workspace);               // throws gatedelta::Error
+ */
+#ifndef GATEDELTA_GATEDELTA_HPP
+#define GATEDELTA_GATEDELTA_HPP
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include "gatedelta/gatedelta.h"
+
+namespace gatedelta {
+
+// A call that was refused. what() is the library's message, which names the argument.
+class Error : public std::runtime_error {
+ public:
+  Error(gd_status status, const std::string& message) : std::runtime_error(message), status_(status) {}
+  gd_status status() const noexcept { return status_; }
+
+ private:
+  gd_status status_;
+};
+
+inline void check(gd_status status) {
+  if (status != GD_OK) throw Error(status, gd_last_error());
+}
+
+// 16-bit floats as bit patterns; the library converts, the caller only stores them.
+struct bf16 {
+  std::uint16_t bits;
+};
+struct f16 {
+  std::uint16_t bits;
+};
+
+template <class T>
+inline constexpr gd_dtype dtype_of = GD_DTYPE_NONE;
+template <>
+inline constexpr gd_dtype dtype_of<float> = GD_F32;
+template <>
+inline constexpr gd_dtype dtype_of<bf16> = GD_BF16;
+template <>
+inline constexpr gd_dtype dtype_of<f16> = GD_F16;
+template <>
+inline constexpr gd_dtype dtype_of<std::int32_t> = GD_I32;
+template <>
+inline constexpr gd_dtype dtype_of<std::int64_t> = GD_I64;
+
+// A view of memory whose element type is known at run time only. Strides are in elements; without them the tensor is
+// contiguous. The C ABI has one tensor type for inputs and outputs: the library never writes through an input.
+inline gd_tensor tensor(const void* data, gd_dtype dtype, std::initializer_list<std::int64_t> shape,
+                        std::initializer_list<std::int64_t> strides = {}) {
+  if (shape.size() > GD_MAX_RANK || (strides.size() != 0 && strides.size() != shape.size()))
+    throw Error(GD_INVALID_ARGUMENT, "tensor: " + std::to_string(shape.size()) + " sizes and " +
+                                         std::to_string(strides.size()) + " strides, must be as many, at most " +
+                                         std::to_string(GD_MAX_RANK));
+  gd_tensor view = {};
+  view.data = const_cast<void*>(data);
+  view.dtype = dtype;
+  view.rank = static_cast<std::int32_t>(shape.size());
+  std::size_t d = 0;
+  for (const std::int64_t size : shape) view.shape[d++] = size;
+  d = 0;
+  for (const std::int64_t stride : strides) view.stride[d++] = stride;
+  if (strides.size() == 0) {
+    std::int64_t stride = 1;
+    for (d = shape.size(); d-- > 0;) {
+      view.stride[d] = stride;
+      // Unsigned, as sizes too large for any memory must reach the library, which refuses them.
+      stride =
+          static_cast<std::int64_t>(static_cast<std::uint64_t>(stride) * static_cast<std::uint64_t>(view.shape[d]));
+    }
+  }
+  return view;
+}
+
+template <class T>
+gd_tensor tensor(T* data, std::initializer_list<std::int64_t> shape, std::initializer_list<std::int64_t> strides = {}) {
+  using Element = std::remove_cv_t<T>;
+  static_assert(dtype_of<Element> != GD_DTYPE_NONE, "elements are float, bf16, f16, std::int32_t or std::int64_t");
+  return tensor(data, dtype_of<Element>, shape, strides);
+}
+
+// The argument structs, ready to be filled in.
+struct ForwardArgs : gd_forward_args {
+  ForwardArgs() : gd_forward_args{} { struct_size = sizeof(gd_forward_args); }
+};
+struct BackwardArgs : gd_backward_args {
+  BackwardArgs() : gd_backward_args{} { struct_size = sizeof(gd_backward_args); }
+};
+struct RecurrentArgs : gd_recurrent_args {
+  RecurrentArgs() : gd_recurrent_args{} { struct_size = sizeof(gd_recurrent_args); }
+};
+
+inline std::size_t workspace_size(const gd_forward_args& args) {
+  std::size_t bytes = 0;
+  check(gd_forward_workspace(&args, &bytes));
+  return bytes;
+}
+inline std::size_t workspace_size(const gd_backward_args& args) {
+  std::size_t bytes = 0;
+  check(gd_backward_workspace(&args, &bytes));
+  return bytes;
+}
+inline std::size_t workspace_size(const gd_recurrent_args& args) {
+  std::size_t bytes = 0;
+  check(gd_recurrent_workspace(&args, &bytes));
+  return bytes;
+}
+// Bytes of `saved` that let the backward skip recomputing the forward.
+inline std::size_t saved_size(const gd_forward_args& args) {
+  std::size_t bytes = 0;
+  check(gd_forward_saved_size(&args, &bytes));
+  return bytes;
+}
+
+inline void forward(const gd_forward_args& args) { check(gd_forward(&args)); }
+inline void backward(const gd_backward_args& args) { check(gd_backward(&args)); }
+inline void recurrent(const gd_recurrent_args& args) { check(gd_recurrent(&args)); }
+
+// 64-byte aligned memory that grows on demand: for exec.workspace, and for `saved`.
+class Workspace {
+ public:
+  Workspace() = default;
+  explicit Workspace(std::size_t bytes) { reserve(bytes); }
+  Workspace(Workspace&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+  Workspace& operator=(Workspace&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+    return *this;
+  }
+  ~Workspace() { release(); }
+
+  void* data() const noexcept { return data_; }
+  std::size_t size() const noexcept { return size_; }
+
+  // Makes it at least this large. What it held is lost when it grows.
+  void reserve(std::size_t bytes) {
+    if (bytes <= size_) return;
+    release();
+    data_ = ::operator new(bytes, kAlign);
+    size_ = bytes;
+  }
+
+ private:
+  static constexpr std::align_val_t kAlign{64};
+
+  void release() noexcept {
+    ::operator delete(data_, kAlign);
+    data_ = nullptr;
+    size_ = 0;
+  }
+
+  void* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+// Gives the call `workspace`, enlarged if need be.
+template <class Args>
+void attach(Args& args, Workspace& workspace) {
+  workspace.reserve(workspace_size(args));
+  args.exec.workspace = workspace.data();
+  args.exec.workspace_bytes = workspace.size();
+}
+
+// The same calls in a workspace that may serve one call after another.
+inline void forward(gd_forward_args& args, Workspace& workspace) {
+  attach(args, workspace);
+  forward(args);
+}
+inline void backward(gd_backward_args& args, Workspace& workspace) {
+  attach(args, workspace);
+  backward(args);
+}
+inline void recurrent(gd_recurrent_args& args, Workspace& workspace) {
+  attach(args, workspace);
+  recurrent(args);
+}
+
+class ThreadPool {
+ public:
+  explicit ThreadPool(std::int32_t num_threads = 0) { check(gd_thread_pool_create(num_threads, &pool_)); }
+  ThreadPool(ThreadPool&& other) noexcept : pool_(std::exchange(other.pool_, nullptr)) {}
+  ThreadPool& operator=(ThreadPool&& other) noexcept {
+    std::swap(pool_, other.pool_);
+    return *this;
+  }
+  ~ThreadPool() { gd_thread_pool_destroy(pool_); }
+
+  std::int32_t size() const noexcept { return gd_thread_pool_size(pool_); }
+
+  // Lets a call run on this pool, which must outlive it.
+  void apply(gd_exec& exec) const noexcept {
+    exec.parallel_for = gd_thread_pool_parallel_for;
+    exec.parallel_for_context = pool_;
+    exec.num_threads = size();
+  }
+
+ private:
+  gd_thread_pool* pool_ = nullptr;
+};
+
+inline gd_info info() {
+  gd_info result = {};
+  result.struct_size = sizeof result;
+  check(gd_get_info(&result));
+  return result;
+}
+
+}  // namespace gatedelta
+#endif

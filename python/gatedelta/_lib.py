@@ -1,0 +1,248 @@
+"""The C ABI (gatedelta.h) through ctypes: structs, functions, errors. Needs the standard library alone."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+MAX_RANK = 5
+CHUNK = 64
+
+OK = 0
+INVALID_ARGUMENT = 1
+UNSUPPORTED = 2
+
+DTYPE_F32, DTYPE_BF16, DTYPE_F16, DTYPE_I32, DTYPE_I64 = 1, 2, 3, 4, 5
+ISA_COUNT = 8
+GATE_LOG, GATE_RAW = 0, 1
+BETA_VALUE, BETA_LOGIT, BETA_LOGIT_DOUBLED = 0, 1, 2
+STATE_KV, STATE_VK = 0, 1
+CP_AUTO, CP_OFF = 0, 1
+
+# struct_size first, and room at the end, in every struct that crosses the ABI.
+_RESERVED = ("reserved", c_uint64 * 4)
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("dtype", c_int32),
+        ("rank", c_int32),
+        ("shape", c_int64 * MAX_RANK),
+        ("stride", c_int64 * MAX_RANK),
+    ]
+
+
+class Exec(ctypes.Structure):
+    _fields_ = [
+        ("device", c_int32),
+        ("device_index", c_int32),
+        ("stream", c_void_p),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_size_t),
+        ("isa", c_int32),
+        ("num_threads", c_int32),
+        ("parallel_for", c_void_p),
+        ("parallel_for_context", c_void_p),
+        _RESERVED,
+    ]
+
+
+class Inputs(ctypes.Structure):
+    _fields_ = [
+        ("q", Tensor),
+        ("k", Tensor),
+        ("v", Tensor),
+        ("g", Tensor),
+        ("beta", Tensor),
+        ("A_log", Tensor),
+        ("dt_bias", Tensor),
+        ("cu_seqlens", Tensor),
+        ("initial_state", Tensor),
+        ("initial_indices", Tensor),
+        ("gate", c_int32),
+        ("beta_kind", c_int32),
+        ("state_layout", c_int32),
+        ("l2norm", c_int32),
+        ("has_scale", c_int32),
+        ("scale", c_float),
+        _RESERVED,
+    ]
+
+
+class _Args(ctypes.Structure):
+    def __init__(self) -> None:
+        super().__init__(struct_size=ctypes.sizeof(self))
+
+
+class ForwardArgs(_Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("exec", Exec),
+        ("inputs", Inputs),
+        ("o", Tensor),
+        ("final_state", Tensor),
+        ("final_indices", Tensor),
+        ("checkpoints", Tensor),
+        ("checkpoint_indices", Tensor),
+        ("checkpoint_every", c_int64),
+        ("saved", c_void_p),
+        ("saved_bytes", c_size_t),
+        ("context_parallel", c_int32),
+        ("segment_chunks", c_int32),
+        ("batch_invariant", c_int32),
+        ("reserved_flags", c_int32),
+        _RESERVED,
+    ]
+
+
+class BackwardArgs(_Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("exec", Exec),
+        ("inputs", Inputs),
+        ("d_o", Tensor),
+        ("d_final_state", Tensor),
+        ("saved", c_void_p),
+        ("saved_bytes", c_size_t),
+        ("dq", Tensor),
+        ("dk", Tensor),
+        ("dv", Tensor),
+        ("dg", Tensor),
+        ("dbeta", Tensor),
+        ("dA_log", Tensor),
+        ("d_dt_bias", Tensor),
+        ("d_initial_state", Tensor),
+        ("context_parallel", c_int32),
+        ("segment_chunks", c_int32),
+        ("batch_invariant", c_int32),
+        ("reserved_flags", c_int32),
+        _RESERVED,
+    ]
+
+
+class RecurrentArgs(_Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("exec", Exec),
+        ("inputs", Inputs),
+        ("o", Tensor),
+        ("final_state", Tensor),
+        ("final_indices", Tensor),
+        ("accept_lengths", Tensor),
+        ("step_states", Tensor),
+        ("step_indices", Tensor),
+        _RESERVED,
+    ]
+
+
+class Info(_Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("abi_version", c_int32),
+        ("version_major", c_int32),
+        ("version_minor", c_int32),
+        ("version_patch", c_int32),
+        ("cpu_isa_compiled", c_int32),
+        ("cpu_isa_usable", c_int32),
+        ("cpu_isa_best", c_int32),
+        ("cpu_count", c_int32),
+        ("cuda_compiled", c_int32),
+        ("cuda_devices", c_int32),
+        _RESERVED,
+    ]
+
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "gd_forward": (c_int32, [POINTER(ForwardArgs)]),
+    "gd_forward_workspace": (c_int32, [POINTER(ForwardArgs), POINTER(c_size_t)]),
+    "gd_forward_saved_size": (c_int32, [POINTER(ForwardArgs), POINTER(c_size_t)]),
+    "gd_backward": (c_int32, [POINTER(BackwardArgs)]),
+    "gd_backward_workspace": (c_int32, [POINTER(BackwardArgs), POINTER(c_size_t)]),
+    "gd_recurrent": (c_int32, [POINTER(RecurrentArgs)]),
+    "gd_recurrent_workspace": (c_int32, [POINTER(RecurrentArgs), POINTER(c_size_t)]),
+    "gd_get_info": (c_int32, [POINTER(Info)]),
+    "gd_isa_name": (c_char_p, [c_int32]),
+    "gd_status_name": (c_char_p, [c_int32]),
+    "gd_last_error": (c_char_p, []),
+    "gd_thread_pool_create": (c_int32, [c_int32, POINTER(c_void_p)]),
+    "gd_thread_pool_destroy": (None, [c_void_p]),
+    "gd_thread_pool_size": (c_int32, [c_void_p]),
+}
+
+
+class UnsupportedError(RuntimeError):
+    """The call is legal, but this build or machine cannot do it."""
+
+
+def library_directory() -> Path:
+    """Where the shared libraries are: GATEDELTA_LIBRARY_DIR, or beside the installed package's files."""
+    override = os.environ.get("GATEDELTA_LIBRARY_DIR")
+    return Path(override) if override else Path(__file__).parent / "lib"
+
+
+def library_path(name: str) -> Path:
+    """The file of one of our shared libraries, 'gatedelta' or 'gatedelta_torch'."""
+    directory = library_directory()
+    found = sorted(directory.glob(f"lib{name}.so*"), key=lambda path: len(path.name))
+    if not found:
+        raise ImportError(
+            f"lib{name}.so is not in {directory}. Install the package (pip install .), or point "
+            "GATEDELTA_LIBRARY_DIR at the folder of a build that holds it."
+        )
+    return found[0]
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """libgatedelta, loaded once."""
+    lib = ctypes.CDLL(str(library_path("gatedelta")))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+def check(status: int) -> None:
+    """Raises what a status other than GD_OK means, with the library's own message."""
+    if status == OK:
+        return
+    message = library().gd_last_error().decode()
+    if status == INVALID_ARGUMENT:
+        raise ValueError(message)
+    if status == UNSUPPORTED:
+        raise UnsupportedError(message)
+    raise RuntimeError(f"{library().gd_status_name(status).decode()}: {message}")
+
+
+def isa_name(isa: int) -> str:
+    return library().gd_isa_name(isa).decode()
+
+
+@functools.cache
+def forced_isa() -> int:
+    """GATEDELTA_ISA as a gd_isa value; read once."""
+    wanted = os.environ.get("GATEDELTA_ISA")
+    if not wanted:
+        return 0
+    names = [isa_name(i) for i in range(ISA_COUNT)]
+    if wanted not in names:
+        raise ValueError(f"GATEDELTA_ISA is {wanted!r}, which is none of {', '.join(names)}")
+    return names.index(wanted)
+
+
+def get_info() -> Info:
+    info = Info()
+    check(library().gd_get_info(byref(info)))
+    return info
+
+
+def size_query(query: str, args: ctypes.Structure) -> int:
+    """Runs a gd_*_workspace or gd_forward_saved_size query."""
+    size = c_size_t()
+    check(getattr(library(), query)(byref(args), byref(size)))
+    return size.value

@@ -1,0 +1,289 @@
+"""The gated delta rule on numpy arrays, without torch.
+
+Arrays are float32, float16 or (with the ml_dtypes package) bfloat16, of any strides as long as the last dimension of q,
+k, v and the two last of a state are contiguous; nothing is copied. Arguments mean what they mean in ``gatedelta.torch``.
+A refused call raises ValueError, or gatedelta.numpy.UnsupportedError for what this build or machine cannot do, and has
+written nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from typing import NamedTuple
+
+import numpy as np
+
+from . import _lib
+from ._lib import UnsupportedError
+
+__all__ = ["Forward", "Gradients", "Recurrent", "UnsupportedError", "backward", "forward", "recurrent"]
+
+_DTYPES = {
+    "float32": _lib.DTYPE_F32,
+    "bfloat16": _lib.DTYPE_BF16,
+    "float16": _lib.DTYPE_F16,
+    "int32": _lib.DTYPE_I32,
+    "int64": _lib.DTYPE_I64,
+}
+_ALIGNMENT = 64
+
+
+class Forward(NamedTuple):
+    o: np.ndarray
+    final_state: np.ndarray | None
+    saved: np.ndarray | None  # what `backward` takes; None unless asked for
+
+
+class Gradients(NamedTuple):
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    dg: np.ndarray
+    dbeta: np.ndarray
+    dA_log: np.ndarray | None
+    d_dt_bias: np.ndarray | None
+    d_initial_state: np.ndarray | None
+
+
+class Recurrent(NamedTuple):
+    o: np.ndarray
+    final_state: np.ndarray | None
+
+
+def forward(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray,
+    beta: np.ndarray,
+    *,
+    scale: float | None = None,
+    initial_state: np.ndarray | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: np.ndarray | None = None,
+    dt_bias: np.ndarray | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: np.ndarray | None = None,
+    initial_state_indices: np.ndarray | None = None,
+    out: np.ndarray | None = None,
+    final_state: np.ndarray | None = None,
+    final_state_indices: np.ndarray | None = None,
+    checkpoints: np.ndarray | None = None,
+    checkpoint_indices: np.ndarray | None = None,
+    checkpoint_every: int = 0,
+    save: bool = False,
+    num_threads: int | None = None,
+) -> Forward:
+    """Chunked forward. ``final_state`` is a buffer or pool to write to; the initial state's own array = in place."""
+    args = _lib.ForwardArgs()
+    _set_inputs(
+        args, q, k, v, g, beta, scale, initial_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, initial_state_indices,
+    )  # fmt: skip
+    if out is None:
+        out = np.empty(v.shape, q.dtype)
+    if final_state is None and output_final_state:
+        final_state = np.empty(_state_shape(q, v, cu_seqlens, state_v_first), np.float32)
+    args.o = _tensor(out, "out", written=True)
+    args.final_state = _tensor(final_state, "final_state", written=True)
+    args.final_indices = _tensor(final_state_indices, "final_state_indices")
+    args.checkpoints = _tensor(checkpoints, "checkpoints", written=True)
+    args.checkpoint_indices = _tensor(checkpoint_indices, "checkpoint_indices")
+    args.checkpoint_every = checkpoint_every
+    saved = None
+    _set_threads(args, num_threads)
+    if save:
+        args.saved_bytes = _lib.size_query("gd_forward_saved_size", args)
+        saved = _aligned_bytes(args.saved_bytes)
+        args.saved = saved.ctypes.data
+    _run("gd_forward", args)
+    return Forward(out, final_state, saved)
+
+
+def backward(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray,
+    beta: np.ndarray,
+    do: np.ndarray,
+    dht: np.ndarray | None = None,
+    *,
+    saved: np.ndarray | None = None,
+    scale: float | None = None,
+    initial_state: np.ndarray | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: np.ndarray | None = None,
+    dt_bias: np.ndarray | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: np.ndarray | None = None,
+    num_threads: int | None = None,
+) -> Gradients:
+    """Chunked backward, from what ``forward(..., save=True)`` of the same inputs saved, or recomputing it."""
+    args = _lib.BackwardArgs()
+    _set_inputs(
+        args, q, k, v, g, beta, scale, initial_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, None,
+    )  # fmt: skip
+    args.d_o = _tensor(do, "do")
+    args.d_final_state = _tensor(dht, "dht")
+    if saved is not None:
+        if saved.dtype != np.uint8 or saved.ndim != 1 or not saved.flags.c_contiguous:
+            raise ValueError("saved is not what forward(..., save=True) returned")
+        args.saved, args.saved_bytes = saved.ctypes.data, saved.size
+    gradients = Gradients(*(
+        None if x is None else np.empty(x.shape, x.dtype) for x in (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    ))
+    for name, array in gradients._asdict().items():
+        setattr(args, name, _tensor(array, name, written=True))
+    _set_threads(args, num_threads)
+    _run("gd_backward", args)
+    return gradients
+
+
+def recurrent(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray,
+    beta: np.ndarray,
+    *,
+    scale: float | None = None,
+    initial_state: np.ndarray | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: np.ndarray | None = None,
+    dt_bias: np.ndarray | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: np.ndarray | None = None,
+    initial_state_indices: np.ndarray | None = None,
+    out: np.ndarray | None = None,
+    final_state: np.ndarray | None = None,
+    final_state_indices: np.ndarray | None = None,
+    accept_lengths: np.ndarray | None = None,
+    step_states: np.ndarray | None = None,
+    step_indices: np.ndarray | None = None,
+    num_threads: int | None = None,
+) -> Recurrent:
+    """Token by token: decode and draft verification. ``final_state`` as in ``forward``."""
+    args = _lib.RecurrentArgs()
+    _set_inputs(
+        args, q, k, v, g, beta, scale, initial_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, initial_state_indices,
+    )  # fmt: skip
+    if out is None:
+        out = np.empty(v.shape, q.dtype)
+    if final_state is None and output_final_state:
+        final_state = np.empty(_state_shape(q, v, cu_seqlens, state_v_first), np.float32)
+    args.o = _tensor(out, "out", written=True)
+    args.final_state = _tensor(final_state, "final_state", written=True)
+    args.final_indices = _tensor(final_state_indices, "final_state_indices")
+    args.accept_lengths = _tensor(accept_lengths, "accept_lengths")
+    args.step_states = _tensor(step_states, "step_states", written=True)
+    args.step_indices = _tensor(step_indices, "step_indices")
+    _set_threads(args, num_threads)
+    _run("gd_recurrent", args)
+    return Recurrent(out, final_state)
+
+
+def _tensor(array: np.ndarray | None, name: str, written: bool = False) -> _lib.Tensor:
+    result = _lib.Tensor()
+    if array is None:
+        return result
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{name} must be a numpy array, not {type(array).__name__}")
+    if written and not array.flags.writeable:
+        raise ValueError(f"{name} is written to, but the array is read-only")
+    dtype = _DTYPES.get(array.dtype.name) if array.dtype.isnative else None
+    if dtype is None:
+        raise ValueError(f"{name} has dtype {array.dtype}; it must be one of {', '.join(_DTYPES)} in native byte order")
+    if array.ndim > _lib.MAX_RANK:
+        raise ValueError(f"{name} has rank {array.ndim}, more than any tensor here")
+    if any(stride % array.itemsize for stride in array.strides):
+        raise ValueError(f"{name} has strides that are no multiple of its element size")
+    result.data = array.ctypes.data
+    result.dtype = dtype
+    result.rank = array.ndim
+    result.shape[: array.ndim] = array.shape
+    result.stride[: array.ndim] = [stride // array.itemsize for stride in array.strides]
+    return result
+
+
+def _set_inputs(
+    args, q, k, v, g, beta, scale, initial_state, l2norm, use_gate_in_kernel, A_log, dt_bias,
+    use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, initial_state_indices,
+) -> None:  # fmt: skip
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError("allow_neg_eigval doubles the sigmoid of beta, so it needs use_beta_sigmoid_in_kernel=True")
+    inputs = args.inputs
+    inputs.q = _tensor(q, "q")
+    inputs.k = _tensor(k, "k")
+    inputs.v = _tensor(v, "v")
+    inputs.g = _tensor(g, "g")
+    inputs.beta = _tensor(beta, "beta")
+    inputs.A_log = _tensor(A_log, "A_log")
+    inputs.dt_bias = _tensor(dt_bias, "dt_bias")
+    inputs.cu_seqlens = _tensor(cu_seqlens, "cu_seqlens")
+    inputs.initial_state = _tensor(initial_state, "initial_state")
+    inputs.initial_indices = _tensor(initial_state_indices, "initial_state_indices")
+    inputs.gate = _lib.GATE_RAW if use_gate_in_kernel else _lib.GATE_LOG
+    inputs.beta_kind = use_beta_sigmoid_in_kernel + allow_neg_eigval
+    inputs.state_layout = _lib.STATE_VK if state_v_first else _lib.STATE_KV
+    inputs.l2norm = l2norm
+    inputs.has_scale = scale is not None
+    inputs.scale = 0.0 if scale is None else scale
+
+
+def _state_shape(q: np.ndarray, v: np.ndarray, cu_seqlens: np.ndarray | None, state_v_first: bool) -> tuple[int, ...]:
+    if q.ndim != 4 or v.ndim != 4:
+        raise ValueError(f"q and v must have rank 4, not {q.ndim} and {v.ndim}")
+    count = q.shape[0] if cu_seqlens is None else cu_seqlens.size - 1
+    matrix = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
+    return (count, v.shape[2], *matrix)
+
+
+@functools.cache
+def _thread_pool(num_threads: int, process: int) -> ctypes.c_void_p:
+    """A pool that lives as long as the process; threads do not survive a fork, hence one per process."""
+    pool = ctypes.c_void_p()
+    _lib.check(_lib.library().gd_thread_pool_create(num_threads, ctypes.byref(pool)))
+    return pool
+
+
+def _set_threads(args, num_threads: int | None) -> None:
+    if num_threads is not None and num_threads < 1:
+        raise ValueError(f"num_threads is {num_threads}; it must be positive, or None for every CPU of the process")
+    args.exec.isa = _lib.forced_isa()
+    args.exec.num_threads = 1
+    if num_threads == 1:
+        return
+    lib = _lib.library()
+    pool = _thread_pool(num_threads or 0, os.getpid())
+    args.exec.num_threads = lib.gd_thread_pool_size(pool)
+    args.exec.parallel_for = ctypes.cast(lib.gd_thread_pool_parallel_for, ctypes.c_void_p)
+    args.exec.parallel_for_context = pool
+
+
+def _aligned_bytes(size: int) -> np.ndarray:
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size]
+
+
+def _run(function: str, args: ctypes.Structure) -> None:
+    args.exec.workspace_bytes = _lib.size_query(f"{function}_workspace", args)
+    workspace = _aligned_bytes(args.exec.workspace_bytes)
+    args.exec.workspace = workspace.ctypes.data
+    _lib.check(getattr(_lib.library(), function)(ctypes.byref(args)))

@@ -1,0 +1,59 @@
+// A pool of persistent workers behind gd_parallel_for_fn.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "gatedelta/gatedelta.h"
+
+namespace gatedelta {
+
+constexpr int kMaxThreads = 1024;
+
+// CPUs this process may run on. Read once, so that a workspace query and the call after it agree.
+int cpu_count();
+
+// A job is opened by moving `gate_` to the next epoch. The caller and the workers that join while it is open draw
+// indices from one counter; the caller never waits for a worker to wake up, only for those that have joined. So a job
+// costs little when workers sleep, and a worker that comes late touches nothing of it.
+class WorkerPool {
+ public:
+  explicit WorkerPool(int threads);  // the caller counts as one; throws std::system_error
+  ~WorkerPool();
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  int size() const { return static_cast<int>(workers_.size()) + 1; }
+
+  // As gd_parallel_for_fn. Callers take turns; a call from inside a task, of any pool, runs in place.
+  void parallel_for(int64_t count, gd_task_fn run, void* task);
+
+ private:
+  void open(int64_t helpers);
+  bool join(uint64_t& seen);
+  void draw();
+  void leave();
+  void close();
+  void work();
+  void stop();
+
+  // The job; written only while no worker is joined or can join.
+  gd_task_fn run_ = nullptr;
+  void* task_ = nullptr;
+  int64_t count_ = 0;
+
+  alignas(64) std::atomic<uint64_t> gate_{0};  // fields in thread_pool.cpp
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::mutex mutex_;  // of the two condition variables
+  std::condition_variable wake_, done_;
+  int64_t sleepers_ = 0;
+  std::atomic<bool> stopping_{false};
+  std::mutex turn_;  // held by the caller whose job it is
+  std::vector<std::thread> workers_;
+};
+
+}  // namespace gatedelta

@@ -1,0 +1,37 @@
+// What the CPU backend offers the API layer. Workspace sizes come from shapes alone.
+#pragma once
+
+#include <cstddef>
+
+#include "core/problem.hpp"
+
+namespace gatedelta::cpu {
+
+// How a call runs on this machine: `lanes` independent workers, each with its own slice of the workspace.
+// The lane count decides speed and workspace, never a bit of the result.
+struct Context {
+  gd_isa isa = GD_ISA_AUTO;  // resolved: never AUTO when a kernel sees it
+  int lanes = 1;
+  gd_parallel_for_fn parallel_for = nullptr;  // null = run lanes in turn on the calling thread
+  void* parallel_for_context = nullptr;
+  char* workspace = nullptr;  // 64-byte aligned
+};
+
+// Bits of gd_isa values that are in this build / that this machine can also run.
+int compiled_isas();
+int usable_isas();
+// Best usable ISA; it serves every dtype (bf16 ISAs run fp32 and fp16 inputs on their plain vector units).
+gd_isa best_isa();
+
+size_t forward_workspace(const ForwardProblem&, const Context&);
+size_t forward_saved(const ForwardProblem&, const Context&);
+void forward(const ForwardProblem&, const Context&);
+
+size_t backward_workspace(const BackwardProblem&, const Context&);
+size_t backward_saved(const BackwardProblem&, const Context&);  // bytes `saved` must have for these inputs
+void backward(const BackwardProblem&, const Context&);
+
+size_t recurrent_workspace(const RecurrentProblem&, const Context&);
+void recurrent(const RecurrentProblem&, const Context&);
+
+}  // namespace gatedelta::cpu

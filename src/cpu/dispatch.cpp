@@ -1,0 +1,62 @@
+// From a resolved ISA to its kernels.
+#include <initializer_list>
+
+#include "cpu/kernels.hpp"
+#include "core/plan.hpp"
+
+namespace gatedelta::cpu {
+
+namespace {
+
+const Kernels& kernels_of(gd_isa isa) {
+  switch (isa) {
+#if defined(__x86_64__)
+    case GD_ISA_AVX2: return avx2::kernels;
+    case GD_ISA_AVX512: return avx512::kernels;
+    case GD_ISA_AVX512_BF16: return avx512_bf16::kernels;
+    case GD_ISA_AMX: return amx::kernels;
+#elif defined(__aarch64__)
+    case GD_ISA_NEON: return neon::kernels;
+    case GD_ISA_NEON_BF16: return neon_bf16::kernels;
+#endif
+    default: return generic::kernels;
+  }
+}
+
+size_t saved_bytes(const Layer& in) {
+  return sizeof(float) * static_cast<size_t>(max_windows(in) * in.value_heads * padded_dims(in).state_size());
+}
+
+}  // namespace
+
+gd_isa best_isa() {
+  const int usable = usable_isas();
+  for (const gd_isa isa : {GD_ISA_AMX, GD_ISA_AVX512_BF16, GD_ISA_AVX512, GD_ISA_AVX2, GD_ISA_NEON_BF16, GD_ISA_NEON})
+    if (usable & (1 << isa)) return isa;
+  return GD_ISA_GENERIC;
+}
+
+size_t forward_workspace(const ForwardProblem& problem, const Context& context) {
+  return kernels_of(context.isa).forward_workspace(problem, context);
+}
+size_t forward_saved(const ForwardProblem& problem, const Context&) { return saved_bytes(problem.in); }
+void forward(const ForwardProblem& problem, const Context& context) {
+  kernels_of(context.isa).forward(problem, context);
+}
+
+size_t backward_workspace(const BackwardProblem& problem, const Context& context) {
+  return kernels_of(context.isa).backward_workspace(problem, context);
+}
+size_t backward_saved(const BackwardProblem& problem, const Context&) { return saved_bytes(problem.in); }
+void backward(const BackwardProblem& problem, const Context& context) {
+  kernels_of(context.isa).backward(problem, context);
+}
+
+size_t recurrent_workspace(const RecurrentProblem& problem, const Context& context) {
+  return kernels_of(context.isa).recurrent_workspace(problem, context);
+}
+void recurrent(const RecurrentProblem& problem, const Context& context) {
+  kernels_of(context.isa).recurrent(problem, context);
+}
+
+}  // namespace gatedelta::cpu

@@ -1,0 +1,76 @@
+// bf16 products on Arm with BFMMLA: 2 x 2 += (2 x 4) * (2 x 4)^T (see engine_f32.hpp for the idea).
+//   A form: row pairs, then groups of 4 columns:  [M / 2][K / 4][2][4]
+//   B form: column pairs, then groups of 4 rows:  [32 / 2][K / 4][2][4]
+#pragma once
+
+#include <arm_neon.h>
+
+#include "cpu/engine_f32.hpp"
+
+namespace gatedelta::cpu::GD_ISA {
+
+struct NeonBf16Engine {
+  using Elem = uint16_t;
+  struct Session {};
+
+  static constexpr int64_t a_size(int m, int k) { return int64_t{m} * k; }
+  static constexpr int64_t b_size(int k) { return int64_t{k} * kPanel; }
+
+  static GD_ALWAYS_INLINE void put4(uint16_t* dst, float32x4_t x) {
+    vst1_u16(dst, vreinterpret_u16_bf16(vcvt_bf16_f32(x)));
+  }
+
+  static GD_ALWAYS_INLINE void store_a_row(uint16_t* GD_RESTRICT a, int k, int m, const float* GD_RESTRICT row) {
+    uint16_t* dst = a + int64_t{m / 2} * k * 2 + (m % 2) * 4;
+    for (int kk = 0; kk < k; kk += 4, dst += 8) put4(dst, vld1q_f32(row + kk));
+  }
+
+  static GD_ALWAYS_INLINE void store_b(uint16_t* GD_RESTRICT b, int k, int k0, int rows, const float* GD_RESTRICT src, int ld) {
+    for (int r = 0; r < rows; r += 4)
+      for (int n = 0; n < kPanel; n += 4) {
+        const float* p = src + r * ld + n;
+        const float32x4_t r0 = vld1q_f32(p), r1 = vld1q_f32(p + ld), r2 = vld1q_f32(p + 2 * ld),
+                          r3 = vld1q_f32(p + 3 * ld);
+        const float32x4_t a = vzip1q_f32(r0, r2), c = vzip2q_f32(r0, r2), d = vzip1q_f32(r1, r3),
+                          e = vzip2q_f32(r1, r3);
+        uint16_t* first = b + int64_t{n / 2} * k * 2 + int64_t{(k0 + r) / 4} * 8;
+        uint16_t* second = first + int64_t{k} * 2;  // the next pair of columns
+        put4(first, vzip1q_f32(a, d));
+        put4(first + 4, vzip2q_f32(a, d));
+        put4(second, vzip1q_f32(c, e));
+        put4(second + 4, vzip2q_f32(c, e));
+      }
+  }
+
+  static GD_ALWAYS_INLINE bfloat16x8_t get8(const uint16_t* p) { return vreinterpretq_bf16_u16(vld1q_u16(p)); }
+
+  template <bool kAccumulate = false>
+  static void multiply(const uint16_t* a, const uint16_t* b, int k, int m0, int m1, int k0, int k1, float* c, int ldc) {
+    for (int m = m0; m < m1; m += 8)
+      for (int n = 0; n < kPanel; n += 8) {
+        float32x4_t acc[4][4];  // 2 x 2 blocks
+        for (int i = 0; i < 4; ++i)
+          for (int j = 0; j < 4; ++j) {
+            const float* p = c + int64_t{m + 2 * i} * ldc + n + 2 * j;
+            acc[i][j] = kAccumulate ? vcombine_f32(vld1_f32(p), vld1_f32(p + ldc)) : vdupq_n_f32(0);
+          }
+        const uint16_t* left = a + int64_t{m / 2} * k * 2;
+        const uint16_t* right = b + int64_t{n / 2} * k * 2;
+        for (int kk = k0 * 2; kk < k1 * 2; kk += 8) {
+          bfloat16x8_t x[4], y[4];
+          for (int i = 0; i < 4; ++i) x[i] = get8(left + int64_t{i} * k * 2 + kk);
+          for (int j = 0; j < 4; ++j) y[j] = get8(right + int64_t{j} * k * 2 + kk);
+          for (int i = 0; i < 4; ++i)
+            for (int j = 0; j < 4; ++j) acc[i][j] = vbfmmlaq_f32(acc[i][j], x[i], y[j]);
+        }
+        for (int i = 0; i < 4; ++i)
+          for (int j = 0; j < 4; j += 2) {
+            float* p = c + int64_t{m + 2 * i} * ldc + n + 2 * j;
+            vst1q_f32(p, vcombine_f32(vget_low_f32(acc[i][j]), vget_low_f32(acc[i][j + 1])));
+            vst1q_f32(p + ldc, vcombine_f32(vget_high_f32(acc[i][j]), vget_high_f32(acc[i][j + 1])));
+          }
+      }
+  }
+};
+
+}  // namespace gatedelta::cpu::GD_ISA

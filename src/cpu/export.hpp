@@ -1,0 +1,33 @@
+// The last line of every ISA file: this ISA's kernels as a table. GD_BF16_ENGINE multiplies bf16 inputs; fp32 and fp16
+// inputs are computed in fp32.
+#pragma once
+
+#include "cpu/backward.hpp"
+#include "cpu/forward.hpp"
+#include "cpu/kernels.hpp"
+#include "cpu/recurrent.hpp"
+
+namespace gatedelta::cpu::GD_ISA {
+
+// Calls use(Kernel<engine>) with the engine for these inputs.
+template <template <class> class Kernel, class Problem, class Use>
+auto with_engine(const Problem& problem, const Context& context, const Use& use) {
+  if (problem.in.q.dtype == GD_BF16) return use(Kernel<GD_BF16_ENGINE>(problem, context));
+  return use(Kernel<F32Engine>(problem, context));
+}
+
+extern const Kernels kernels;
+const Kernels kernels = {
+    [](const ForwardProblem& p, const Context& c) {
+      return with_engine<Forward>(p, c, [](auto&& kernel) { return kernel.workspace(); });
+    },
+    [](const ForwardProblem& p, const Context& c) { with_engine<Forward>(p, c, [](auto&& kernel) { kernel.run(); }); },
+    [](const BackwardProblem& p, const Context& c) {
+      return with_engine<Backward>(p, c, [](auto&& kernel) { return kernel.workspace(); });
+    },
+    [](const BackwardProblem& p, const Context& c) { with_engine<Backward>(p, c, [](auto&& kernel) { kernel.run(); }); },
+    [](const RecurrentProblem& p, const Context& c) { return Recurrent(p, c).workspace(); },
+    [](const RecurrentProblem& p, const Context& c) { Recurrent(p, c).run(); },
+};
+
+}  // namespace gatedelta::cpu::GD_ISA

@@ -1,0 +1,357 @@
+// Chunked forward (docs/math.md, form C). Per chunk and value head, every panel of 32 value columns on its own:
+//   W  = V - gamma o (K S)
+//   O  = s gamma o (Q S) + R W
+//   S <- gamma_L S + X^T W
+// Panels never mix, so how panels, heads and sequences are dealt out to lanes cannot change a bit.
+#pragma once
+
+#include <algorithm>
+
+#include "cpu/chunk.hpp"
+#include "cpu/parallel.hpp"
+
+namespace gatedelta::cpu::GD_ISA {
+
+// The state of one panel: fp32 master and its B form.
+template <class E>
+struct PanelState {
+  float* S;               // [Kp][32]
+  typename E::Elem* Sb;   // B [Kp x 32]
+};
+
+// The states of one head, panel after panel.
+template <class E>
+struct HeadState {
+  using Elem = typename E::Elem;
+  float* S;
+  Elem* Sb;
+
+  HeadState(Carver& carve, const Dims& dims) {
+    S = carve.take<float>(dims.state_size());
+    Sb = carve.take<Elem>(E::b_size(dims.Kp) * dims.value_panels());
+  }
+  PanelState<E> panel(const Dims& dims, int p) const {
+    return {state_panel(S, dims, p), Sb + E::b_size(dims.Kp) * p};
+  }
+};
+
+template <class E>
+struct PanelScratch {
+  using Elem = typename E::Elem;
+  float* V;        // [64][32]
+  float* product;  // [max(Kp, 64)][32]
+  float* O;        // [64][32]
+  Elem* Wb;        // B [64 x 32]
+
+  PanelScratch(Carver& carve, const Dims& dims) {
+    V = carve.take<float>(C * kPanel);
+    product = carve.take<float>((dims.Kp > C ? dims.Kp : C) * kPanel);
+    O = carve.take<float>(C * kPanel);
+    Wb = carve.take<Elem>(E::b_size(C));
+  }
+};
+
+// W = V - gamma o (K S) into w.V and w.Wb.
+template <class E>
+void residual_panel(const PanelScratch<E>& w, const typename E::Elem* Ka, const typename E::Elem* Sb,
+                    const float* gamma, const Dims& dims) {
+  E::multiply(Ka, Sb, dims.Kp, 0, C, 0, dims.Kp, w.product, kPanel);
+  for (int i = 0; i < C; ++i)
+    for (int j = 0; j < kPanel; j += kVector) {
+      float* v = w.V + i * kPanel + j;
+      store(v, load(v) - gamma[i] * load(w.product + i * kPanel + j));
+    }
+  E::store_b(w.Wb, C, 0, C, w.V, kPanel);
+}
+
+// S <- gamma_L S + X^T W, and its B form.
+template <class E>
+void update_panel(const PanelState<E>& state, const PanelScratch<E>& w, const ValueOperands<E>& value,
+                  const Dims& dims) {
+  E::multiply(value.Xta, w.Wb, C, 0, dims.Kp, 0, C, w.product, kPanel);
+  const float gamma_L = *value.gamma_L;
+  for (int64_t i = 0; i < int64_t{dims.Kp} * kPanel; i += kVector)
+    store(state.S + i, gamma_L * load(state.S + i) + load(w.product + i));
+  E::store_b(state.Sb, dims.Kp, 0, dims.Kp, state.S, kPanel);
+}
+
+template <class E>
+class Forward {
+ public:
+  Forward(const ForwardProblem& problem, const Context& context)
+      : problem_(problem), context_(context), in_(problem.in), dims_(padded_dims(problem.in)),
+        plan_(plan_forward(problem.in, context.lanes)) {}
+
+  size_t workspace() const {
+    Carver carve;
+    Shared shared(carve, *this);
+    for (int lane = 0; lane < context_.lanes; ++lane) Lane(carve, *this);
+    return carve.used();
+  }
+
+  void run() {
+    Carver carve(context_.workspace);
+    Shared shared(carve, *this);
+    shared_ = &shared;
+    const size_t lanes_begin = carve.used();
+    Carver measure;
+    Lane(measure, *this);
+    lane_bytes_ = measure.used();
+    lanes_ = context_.workspace + lanes_begin;
+
+    prepare_order();
+    zero_unowned_rows();
+    if (plan_.split) {
+      run_split();
+    } else {
+      for_each_item<typename E::Session>(context_, plan_.items,
+                                         [this](int lane, int64_t item) { run_fused(this->lane(lane), item); });
+    }
+  }
+
+ private:
+  using Elem = typename E::Elem;
+  static constexpr int kSplitWindow = 16;  // chunks prepared ahead when lanes share a head
+
+  // What all lanes see.
+  struct Shared {
+    int64_t* order;             // sequences, longest first
+    int64_t* first_checkpoint;  // [N + 1]
+    char* split;                // operands and states of every head, if lanes share heads
+
+    Shared(Carver& carve, const Forward& f) {
+      const int64_t n = f.in_.sequences.count;
+      order = carve.take<int64_t>(n);
+      first_checkpoint = carve.take<int64_t>(f.problem_.checkpoint_every ? n + 1 : 0);
+      split = nullptr;
+      if (f.plan_.split) {
+        Carver measure;
+        f.carve_key(measure);
+        const size_t key = measure.used();
+        Carver measure_value;
+        f.carve_value(measure_value);
+        split = carve.take<char>(static_cast<int64_t>(n * (f.in_.key_heads * key + f.in_.value_heads * measure_value.used())));
+      }
+    }
+  };
+
+  struct Lane {
+    KeyOperands<E> key;
+    KeyScratch<E> key_scratch;
+    ValueOperands<E> value;
+    ValueScratch<E> value_scratch;
+    PanelScratch<E> panel;
+    char* states;  // HeadState of each head of the item
+
+    Lane(Carver& carve, const Forward& f)
+        : key(carve, f.dims_), key_scratch(carve, f.dims_), value(carve, f.dims_), value_scratch(carve, f.dims_),
+          panel(carve, f.dims_), states(carve.take<char>(f.plan_.split ? 0 : f.head_state_bytes() * f.plan_.heads_per_item)) {}
+  };
+
+  // Split mode: a window's operands of one (sequence, key head), and of one (sequence, value head) with its state.
+  struct KeyWindow {
+    Elem *Ka, *Qa;
+  };
+  void carve_key(Carver& carve) const {
+    for (int c = 0; c < kSplitWindow; ++c) KeyOperands<E>(carve, dims_);
+  }
+  void carve_value(Carver& carve) const {
+    for (int c = 0; c < kSplitWindow; ++c) ValueOperands<E>(carve, dims_);
+    HeadState<E>(carve, dims_);
+  }
+  int64_t head_state_bytes() const {
+    Carver measure;
+    HeadState<E>(measure, dims_);
+    return static_cast<int64_t>(measure.used());
+  }
+
+  Lane lane(int index) const {
+    Carver carve(lanes_ + lane_bytes_ * index);
+    return Lane(carve, *this);
+  }
+
+  void prepare_order() {
+    const Sequences& sequences = in_.sequences;
+    for (int64_t n = 0; n < sequences.count; ++n) shared_->order[n] = n;
+    if (sequences.offsets)
+      std::sort(shared_->order, shared_->order + sequences.count, [&](int64_t x, int64_t y) {
+        const int64_t a = sequences[x].length, b = sequences[y].length;
+        return a != b ? a > b : x < y;
+      });
+    if (!problem_.checkpoint_every) return;
+    int64_t total = 0;
+    for (int64_t n = 0; n < sequences.count; ++n) {
+      shared_->first_checkpoint[n] = total;
+      total += sequences[n].length / problem_.checkpoint_every;
+    }
+  }
+
+  // Rows of no sequence, and of sequences that are nobody.
+  void zero_unowned_rows() {
+    if (!problem_.o) return;
+    const Sequences& sequences = in_.sequences;
+    if (sequences.offsets) zero_rows({0, sequences.used_tokens(), sequences.tokens - sequences.used_tokens()});
+    for (int64_t n = 0; n < sequences.count; ++n)
+      if (problem_.is_nobody(n)) zero_rows(sequences[n]);
+  }
+  void zero_rows(const SequenceSpan& span) {
+    const TokenRows& o = problem_.o;
+    for (int64_t t = 0; t < span.length; ++t)
+      for (int64_t h = 0; h < in_.value_heads; ++h)
+        std::memset(static_cast<char*>(o.data) + o.offset(span.batch, span.begin + t, h) * dtype_bytes(o.dtype), 0,
+                    dims_.V * dtype_bytes(o.dtype));
+  }
+
+  // --- one head's chain ----------------------------------------------------------------------------------------------
+
+  void begin_panel(const PanelState<E>& state, int64_t n, int64_t head, int p) {
+    load_state_panel(state.S, in_.initial, in_.initial_slot(n), head, in_.layout, dims_, p);
+    E::store_b(state.Sb, dims_.Kp, 0, dims_.Kp, state.S, kPanel);
+  }
+
+  void end_panel(const PanelState<E>& state, int64_t n, int64_t head, int p) {
+    store_state_panel(problem_.final, problem_.final_slot(n), head, in_.layout, dims_, p, state.S);
+  }
+
+  void advance_panel(const PanelState<E>& state, const PanelScratch<E>& w, const Elem* Ka, const Elem* Qa,
+                     const ValueOperands<E>& value, int64_t n, const SequenceSpan& sequence, int64_t chunk,
+                     int64_t head, int p) {
+    const ChunkSpan span = chunk_span(sequence, chunk);
+    if (problem_.saved && chunk % kWindow == 0) {
+      const int64_t slot = (first_window(in_, n, sequence) + chunk / kWindow) * in_.value_heads + head;
+      float* kept = static_cast<float*>(problem_.saved) + slot * dims_.state_size();
+      std::memcpy(state_panel(kept, dims_, p), state.S, sizeof(float) * dims_.Kp * kPanel);
+    }
+    load_chunk(w.V, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
+    residual_panel<E>(w, Ka, state.Sb, value.gamma, dims_);
+    if (problem_.o) {
+      E::multiply(Qa, state.Sb, dims_.Kp, 0, C, 0, dims_.Kp, w.O, kPanel);
+      E::multiply(value.Ra, w.Wb, C, 0, kHalf, 0, kHalf, w.product, kPanel);
+      E::multiply(value.Ra, w.Wb, C, kHalf, C, 0, C, w.product, kPanel);
+      for (int i = 0; i < C; ++i) {
+        const float scale = in_.scale * value.gamma[i];
+        for (int j = 0; j < kPanel; j += kVector) {
+          float* o = w.O + i * kPanel + j;
+          store(o, scale * load(o) + load(w.product + i * kPanel + j));
+        }
+      }
+      store_chunk(problem_.o, span, head, dims_.V, p * kPanel, kPanel, w.O, kPanel);
+    }
+    update_panel<E>(state, w, value, dims_);
+
+    const int64_t done = (chunk + 1) * C, every = problem_.checkpoint_every;
+    if (every && done <= sequence.length && done % every == 0) {
+      const int64_t entry = shared_->first_checkpoint[n] + done / every - 1;
+      const int64_t slot = problem_.checkpoint_indices ? problem_.checkpoint_indices[entry] : entry;
+      store_state_panel(problem_.checkpoints, slot, head, in_.layout, dims_, p, state.S);
+    }
+  }
+
+  // --- fused ---------------------------------------------------------------------------------------------------------
+
+  void run_fused(const Lane& lane, int64_t item) {
+    const int heads = plan_.heads_per_item;
+    const int64_t items_per_sequence = in_.value_heads / heads;
+    const int64_t n = shared_->order[item / items_per_sequence], first = item % items_per_sequence * heads;
+    if (problem_.is_nobody(n)) return;
+    const SequenceSpan sequence = in_.sequences[n];
+    const int64_t state_bytes = head_state_bytes();
+    const auto state = [&](int h) {
+      Carver carve(lane.states + state_bytes * h);
+      return HeadState<E>(carve, dims_);
+    };
+    for (int h = 0; h < heads; ++h)
+      for (int p = 0; p < dims_.value_panels(); ++p) begin_panel(state(h).panel(dims_, p), n, first + h, p);
+    for (int64_t chunk = 0; chunk < chunks_of(sequence.length); ++chunk) {
+      const ChunkSpan span = chunk_span(sequence, chunk);
+      prepare_key<E>(lane.key, lane.key_scratch, dims_, in_, span, first / in_.group, bool(problem_.o));
+      for (int h = 0; h < heads; ++h) {
+        prepare_value<E>(lane.value, lane.value_scratch, lane.key_scratch, dims_, in_, span, first + h,
+                         bool(problem_.o));
+        for (int p = 0; p < dims_.value_panels(); ++p)
+          advance_panel(state(h).panel(dims_, p), lane.panel, lane.key.Ka, lane.key.Qa, lane.value, n, sequence, chunk,
+                        first + h, p);
+      }
+    }
+    for (int h = 0; h < heads; ++h)
+      for (int p = 0; p < dims_.value_panels(); ++p) end_panel(state(h).panel(dims_, p), n, first + h, p);
+  }
+
+  // --- split ---------------------------------------------------------------------------------------------------------
+
+  struct SplitHead {  // views into Shared::split
+    char *key, *value;
+  };
+
+  void run_split() {
+    Carver key_measure, value_measure;
+    carve_key(key_measure);
+    carve_value(value_measure);
+    const int64_t key_bytes = static_cast<int64_t>(key_measure.used()), value_bytes = static_cast<int64_t>(value_measure.used());
+    const int64_t count = in_.sequences.count, panels = dims_.value_panels();
+    char* const keys = shared_->split;
+    char* const values = keys + count * in_.key_heads * key_bytes;
+    const auto key_operands = [&](int64_t n, int64_t key_head, int64_t slot) {
+      Carver carve(keys + (n * in_.key_heads + key_head) * key_bytes);
+      for (int64_t c = 0; c < slot; ++c) KeyOperands<E>(carve, dims_);
+      return KeyOperands<E>(carve, dims_);
+    };
+    const auto value_operands = [&](int64_t n, int64_t head, int64_t slot) {
+      Carver carve(values + (n * in_.value_heads + head) * value_bytes);
+      for (int64_t c = 0; c < slot; ++c) ValueOperands<E>(carve, dims_);
+      return ValueOperands<E>(carve, dims_);
+    };
+    const auto panel_state = [&](int64_t n, int64_t head, int p) {
+      Carver carve(values + (n * in_.value_heads + head) * value_bytes);
+      for (int c = 0; c < kSplitWindow; ++c) ValueOperands<E>(carve, dims_);
+      return HeadState<E>(carve, dims_).panel(dims_, p);
+    };
+
+    int64_t longest = 0;
+    for (int64_t n = 0; n < count; ++n) longest = std::max(longest, chunks_of(in_.sequences[n].length));
+    for (int64_t begin = 0; begin == 0 || begin < longest; begin += kSplitWindow) {
+      const int64_t slots = std::min<int64_t>(kSplitWindow, longest - begin);
+      for_each_item<typename E::Session>(context_, count * in_.key_heads * slots, [&](int lane_index, int64_t item) {
+        const int64_t slot = item % slots, key_head = item / slots % in_.key_heads, n = item / slots / in_.key_heads;
+        const SequenceSpan sequence = in_.sequences[n];
+        const int64_t chunk = begin + slot;
+        if (chunk >= chunks_of(sequence.length) || problem_.is_nobody(n)) return;
+        const Lane lane = this->lane(lane_index);
+        const ChunkSpan span = chunk_span(sequence, chunk);
+        prepare_key<E>(key_operands(n, key_head, slot), lane.key_scratch, dims_, in_, span, key_head,
+                       bool(problem_.o));
+        for (int64_t h = key_head * in_.group; h < (key_head + 1) * in_.group; ++h)
+          prepare_value<E>(value_operands(n, h, slot), lane.value_scratch, lane.key_scratch, dims_, in_, span, h,
+                           bool(problem_.o));
+      });
+      for_each_item<typename E::Session>(context_, count * in_.value_heads * panels, [&](int lane_index, int64_t item) {
+        const int p = static_cast<int>(item % panels);
+        const int64_t head = item / panels % in_.value_heads, n = item / panels / in_.value_heads;
+        if (problem_.is_nobody(n)) return;
+        const SequenceSpan sequence = in_.sequences[n];
+        const Lane lane = this->lane(lane_index);
+        const PanelState<E> state = panel_state(n, head, p);
+        if (begin == 0) begin_panel(state, n, head, p);
+        const int64_t chunks = chunks_of(sequence.length);
+        for (int64_t slot = 0; slot < slots && begin + slot < chunks; ++slot) {
+          const KeyOperands<E> key = key_operands(n, head / in_.group, slot);
+          advance_panel(state, lane.panel, key.Ka, key.Qa, value_operands(n, head, slot), n, sequence, begin + slot,
+                        head, p);
+        }
+        const bool last = chunks == 0 ? begin == 0 : begin < chunks && chunks <= begin + kSplitWindow;
+        if (last) end_panel(state, n, head, p);
+      });
+    }
+  }
+
+  const ForwardProblem& problem_;
+  const Context& context_;
+  const Layer& in_;
+  const Dims dims_;
+  const ForwardPlan plan_;
+  Shared* shared_ = nullptr;
+  char* lanes_ = nullptr;
+  size_t lane_bytes_ = 0;
+};
+
+}  // namespace gatedelta::cpu::GD_ISA

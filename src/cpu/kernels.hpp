@@ -1,0 +1,30 @@
+// The functions each ISA file exports; dispatch.cpp picks a table.
+#pragma once
+
+#include "cpu/backend.hpp"
+
+namespace gatedelta::cpu {
+
+struct Kernels {
+  size_t (*forward_workspace)(const ForwardProblem&, const Context&);
+  void (*forward)(const ForwardProblem&, const Context&);
+  size_t (*backward_workspace)(const BackwardProblem&, const Context&);
+  void (*backward)(const BackwardProblem&, const Context&);
+  size_t (*recurrent_workspace)(const RecurrentProblem&, const Context&);
+  void (*recurrent)(const RecurrentProblem&, const Context&);
+};
+
+#define GD_DECLARE_ISA(name) \
+  namespace name {           \
+  extern const Kernels kernels; \
+  }
+GD_DECLARE_ISA(generic)
+GD_DECLARE_ISA(avx2)
+GD_DECLARE_ISA(avx512)
+GD_DECLARE_ISA(avx512_bf16)
+GD_DECLARE_ISA(amx)
+GD_DECLARE_ISA(neon)
+GD_DECLARE_ISA(neon_bf16)
+#undef GD_DECLARE_ISA
+
+}  // namespace gatedelta::cpu

@@ -1,0 +1,706 @@
+#include "testing/generator.hpp"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <sstream>
+#include <stdexcept>
+
+#include "testing/number.hpp"
+
+namespace gatedelta::testing {
+
+// ---- numbers ------------------------------------------------------------------------------------------------------
+
+namespace {
+
+uint64_t mix(uint64_t x) {  // splitmix64's finaliser
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+uint64_t bits_at(uint64_t seed, uint64_t stream, uint64_t index) {
+  const uint64_t key = mix(seed * 0x9e3779b97f4a7c15 + stream + 1);
+  return mix(key + index * 0x9e3779b97f4a7c15);
+}
+
+}  // namespace
+
+double uniform(uint64_t seed, uint64_t stream, uint64_t index) {
+  return static_cast<double>(bits_at(seed, stream, index) >> 11) * 0x1p-53;
+}
+
+// Sum of twelve 16-bit uniforms: integer arithmetic alone, so every machine and every libm gives the same bits.
+double normal(uint64_t seed, uint64_t stream, uint64_t index) {
+  int64_t sum = 0;
+  for (uint64_t part = 0; part < 3; ++part) {
+    const uint64_t word = bits_at(seed, stream, index * 3 + part);
+    sum += (word & 0xffff) + ((word >> 16) & 0xffff) + ((word >> 32) & 0xffff) + (word >> 48);
+  }
+  return static_cast<double>(sum - 6 * 65535) * (1.0 / 65536);
+}
+
+// ---- the text form of a case --------------------------------------------------------------------------------------
+
+int64_t Case::total_tokens() const {
+  return lengths.empty() ? T : std::accumulate(lengths.begin(), lengths.end(), pad);
+}
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
+
+int64_t parse_int(std::string_view key, std::string_view text) {
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) {
+    refuse(std::string(key) + "=" + std::string(text) + ": not a whole number");
+  }
+  return value;
+}
+
+// "3x64+100": repetitions and sums.
+std::vector<int64_t> parse_lengths(std::string_view key, std::string_view text) {
+  std::vector<int64_t> lengths;
+  while (!text.empty()) {
+    const auto plus = text.find('+');
+    auto term = text.substr(0, plus);
+    text = plus == text.npos ? std::string_view() : text.substr(plus + 1);
+    int64_t times = 1;
+    if (const auto x = term.find('x'); x != term.npos) {
+      times = parse_int(key, term.substr(0, x));
+      term = term.substr(x + 1);
+    }
+    if (times < 0 || times > 1'000'000) refuse(std::string(key) + ": repetition out of range");
+    lengths.insert(lengths.end(), times, parse_int(key, term));
+  }
+  return lengths;
+}
+
+std::string format_lengths(const std::vector<int64_t>& lengths) {
+  std::string text;
+  for (size_t i = 0; i < lengths.size();) {
+    size_t same = i;
+    while (same < lengths.size() && lengths[same] == lengths[i]) ++same;
+    if (!text.empty()) text += '+';
+    if (same - i > 1) text += std::to_string(same - i) + "x";
+    text += std::to_string(lengths[i]);
+    i = same;
+  }
+  return text;
+}
+
+using Names = std::vector<std::pair<const char*, int>>;
+
+const Names kDtypes = {{"fp32", GD_F32}, {"bf16", GD_BF16}, {"fp16", GD_F16}};
+const Names kLayouts = {{"kv", GD_STATE_KV}, {"vk", GD_STATE_VK}};
+const Names kGates = {{"zero", int(GateKind::zero)},       {"weak", int(GateKind::weak)},
+                      {"strong", int(GateKind::strong)},   {"spiky", int(GateKind::spiky)},
+                      {"mixed", int(GateKind::mixed)},     {"inf", int(GateKind::infinite)},
+                      {"huge", int(GateKind::very_negative)}, {"raw", int(GateKind::raw)}};
+const Names kBetas = {{"unit", int(BetaKind::unit)},   {"zeros", int(BetaKind::zeros)},
+                      {"two", int(BetaKind::two)},     {"logit", int(BetaKind::logit)},
+                      {"logit2", int(BetaKind::logit_doubled)}, {"one", int(BetaKind::constant_one)}};
+const Names kKeys = {{"random", int(KeyKind::random)},
+                     {"correlated", int(KeyKind::correlated)},
+                     {"repeated", int(KeyKind::repeated)},
+                     {"loose", int(KeyKind::loose)}};
+const Names kSteps = {{"none", int(StepKind::none)}, {"dense", int(StepKind::dense)}, {"pool", int(StepKind::pool)}};
+
+int parse_name(const Names& names, std::string_view key, std::string_view text) {
+  std::string choices;
+  for (const auto& [name, value] : names) {
+    if (text == name) return value;
+    choices += (choices.empty() ? "" : ", ") + std::string(name);
+  }
+  refuse(std::string(key) + "=" + std::string(text) + ": expected one of " + choices);
+}
+
+std::string format_name(const Names& names, int value) {
+  for (const auto& [name, each] : names) {
+    if (each == value) return name;
+  }
+  return "?";
+}
+
+// One key of the text form: how to read it and how to write it. Written only where it differs from the default.
+struct Key {
+  const char* name;
+  const char* help;
+  std::function<void(Case&, std::string_view)> set;
+  std::function<std::string(const Case&)> get;
+};
+
+template <class Field>
+Key integer(const char* name, Field Case::*field, const char* help) {
+  return {name, help, [=](Case& c, std::string_view s) { c.*field = static_cast<Field>(parse_int(name, s)); },
+          [=](const Case& c) { return std::to_string(c.*field); }};
+}
+
+Key boolean(const char* name, bool Case::*field, const char* help) {
+  return {name, help,
+          [=](Case& c, std::string_view s) {
+            const int64_t value = parse_int(name, s);
+            if (value != 0 && value != 1) refuse(std::string(name) + ": expected 0 or 1");
+            c.*field = value != 0;
+          },
+          [=](const Case& c) { return std::string(c.*field ? "1" : "0"); }};
+}
+
+template <class Enum>
+Key choice(const char* name, Enum Case::*field, const Names& names, const char* help) {
+  return {name, help,
+          [=, &names](Case& c, std::string_view s) { c.*field = static_cast<Enum>(parse_name(names, name, s)); },
+          [=, &names](const Case& c) { return format_name(names, static_cast<int>(c.*field)); }};
+}
+
+const std::vector<Key>& keys() {
+  static const std::vector<Key> all = {
+      integer("B", &Case::B, "batch"),
+      integer("T", &Case::T, "tokens per batch entry"),
+      {"lengths", "packed sequence lengths, e.g. 3x64+0+130 (then B and T follow)",
+       [](Case& c, std::string_view s) { c.lengths = parse_lengths("lengths", s); },
+       [](const Case& c) { return format_lengths(c.lengths); }},
+      integer("pad", &Case::pad, "tokens past the last packed sequence"),
+      integer("Hk", &Case::Hk, "query/key heads"),
+      integer("Hv", &Case::Hv, "value heads, a multiple of Hk"),
+      integer("K", &Case::K, "head size of q and k"),
+      integer("V", &Case::V, "head size of v"),
+      choice("dtype", &Case::dtype, kDtypes, "q, k, v, do and their gradients: fp32 bf16 fp16"),
+      choice("odtype", &Case::odtype, kDtypes, "o, if not dtype: fp32 bf16 fp16"),
+      choice("gdtype", &Case::gdtype, kDtypes, "g and beta: fp32 bf16 fp16"),
+      choice("state", &Case::state, kDtypes, "state tensors: fp32 bf16 fp16"),
+      choice("layout", &Case::layout, kLayouts, "order inside a state matrix: kv vk"),
+      choice("gate", &Case::gate, kGates, "zero weak strong spiky mixed inf huge raw"),
+      choice("beta", &Case::beta, kBetas, "unit zeros two one logit logit2"),
+      choice("keys", &Case::keys, kKeys, "random correlated repeated loose"),
+      boolean("dt_bias", &Case::dt_bias, "with gate=raw: 0 leaves dt_bias out"),
+      boolean("l2norm", &Case::l2norm, "normalise q and k inside the call"),
+      {"scale", "output scale, default K^-1/2",
+       [](Case& c, std::string_view s) {
+         char* end = nullptr;
+         const std::string text(s);
+         c.scale = std::strtof(text.c_str(), &end);
+         if (text.empty() || *end) refuse("scale=" + text + ": not a number");
+       },
+       [](const Case& c) {
+         std::ostringstream text;
+         if (c.scale) text << std::hexfloat << *c.scale;
+         return text.str();
+       }},
+      boolean("h0", &Case::h0, "0: no initial state"),
+      boolean("ht", &Case::ht, "0: no final state"),
+      boolean("dht", &Case::dht, "0: no gradient of the final state"),
+      boolean("pool", &Case::pool, "states in a pool, found by indices"),
+      boolean("inplace", &Case::inplace, "final state replaces the initial state"),
+      boolean("i64", &Case::i64, "int64 offsets and indices"),
+      boolean("strided", &Case::strided, "gaps in every tensor"),
+      integer("every", &Case::every, "checkpoint interval in tokens (a multiple of 64)"),
+      boolean("accept", &Case::accept, "recurrent: accept lengths"),
+      choice("steps", &Case::steps, kSteps, "recurrent: per-step states: none dense pool"),
+      integer("seed", &Case::seed, "of the random numbers"),
+  };
+  return all;
+}
+
+}  // namespace
+
+void apply_spec(Case& c, std::string_view spec) {
+  while (true) {
+    const auto begin = spec.find_first_not_of(" \t\r\n");
+    if (begin == spec.npos) return;
+    spec.remove_prefix(begin);
+    const auto word = spec.substr(0, spec.find_first_of(" \t\r\n"));
+    spec.remove_prefix(word.size());
+    const auto equals = word.find('=');
+    const auto name = word.substr(0, equals);
+    const auto value = equals == word.npos ? std::string_view("1") : word.substr(equals + 1);
+    const auto& all = keys();
+    const auto key = std::find_if(all.begin(), all.end(), [&](const Key& k) { return name == k.name; });
+    if (key == all.end()) refuse("unknown key '" + std::string(name) + "' in a case");
+    key->set(c, value);
+  }
+}
+
+Case parse_case(std::string_view spec) {
+  Case c;
+  apply_spec(c, spec);
+  return c;
+}
+
+std::string describe(const Case& c) {
+  static const Case defaults;
+  std::string text;
+  for (const Key& key : keys()) {
+    const std::string name = key.name, value = key.get(c);
+    if (!c.lengths.empty() && (name == "B" || name == "T")) continue;
+    const bool always = name == "T" || name == "Hk" || name == "Hv" || name == "K" || name == "V" || name == "dtype";
+    if (value == key.get(defaults) && !always) continue;
+    text += (text.empty() ? "" : " ") + name + "=" + value;
+  }
+  return text;
+}
+
+const std::vector<std::pair<const char*, const char*>>& case_keys() {
+  static const auto list = [] {
+    std::vector<std::pair<const char*, const char*>> pairs;
+    for (const Key& key : keys()) pairs.emplace_back(key.name, key.help);
+    return pairs;
+  }();
+  return list;
+}
+
+// ---- buffers ------------------------------------------------------------------------------------------------------
+
+namespace {
+constexpr size_t kGuard = 4096;
+constexpr char kPoison = static_cast<char>(0xff);  // NaN in every float type, negative in every integer type
+}  // namespace
+
+Buffer::Buffer(size_t bytes, size_t misalign) : storage_(bytes + 2 * kGuard + 64 + misalign, kPoison), size_(bytes) {
+  const auto address = reinterpret_cast<uintptr_t>(storage_.data());
+  begin_ = kGuard + (64 - (address + kGuard) % 64) % 64 + misalign;
+}
+
+void Buffer::poison() { std::memset(data(), kPoison, size_); }
+
+bool Buffer::guards_intact() const {
+  const auto poisoned = [](char c) { return c == kPoison; };
+  const auto payload = storage_.begin() + static_cast<std::ptrdiff_t>(begin_);
+  return std::all_of(storage_.begin(), payload, poisoned) &&
+         std::all_of(payload + static_cast<std::ptrdiff_t>(size_), storage_.end(), poisoned);
+}
+
+// ---- a problem ----------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Streams of the random numbers: one per tensor.
+enum Stream : uint64_t { sQ, sK, sV, sG, sBeta, sA, sBias, sH0, sDo, sDht, sCommon, sLength, sSlots };
+
+gd_tensor describe_tensor(gd_dtype dtype, const std::vector<int64_t>& shape, const std::vector<int64_t>& stride) {
+  gd_tensor t{};
+  t.dtype = dtype;
+  t.rank = static_cast<int32_t>(shape.size());
+  std::copy(shape.begin(), shape.end(), t.shape);
+  std::copy(stride.begin(), stride.end(), t.stride);
+  return t;
+}
+
+// Contiguous; or, strided, with gaps between everything but the `inner` innermost axes. Gates [B, T, H] of a strided
+// case are stored head first.
+std::vector<int64_t> choose_strides(const std::vector<int64_t>& shape, bool strided, int inner) {
+  const int rank = static_cast<int>(shape.size());
+  if (strided && rank == 3) return {shape[2] * (shape[1] + 3) + 5, 1, shape[1] + 3};
+  std::vector<int64_t> stride(rank);
+  int64_t step = 1;
+  for (int axis = rank - 1; axis >= 0; --axis) {
+    stride[axis] = step;
+    step *= std::max<int64_t>(shape[axis], 1);
+    if (strided && axis <= rank - inner) step += 8 * (axis + 1);
+  }
+  return stride;
+}
+
+int64_t extent(const gd_tensor& t) {  // elements from the first to the last, inclusive
+  int64_t last = 0;
+  for (int i = 0; i < t.rank; ++i) {
+    if (t.shape[i] == 0) return 0;
+    last += (t.shape[i] - 1) * t.stride[i];
+  }
+  return last + 1;
+}
+
+void fill(const gd_tensor& t, const std::function<double(int64_t)>& value) {
+  for_each_element(t, [&](int64_t offset, int64_t i) { store(t.data, t.dtype, offset, value(i)); });
+}
+
+double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
+
+void check_case(const Case& c) {
+  const auto positive = [](const char* name, int64_t value) {
+    if (value < 1) refuse(std::string(name) + " must be at least 1");
+  };
+  positive("Hk", c.Hk), positive("Hv", c.Hv), positive("K", c.K), positive("V", c.V), positive("B", c.B);
+  if (c.Hv % c.Hk) refuse("Hv must be a multiple of Hk");
+  if (c.T < 0 || c.pad < 0 || c.every < 0) refuse("T, pad and every must not be negative");
+  if (c.lengths.empty() && c.pad) refuse("pad needs packed lengths");
+  if (!c.lengths.empty() && c.B != 1) refuse("packed lengths need B=1");
+  for (int64_t length : c.lengths) {
+    if (length < 0) refuse("lengths must not be negative");
+  }
+  if (c.inplace && !(c.h0 && c.ht)) refuse("inplace needs h0 and ht");
+  constexpr int64_t limit = int64_t{1} << 34;  // bytes of one tensor; catches slips of the keyboard
+  const int64_t sizes[] = {c.B, c.total_tokens(), std::max(c.Hk, c.Hv), std::max(c.K, c.V), 4};
+  int64_t bytes = 1;
+  for (int64_t size : sizes) {
+    if (size && bytes > limit / size) refuse("the case needs tensors of more than 16 GiB");
+    bytes *= std::max<int64_t>(size, 1);
+  }
+}
+
+}  // namespace
+
+gd_tensor Problem::make(const std::string& name, Role role, gd_dtype dtype, const std::vector<int64_t>& shape) {
+  const bool vector = shape.size() == 1;
+  const bool state = name.find("state") != name.npos || name == "checkpoints";  // each matrix is contiguous
+  const auto stride = choose_strides(shape, spec.strided && !vector, state ? 2 : 1);
+  Entry e{name, describe_tensor(dtype, shape, stride), role, {}, 0, {}, {}};
+  // A strided case also starts at the element's own alignment, not at the allocator's.
+  const size_t bytes = static_cast<size_t>(extent(e.tensor) * element_bytes(dtype));
+  e.buffer = Buffer(bytes, spec.strided ? static_cast<size_t>(element_bytes(dtype)) : 0);
+  e.tensor.data = e.buffer.data();
+  entries_.push_back(std::move(e));
+  return entries_.back().tensor;
+}
+
+gd_tensor Problem::make_indices(const std::string& name, const std::vector<int64_t>& values) {
+  const gd_tensor t = make(name, Role::input, spec.i64 ? GD_I64 : GD_I32, {static_cast<int64_t>(values.size())});
+  for (size_t i = 0; i < values.size(); ++i) store(t.data, t.dtype, static_cast<int64_t>(i), double(values[i]));
+  return t;
+}
+
+Problem::Entry& Problem::entry(const gd_tensor& t) {
+  return *std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.tensor.data == t.data; });
+}
+
+Problem::Problem(const Case& c) : spec((check_case(c), c)) {
+  const int64_t B = c.B, T = c.total_tokens(), N = c.sequences();
+  const gd_dtype odtype = c.odtype == GD_DTYPE_NONE ? c.dtype : c.odtype;
+  forward.struct_size = sizeof forward;
+  backward.struct_size = sizeof backward;
+  recurrent.struct_size = sizeof recurrent;
+  const auto matrix = [&](std::vector<int64_t> outer) {
+    outer.insert(outer.end(), {c.Hv, c.layout == GD_STATE_KV ? c.K : c.V, c.layout == GD_STATE_KV ? c.V : c.K});
+    return outer;
+  };
+
+  gd_inputs in{};
+  in.q = make("q", Role::input, c.dtype, {B, T, c.Hk, c.K});
+  in.k = make("k", Role::input, c.dtype, {B, T, c.Hk, c.K});
+  in.v = make("v", Role::input, c.dtype, {B, T, c.Hv, c.V});
+  in.g = make("g", Role::input, c.gdtype, {B, T, c.Hv});
+  in.beta = make("beta", Role::input, c.gdtype, {B, T, c.Hv});
+  if (c.gate == GateKind::raw) {
+    in.gate = GD_GATE_RAW;
+    in.A_log = make("A_log", Role::input, GD_F32, {c.Hv});
+    if (c.dt_bias) in.dt_bias = make("dt_bias", Role::input, GD_F32, {c.Hv});
+  }
+  in.beta_kind = c.beta == BetaKind::logit           ? GD_BETA_LOGIT
+                 : c.beta == BetaKind::logit_doubled ? GD_BETA_LOGIT_DOUBLED
+                                                     : GD_BETA_VALUE;
+  in.state_layout = c.layout;
+  in.l2norm = c.l2norm;
+  in.has_scale = c.scale.has_value();
+  in.scale = c.scale.value_or(0);
+  if (!c.lengths.empty()) {
+    std::vector<int64_t> offsets(N + 1, 0);
+    std::partial_sum(c.lengths.begin(), c.lengths.end(), offsets.begin() + 1);
+    in.cu_seqlens = make_indices("cu_seqlens", offsets);
+  }
+
+  // Pools have twice the slots needed and three more, in a scrambled order; what no index names stays NaN.
+  const int64_t slots = c.pool ? 2 * N + 3 : N;
+  std::vector<int64_t> scrambled(slots);
+  std::iota(scrambled.begin(), scrambled.end(), 0);
+  if (c.pool) {
+    std::sort(scrambled.begin(), scrambled.end(), [&](int64_t a, int64_t b) {
+      return bits_at(c.seed, sSlots, static_cast<uint64_t>(a)) < bits_at(c.seed, sSlots, static_cast<uint64_t>(b));
+    });
+  }
+  std::vector<int64_t> read(scrambled.begin(), scrambled.begin() + N);
+  std::vector<int64_t> write = c.inplace || !c.pool ? read : std::vector<int64_t>(scrambled.begin() + N,
+                                                                                  scrambled.begin() + 2 * N);
+  if (c.pool) {  // of every five sequences one starts from zero, one is not stored, one is nobody
+    for (int64_t n = 0; n < N; ++n) {
+      if (n % 5 == 1 || n % 5 == 4) read[n] = n % 5 == 1 ? -1 : -7;
+      if (n % 5 == 2 || n % 5 == 4) write[n] = -1;
+    }
+  }
+  const auto named = [](const std::vector<int64_t>& indices) {
+    std::vector<int64_t> result;
+    std::copy_if(indices.begin(), indices.end(), std::back_inserter(result), [](int64_t i) { return i >= 0; });
+    return result;
+  };
+
+  gd_tensor final_state{}, final_indices{};
+  if (c.h0) {
+    in.initial_state = make("initial_state", c.inplace ? Role::pool : Role::input, c.state, matrix({slots}));
+    fill_states(in.initial_state, sH0, read);
+    if (c.pool) in.initial_indices = make_indices("initial_indices", read);
+  }
+  if (c.ht) {
+    final_state = c.inplace ? in.initial_state : make("final_state", Role::pool, c.state, matrix({slots}));
+    if (c.pool) final_indices = make_indices("final_indices", write);
+    entry(final_state).written_slots = named(write);
+  }
+  fill_inputs(in);
+
+  forward.in = backward.in = recurrent.in = in;
+  forward.o = make("o", Role::output, odtype, {B, T, c.Hv, c.V});
+  recurrent.o = forward.o;
+  forward.final_state = recurrent.final_state = final_state;
+  forward.final_indices = recurrent.final_indices = final_indices;
+
+  if (c.every > 0) {
+    int64_t count = 0;
+    for (int64_t n = 0; n < N; ++n) count += (c.lengths.empty() ? T : c.lengths[n]) / c.every;
+    std::vector<int64_t> place(count);
+    for (int64_t i = 0; i < count; ++i) place[i] = c.pool ? (i % 4 == 3 ? -1 : count + 1 - i) : i;
+    forward.checkpoints = make("checkpoints", Role::pool, c.state, matrix({c.pool ? count + 2 : count}));
+    if (c.pool) forward.checkpoint_indices = make_indices("checkpoint_indices", place);
+    entry(forward.checkpoints).written_slots = named(place);
+    forward.checkpoint_every = c.every;
+  }
+
+  backward.d_o = make("d_o", Role::input, c.dtype, {B, T, c.Hv, c.V});
+  fill(backward.d_o, [&](int64_t i) { return normal(c.seed, sDo, static_cast<uint64_t>(i)); });
+  if (c.dht) {
+    backward.d_final_state = make("d_final_state", Role::input, c.state, matrix({N}));
+    std::vector<int64_t> all(N);
+    std::iota(all.begin(), all.end(), 0);
+    fill_states(backward.d_final_state, sDht, all);
+  }
+  backward.dq = make("dq", Role::output, c.dtype, {B, T, c.Hk, c.K});
+  backward.dk = make("dk", Role::output, c.dtype, {B, T, c.Hk, c.K});
+  backward.dv = make("dv", Role::output, c.dtype, {B, T, c.Hv, c.V});
+  backward.dg = make("dg", Role::output, GD_F32, {B, T, c.Hv});
+  backward.dbeta = make("dbeta", Role::output, GD_F32, {B, T, c.Hv});
+  if (c.gate == GateKind::raw) {
+    backward.dA_log = make("dA_log", Role::output, GD_F32, {c.Hv});
+    if (c.dt_bias) backward.d_dt_bias = make("d_dt_bias", Role::output, GD_F32, {c.Hv});
+  }
+  backward.d_initial_state = make("d_initial_state", Role::output, c.state, matrix({N}));
+
+  if (c.accept) {
+    std::vector<int64_t> lengths(N);
+    for (int64_t n = 0; n < N; ++n) lengths[n] = n % ((c.lengths.empty() ? T : c.lengths[n]) + 1);
+    recurrent.accept_lengths = make_indices("accept_lengths", lengths);
+  }
+  if (c.steps == StepKind::dense) {
+    recurrent.step_states = make("step_states", Role::output, c.state, matrix({B, T}));
+  } else if (c.steps == StepKind::pool) {
+    recurrent.step_states = make("step_states", Role::pool, c.state, matrix({B * T + 2}));
+    std::vector<int64_t> place(B * T);
+    for (int64_t i = 0; i < B * T; ++i) place[i] = i % 3 == 2 ? -1 : B * T + 1 - i;
+    recurrent.step_indices = make_indices("step_indices", place);
+    recurrent.step_indices.rank = 2;
+    recurrent.step_indices.shape[0] = B, recurrent.step_indices.shape[1] = T;
+    recurrent.step_indices.stride[0] = T, recurrent.step_indices.stride[1] = 1;
+    entry(recurrent.step_states).written_slots = named(place);
+  }
+  for (const gd_tensor* t : {&in.q, &in.k, &in.v, &in.g, &in.beta, &backward.d_o}) poison_tail(*t, T - c.pad);
+  seal();
+}
+
+// ---- contents -----------------------------------------------------------------------------------------------------
+
+namespace {
+
+void normalise(std::vector<double>& x, double length) {
+  double sum = 0;
+  for (double value : x) sum += value * value;
+  for (double& value : x) value *= length / std::sqrt(sum);
+}
+
+// Tokens where the hostile gates strike: chunk borders, a run inside a chunk, and every eleventh.
+bool strikes(int64_t t) { return t % 11 == 5 || t % 64 == 0 || t % 64 == 63 || (t % 128 >= 96 && t % 128 < 104); }
+
+double mixed_gate(double x, int64_t head) { return head % 4 == 3 ? 0 : -std::log1p(std::exp(-x)) / 16; }
+
+// Heads of gate=raw that forget little or nothing, so that inputs beyond softplus' threshold leave something to see.
+bool slow_head(int64_t head) { return head % 8 == 5 || head % 8 == 7; }
+
+double gate_value(const Case& c, int64_t t, int64_t head, uint64_t i) {
+  const double x = normal(c.seed, sG, i), u = uniform(c.seed, sG, i);
+  switch (c.gate) {
+    case GateKind::zero: return 0;
+    case GateKind::weak: return -0.02 * u;
+    case GateKind::strong: return -10 - 20 * u;
+    case GateKind::spiky: {
+      const double A = c.Hv > 1 ? 16.0 * double(head) / double(c.Hv - 1) : 16;
+      return -A * std::log1p(std::exp(12 * u - 9));
+    }
+    case GateKind::mixed: return mixed_gate(x, head);
+    case GateKind::infinite: return strikes(t) ? -HUGE_VAL : mixed_gate(x, head);
+    case GateKind::very_negative: {
+      constexpr double depths[] = {-81, -104, -1e3, -1e4, -1e6, -1e9, -1e20, -3e38};
+      if (!strikes(t)) return mixed_gate(x, head);
+      const double depth = depths[bits_at(c.seed, sG, i) % 8];
+      return c.gdtype == GD_F16 ? std::max(depth, -6e4) : depth;
+    }
+    case GateKind::raw: return (t % 37 == 20 && slow_head(head) ? 40 + x : x) - (c.dt_bias ? 0 : 4);
+  }
+  return 0;
+}
+
+double beta_value(const Case& c, int64_t t, uint64_t i) {
+  const double x = normal(c.seed, sBeta, i);
+  switch (c.beta) {
+    case BetaKind::unit: return sigmoid(x);
+    case BetaKind::zeros: return t % 3 == 1 ? 0 : sigmoid(x);
+    case BetaKind::two: return t % 3 == 1 ? 2 : 2 * sigmoid(2 * x);
+    case BetaKind::logit:
+    case BetaKind::logit_doubled: return 2 * x;
+    case BetaKind::constant_one: return 1;
+  }
+  return 0;
+}
+
+std::vector<double> random_row(uint64_t seed, uint64_t stream, uint64_t row, int64_t size) {
+  std::vector<double> x(size);
+  for (int64_t i = 0; i < size; ++i) x[i] = normal(seed, stream, row * uint64_t(size) + uint64_t(i));
+  return x;
+}
+
+// A row of q or k. Unit length, or with l2norm in the call a length that the call must take out.
+std::vector<double> key_row(const Case& c, Stream stream, int64_t b, int64_t t, int64_t h) {
+  const int64_t T = c.total_tokens();
+  const bool is_key = stream == sK;
+  const int64_t source = is_key && c.keys == KeyKind::repeated ? t / 40 * 40 : t;
+  auto x = random_row(c.seed, stream, uint64_t((b * T + source) * c.Hk + h), c.K);
+  normalise(x, 1);
+  if (is_key && c.keys == KeyKind::correlated) {
+    auto common = random_row(c.seed, sCommon, uint64_t(h), c.K);
+    normalise(common, 0.8);
+    for (int64_t i = 0; i < c.K; ++i) x[i] = 0.6 * x[i] + common[i];
+    normalise(x, 1);
+  }
+  const double u = uniform(c.seed, sLength, uint64_t(((b * T + t) * c.Hk + h) * 2 + is_key));
+  if (c.keys != KeyKind::loose) {
+    if (c.l2norm) normalise(x, std::sqrt(double(c.K)) * (0.5 + u));
+  } else if (!c.l2norm) {
+    normalise(x, 0.2 + 1.1 * u);
+  } else if (t % 13 == 7) {
+    std::fill(x.begin(), x.end(), 0);
+  } else {
+    normalise(x, std::pow(10, 5 * u - 3));
+  }
+  return x;
+}
+
+}  // namespace
+
+void Problem::fill_inputs(const gd_inputs& in) {
+  const Case& c = spec;
+  const int64_t T = c.total_tokens();
+  for (int64_t b = 0; b < c.B; ++b) {
+    for (int64_t t = 0; t < T - c.pad; ++t) {
+      for (int64_t h = 0; h < c.Hk; ++h) {
+        for (const gd_tensor* x : {&in.q, &in.k}) {
+          const auto row = key_row(c, x == &in.q ? sQ : sK, b, t, h);
+          const int64_t offset = b * x->stride[0] + t * x->stride[1] + h * x->stride[2];
+          for (int64_t i = 0; i < c.K; ++i) store(x->data, x->dtype, offset + i, row[i]);
+        }
+      }
+    }
+  }
+  fill(in.v, [&](int64_t i) { return normal(c.seed, sV, uint64_t(i)); });
+  fill(in.g, [&](int64_t i) { return gate_value(c, i / c.Hv % T, i % c.Hv, uint64_t(i)); });
+  fill(in.beta, [&](int64_t i) { return beta_value(c, i / c.Hv % T, uint64_t(i)); });
+  if (in.A_log.dtype != GD_DTYPE_NONE) {
+    // As layers are initialised: A uniform in [0, 16], softplus(dt_bias) log-uniform in [0.001, 0.1].
+    fill(in.A_log, [&](int64_t h) {
+      const double top = h % 8 == 7 ? 0 : slow_head(h) ? 0.01 : 16;
+      return std::log(top * uniform(c.seed, sA, uint64_t(h)));
+    });
+    if (c.dt_bias) {
+      fill(in.dt_bias, [&](int64_t h) {
+        return std::log(std::expm1(std::pow(10, -3 + 2 * uniform(c.seed, sBias, uint64_t(h)))));
+      });
+    }
+  }
+}
+
+// Values depend on the sequence and the place in the [K, V] matrix, not on slot, layout or strides.
+void Problem::fill_states(const gd_tensor& t, uint64_t stream, const std::vector<int64_t>& slots) {
+  const Case& c = spec;
+  for (size_t n = 0; n < slots.size(); ++n) {
+    if (slots[n] < 0) continue;
+    for (int64_t h = 0; h < c.Hv; ++h) {
+      for (int64_t i = 0; i < c.K; ++i) {
+        for (int64_t j = 0; j < c.V; ++j) {
+          const int64_t place = c.layout == GD_STATE_KV ? i * c.V + j : j * c.K + i;
+          const auto counter = uint64_t(((int64_t(n) * c.Hv + h) * c.K + i) * c.V + j);
+          store(t.data, t.dtype, slots[n] * t.stride[0] + h * t.stride[1] + place, normal(c.seed, stream, counter));
+        }
+      }
+    }
+  }
+}
+
+void Problem::poison_tail(const gd_tensor& t, int64_t first) {
+  const int64_t row = element_count(t) / std::max<int64_t>(t.shape[0] * t.shape[1], 1);
+  for_each_element(t, [&](int64_t offset, int64_t i) {
+    if (i / row % t.shape[1] >= first) {
+      std::memset(static_cast<char*>(t.data) + offset * element_bytes(t.dtype), kPoison, element_bytes(t.dtype));
+    }
+  });
+}
+
+namespace {
+
+uint64_t hash_bytes(const char* data, size_t size) {
+  uint64_t hash = size;
+  for (; size >= 8; data += 8, size -= 8) {
+    uint64_t word;
+    std::memcpy(&word, data, 8);
+    hash = mix(hash ^ word);
+  }
+  for (; size; ++data, --size) hash = mix(hash ^ static_cast<unsigned char>(*data));
+  return hash;
+}
+
+}  // namespace
+
+void Problem::seal() {
+  for (Entry& e : entries_) {
+    if (e.role == Role::input) e.hash = hash_bytes(e.buffer.data(), e.buffer.size());
+    if (e.role == Role::pool) e.pristine.assign(e.buffer.data(), e.buffer.data() + e.buffer.size());
+  }
+}
+
+void Problem::reset() {
+  for (Entry& e : entries_) {
+    if (e.role == Role::output) e.buffer.poison();
+    if (e.role == Role::pool) std::copy(e.pristine.begin(), e.pristine.end(), e.buffer.data());
+  }
+}
+
+std::vector<std::string> Problem::damage() const {
+  std::vector<std::string> found;
+  for (const Entry& e : entries_) {
+    if (!e.buffer.guards_intact()) found.push_back(e.name + ": written outside of the tensor");
+    if (e.role == Role::input) {
+      if (e.hash != hash_bytes(e.buffer.data(), e.buffer.size())) found.push_back(e.name + ": an input was changed");
+      continue;
+    }
+    const int64_t bytes = element_bytes(e.tensor.dtype), elements = static_cast<int64_t>(e.buffer.size()) / bytes;
+    if (e.role == Role::output && elements == element_count(e.tensor)) continue;  // no gaps
+    std::vector<bool> may_change(elements, false);
+    const int64_t per_slot = element_count(e.tensor) / std::max<int64_t>(e.tensor.shape[0], 1);
+    std::vector<bool> slot_written(e.tensor.shape[0], e.role == Role::output);
+    for (int64_t slot : e.written_slots) slot_written[slot] = true;
+    for_each_element(e.tensor, [&](int64_t offset, int64_t i) {
+      if (slot_written[i / per_slot]) may_change[offset] = true;
+    });
+    for (int64_t i = 0; i < elements; ++i) {
+      const char* now = e.buffer.data() + i * bytes;
+      const bool same = e.role == Role::pool
+                            ? std::memcmp(now, e.pristine.data() + i * bytes, bytes) == 0
+                            : std::all_of(now, now + bytes, [](char x) { return x == kPoison; });
+      if (!same && !may_change[i]) {
+        found.push_back(e.name + ": element at offset " + std::to_string(i) + " was changed; no index or stride leads there");
+        break;
+      }
+    }
+  }
+  return found;
+}
+
+}  // namespace gatedelta::testing

@@ -1,0 +1,51 @@
+// The one truth: the token recurrence of gatedelta.h in double precision, forward and backward by hand.
+// It takes the library's own argument structs (assumed valid), reads the very bits the library reads, and returns
+// contiguous doubles in the logical shape of each output. States are returned per sequence in the call's layout
+// ([N, Hv, K, V] or [N, Hv, V, K]), never as a pool.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "gatedelta/gatedelta.h"
+
+namespace gatedelta::testing {
+
+struct ReferenceOptions {
+  int64_t key_heads = 0;  // > 0: only the first so many key heads and their value heads; the rest of each output is 0
+  int threads = 1;        // the result does not depend on it
+};
+
+struct ForwardTruth {
+  std::vector<double> o;            // [B, T, Hv, V]
+  std::vector<double> final_state;  // [N, Hv, ., .], always
+  std::vector<double> checkpoints;  // [C, Hv, ., .] in packed order, if asked for
+};
+
+struct BackwardTruth {
+  std::vector<double> dq, dk;           // [B, T, Hk, K]
+  std::vector<double> dv;               // [B, T, Hv, V]
+  std::vector<double> dg, dbeta;        // [B, T, Hv]
+  std::vector<double> dA_log;           // [Hv], GD_GATE_RAW only
+  std::vector<double> d_dt_bias;        // [Hv], GD_GATE_RAW only
+  std::vector<double> d_initial_state;  // [N, Hv, ., .]
+};
+
+struct RecurrentTruth {
+  std::vector<double> o;            // [B, T, Hv, V]
+  std::vector<double> final_state;  // [N, Hv, ., .], after accept_lengths tokens where given
+  std::vector<double> step_states;  // [B, T, Hv, ., .], if asked for (also when the call stores them in a pool)
+};
+
+ForwardTruth reference_forward(const gd_forward_args& args, const ReferenceOptions& options = {});
+BackwardTruth reference_backward(const gd_backward_args& args, const ReferenceOptions& options = {});
+RecurrentTruth reference_recurrent(const gd_recurrent_args& args, const ReferenceOptions& options = {});
+
+// Number of sequences, and where each one's tokens are.
+struct Span {
+  int64_t batch, begin, length;
+};
+std::vector<Span> sequence_spans(const gd_inputs& in);
+int64_t index_at(const gd_tensor& indices, int64_t i);
+
+}  // namespace gatedelta::testing

@@ -1,0 +1,35 @@
+// The one tolerance table of every test, in every language.
+#pragma once
+
+#include <string>
+
+#include "gatedelta/gatedelta.h"
+#include "testing/generator.hpp"
+
+namespace gatedelta::testing {
+
+// |got - truth| <= relative |truth| + absolute sqrt(n), L2 norms over one head's n values.
+struct Tolerance {
+  double relative = 0, absolute = 0;
+};
+
+enum class Quantity { o, final_state, checkpoints, step_states, dq, dk, dv, dg, dbeta, dA_log, d_dt_bias, d_initial_state };
+const char* name_of(Quantity quantity);
+bool quantity_from(const std::string& name, Quantity& quantity);
+
+// What the products inside a call are computed in: bf16 inputs on an ISA with bf16 products, otherwise fp32.
+enum class Compute { fp32, bf16 };
+Compute compute_of(gd_dtype inputs, gd_isa isa);  // GD_ISA_AUTO: the loosest, bf16 for bf16 inputs
+
+// How hard the inputs are.
+enum class InputClass {
+  benchmark,  // what layers see: unit keys, beta in (0, 1), gates that rarely reset the state
+  hostile,    // correlated or repeated or unnormalised keys, beta up to 2
+  resetting   // gates of -10 per token and below, down to -inf
+};
+InputClass class_of(const Case& c);
+
+// `stored` is the dtype of the tensor compared; its own rounding is part of the bound.
+Tolerance tolerance(Quantity quantity, Compute compute, gd_dtype stored, InputClass inputs);
+
+}  // namespace gatedelta::testing

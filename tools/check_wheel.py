@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""Builds the wheel into dist/ and uses it as a stranger would: in a fresh virtual environment, without torch.
+
+Checked: the tag is py3-none-<platform> (one wheel for every Python), the libraries inside need nothing but the run time
+of C and C++ (the binding also torch's library), the package imports without torch, a forward matches the recurrence.
+"""
+
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DIST = ROOT / "dist"
+FRESH = ROOT / "build/wheel-venv"
+ALLOWED_NEEDED = re.compile(r"^(libstdc\+\+|libm|libgcc_s|libc|libpthread|libdl|ld-linux.*)\.so|^libgatedelta\.so")
+
+# The recurrence by hand, in the installed package's own Python.
+SMOKE_TEST = """
+import sys
+import numpy as np
+import gatedelta
+
+assert "torch" not in sys.modules, "import gatedelta pulled torch in"
+rng = np.random.default_rng(0)
+B, T, H, K, V = 1, 70, 2, 16, 32
+q, k = (rng.standard_normal((B, T, H, K), dtype=np.float32) for _ in range(2))
+k /= np.linalg.norm(k, axis=-1, keepdims=True)
+v = rng.standard_normal((B, T, H, V), dtype=np.float32)
+g = -rng.random((B, T, H), dtype=np.float32)
+beta = rng.random((B, T, H), dtype=np.float32)
+o, final_state, _ = gatedelta.numpy.forward(q, k, v, g, beta, output_final_state=True)
+S = np.zeros((B, H, K, V))
+expected = np.zeros((B, T, H, V))
+for t in range(T):
+    S *= np.exp(g[:, t, :, None, None].astype(np.float64))
+    e = v[:, t] - np.einsum("bhkv,bhk->bhv", S, k[:, t])
+    S += beta[:, t, :, None, None] * k[:, t, :, :, None] * e[:, :, None, :]
+    expected[:, t] = np.einsum("bhkv,bhk->bhv", S, q[:, t]) * K**-0.5
+error = np.linalg.norm(o - expected) / np.linalg.norm(expected)
+state_error = np.linalg.norm(final_state - S) / np.linalg.norm(S)
+assert error < 1e-5 and state_error < 1e-5, (error, state_error)
+print(f"gatedelta {gatedelta.__version__}: forward right to {error:.1e}, state to {state_error:.1e}")
+"""
+
+
+def run(*command, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([str(part) for part in command], check=True, text=True, **options)
+
+
+def build_wheel() -> Path:
+    for old in DIST.glob("*.whl"):
+        old.unlink()
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", DIST, ROOT)
+    (wheel,) = DIST.glob("*.whl")
+    return wheel
+
+
+def check_contents(wheel: Path) -> None:
+    assert re.fullmatch(r"gatedelta-[\d.]+-py3-none-\w+\.whl", wheel.name), f"tag of {wheel.name}"
+    unpacked = ROOT / "build/wheel-contents"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(unpacked)
+        libraries = [unpacked / name for name in archive.namelist() if ".so" in Path(name).name]
+    assert libraries, "no library in the wheel"
+    for library in libraries:
+        dynamic = run("readelf", "--dynamic", library, capture_output=True).stdout
+        needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
+        allowed_torch = {"libtorch_cpu.so"} if "torch" in library.name else set()
+        strangers = [name for name in needed if not ALLOWED_NEEDED.match(name) and name not in allowed_torch]
+        assert not strangers, f"{library.name} needs {strangers}"
+        print(f"{library.relative_to(unpacked)}: {library.stat().st_size // 1024} KiB, needs {', '.join(needed)}")
+
+
+def check_fresh_install(wheel: Path) -> None:
+    venv.create(FRESH, clear=True, with_pip=True)
+    python = FRESH / "bin/python"
+    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel, "numpy")
+    run(python, "-I", "-c", SMOKE_TEST, cwd="/")
+
+
+def main() -> int:
+    wheel = build_wheel()
+    print(f"built {wheel.relative_to(ROOT)}")
+    check_contents(wheel)
+    check_fresh_install(wheel)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
