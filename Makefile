@@ -10,7 +10,10 @@ MAKEFLAGS += --no-print-directory
 JOBS ?= $(shell nproc)
 FUZZ_SECONDS ?= 30
 WERROR ?= OFF
-FOREIGN := $(if $(filter x86_64,$(shell uname -m)),aarch64,x86_64)
+ARCH := $(shell uname -m)
+QEMU := $(or $(shell command -v qemu-$(ARCH)-static),qemu-$(ARCH))
+OLD_CPU := $(if $(filter x86_64,$(ARCH)),qemu64,cortex-a53)
+FOREIGN := $(if $(filter x86_64,$(ARCH)),aarch64,x86_64)
 
 PYTHON := .venv/bin/python
 REPORTS := build/reports
@@ -26,7 +29,7 @@ cmake --build --preset $(1) --parallel $(JOBS) $(if $(2),--target $(2))
 endef
 # $(call ctest,<preset>): prints failures and what did not run, leaves a report for $(TOTAL)
 ctest = mkdir -p $(REPORTS); rm -f $(REPORTS)/$(1).xml; \
-        ctest --preset $(1) --parallel $(JOBS) --output-junit $(CURDIR)/$(REPORTS)/$(1).xml
+        ctest --preset $(1) --progress --parallel $(JOBS) --output-junit $(CURDIR)/$(REPORTS)/$(1).xml
 TOTAL := python3 tools/test_total.py
 
 help: ## this list
@@ -46,8 +49,7 @@ test: ## build and run every test: C++, examples, Python
 	status=0
 	$(call ctest,test) || status=1
 	rm -f $(REPORTS)/pytest.xml
-	PYTHONPATH=python GATEDELTA_LIBRARY_DIR=$(CURDIR)/build/release/src \
-	$(PYTHON) -m pytest -q --junitxml $(REPORTS)/pytest.xml tests/python || status=1
+	$(PYTHON) -m pytest -q --junitxml $(REPORTS)/pytest.xml tests/python tools || status=1
 	$(TOTAL) C++=$(REPORTS)/test.xml Python=$(REPORTS)/pytest.xml || status=1
 	exit $$status
 
@@ -87,6 +89,18 @@ cross: ## build for the other architecture and run the C++ tests under QEMU
 	$(TOTAL) $(FOREIGN)=$(REPORTS)/cross-$(FOREIGN).xml || status=1
 	exit $$status
 
+oldcpu: ## run the C++ tests as the oldest CPU of this architecture would, under QEMU
+	tools/require $(BASE) gtest qemu
+	$(call build,test)
+	rm -rf $(REPORTS)/oldcpu
+	status=0
+	for program in $$(find build/release/tests/cpp -type f -executable | sort); do
+	  echo "$$program on $(OLD_CPU)"
+	  GTEST_OUTPUT=xml:$(REPORTS)/oldcpu/$${program##*/}.xml $(QEMU) -cpu $(OLD_CPU) $$program --gtest_brief=1 || status=1
+	done
+	$(TOTAL) $$(printf '%s\n' $(REPORTS)/oldcpu/*.xml | sed -E 's#.*/(.*)\.xml#\1=&#') || status=1
+	exit $$status
+
 fuzz: ## a short libFuzzer run on the C ABI (FUZZ_SECONDS=30 each)
 	tools/require $(BASE) gtest fuzzer
 	$(call build,fuzz)
@@ -99,4 +113,4 @@ fuzz: ## a short libFuzzer run on the C ABI (FUZZ_SECONDS=30 each)
 clean: ## remove build/ and dist/ (not .venv)
 	rm -rf build dist
 
-.PHONY: help run test bench lint format wheel sanitize cross fuzz clean
+.PHONY: help run test bench lint format wheel sanitize cross oldcpu fuzz clean

@@ -106,7 +106,7 @@ void Judge::judge(Judgement& result, Quantity quantity, const Exec& exec, const 
                   const std::vector<double>& truth, int head_axis) {
   if (got.dtype == GD_DTYPE_NONE) return;
   const Case& c = problem_.spec;
-  const Tolerance bound = tolerance(quantity, compute_of(c.dtype, exec.isa), static_cast<gd_dtype>(got.dtype), class_of(c));
+  const Tolerance bound = tolerance(quantity, compute_of(c.dtype, exec.isa), static_cast<gd_dtype>(got.dtype), c);
   auto values = to_doubles(got);
   HeadShape shape = head_shape(got, head_axis);
   int64_t limit = head_limit(shape.heads);
@@ -136,7 +136,7 @@ void Judge::judge_entries(Judgement& result, Quantity quantity, const Exec& exec
     values.insert(values.end(), state.begin(), state.end());
     expected.insert(expected.end(), truth.begin() + int64_t(i) * entry, truth.begin() + int64_t(i + 1) * entry);
   }
-  const Tolerance bound = tolerance(quantity, compute_of(c.dtype, exec.isa), static_cast<gd_dtype>(got.dtype), class_of(c));
+  const Tolerance bound = tolerance(quantity, compute_of(c.dtype, exec.isa), static_cast<gd_dtype>(got.dtype), c);
   const HeadShape shape{static_cast<int64_t>(values.size()) / entry, c.Hv, c.K * c.V};
   result.verdicts.push_back({name_of(quantity), bound, compare(values, expected, shape, bound, head_limit(c.Hv))});
 }
@@ -196,7 +196,9 @@ Judgement Judge::backward(const Exec& exec, bool from_saved) {
   const gd_backward_args& args = problem_.backward;
   Judgement result;
   Buffer saved;
-  std::string error = from_saved ? run_forward(problem_.forward, exec, &saved) : "";
+  gd_forward_args training = problem_.forward;  // stores no states, so no sequence is nobody
+  training.final_state = training.final_indices = {};
+  std::string error = from_saved ? run_forward(training, exec, &saved) : "";
   problem_.reset();
   if (error.empty()) error = run_backward(args, exec, from_saved ? &saved : nullptr);
   if (!error.empty()) {

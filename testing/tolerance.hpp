@@ -21,15 +21,17 @@ bool quantity_from(const std::string& name, Quantity& quantity);
 enum class Compute { fp32, bf16 };
 Compute compute_of(gd_dtype inputs, gd_isa isa);  // GD_ISA_AUTO: the loosest, bf16 for bf16 inputs
 
-// How hard the inputs are.
+// How hard the inputs of a case are.
 enum class InputClass {
-  benchmark,  // what layers see: unit keys, beta in (0, 1), gates that rarely reset the state
-  hostile,    // correlated or repeated or unnormalised keys, beta up to 2
-  resetting   // gates of -10 per token and below, down to -inf
+  benchmark,   // what layers see and benchmarks measure; the promised bounds are about these
+  small,       // the same with few tokens or small heads
+  hostile,     // keys that resemble each other or are not normalised, or beta up to 2
+  reflecting,  // beta up to 2 on keys that resemble each other: nothing is ever forgotten
+  resetting    // gates of -10 per token and below, down to -inf
 };
 InputClass class_of(const Case& c);
 
 // `stored` is the dtype of the tensor compared; its own rounding is part of the bound.
-Tolerance tolerance(Quantity quantity, Compute compute, gd_dtype stored, InputClass inputs);
+Tolerance tolerance(Quantity quantity, Compute compute, gd_dtype stored, const Case& c);
 
 }  // namespace gatedelta::testing

@@ -57,8 +57,9 @@ bool is_absent(const gd_tensor& t) { return t.dtype == GD_DTYPE_NONE && t.rank =
 
 // A dimension of one entry may carry any stride; give it the one a contiguous tensor would have.
 int64_t stride_of(const gd_tensor& t, int d) {
-  if (t.shape[d] > 1) return t.stride[d];
-  return d + 1 == t.rank ? 1 : stride_of(t, d + 1) * t.shape[d + 1];
+  int64_t stride = 1;
+  for (int i = t.rank - 1; i > d; --i) stride = t.shape[i] * (t.shape[i] > 1 ? t.stride[i] : stride);
+  return t.shape[d] > 1 ? t.stride[d] : stride;
 }
 
 bool same_tensor(const gd_tensor& a, const gd_tensor& b) {

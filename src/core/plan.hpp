@@ -10,6 +10,7 @@ namespace gatedelta {
 
 constexpr int kPanelColumns = 32;  // value columns advance in panels of this many; K and V are padded to it
 constexpr int kWindow = 8;         // chunks between two states kept for the backward
+constexpr int kMaxHeadsPerItem = 8;  // their states should stay in the second-level cache
 
 struct Dims {
   int K, V;    // as given
@@ -46,7 +47,7 @@ class Carver {
 
 // How the forward shares a head's work between lanes. The arithmetic per (sequence, head, panel) is the same either way.
 struct ForwardPlan {
-  // Fused: an item is a whole sequence for `heads_per_item` value heads of one key head, chunk by chunk.
+  // Fused: an item is a whole sequence for `heads_per_item` neighbouring value heads, chunk by chunk.
   // Split (fewer sequence-head pairs than lanes want): windows of chunks; first every chunk's state-free operands in
   // parallel, then every (sequence, head, value panel) walks the window.
   bool split;

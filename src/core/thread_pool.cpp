@@ -40,6 +40,7 @@ bool spin_until(const Done& done) {
       if (done()) return true;
       pause();
     }
+    std::this_thread::yield();  // on a busy machine the thread waited for may want this very CPU
   } while (Clock::now() < deadline);
   return done();
 }

@@ -5,8 +5,11 @@
 //   dQ = s gamma o (dO S^T) + F K
 //   dK = [Y S^T + E K]_read + [delta o (U G^T) + F^T Q + E^T K]_write
 //   G <- gamma_L G + K^T Y + Q^T (s gamma o dO)
-// dg comes from row products of fp32 sums: rho = q.dq + k.dk_read - (k.dk_write - kappa), kappa = k.(delta o (U G^T)),
-//   dg_t = gamma_L <G, S> + sum_{j<t} kappa_j + sum_{i>=t} rho_i.
+// dg_t counts what crosses the decay of token t, in fp32 sums of products that are at hand:
+//   dg_t = gamma_L <G, S>                            from the incoming to the outgoing state
+//        + sum_{j<t} kappa_j                         from a write to the outgoing state: kappa = delta o <U, K G>
+//        + sum_{i>=t} sigma_i                        from the incoming state to a read:  q.(s gamma o dO S^T) + k.(Y S^T)
+//        + sum_{i>=t>j} (F o QK + E o KK)_ij         from a write to a read
 //
 // The states S before each chunk come from the window states the forward saved: an item walks its windows from the last
 // to the first, replays the window's states, then goes back through its chunks. The value heads of a group are summed
@@ -84,7 +87,7 @@ class Backward {
     KeyOperands<E> key;
     KeyScratch<E> key_scratch;
     ValueOperands<E> value;
-    ValueScratch<E> value_scratch;
+    ValueScratch value_scratch;
     PanelScratch<E> panel;
     // Key side, once per chunk.
     float* Qt;   // [Kp][64]
@@ -92,20 +95,21 @@ class Backward {
     Elem *Kb, *Qb;  // B [64 x 32] per key panel
     // Value side.
     float* turned;  // [max(Kp, 64)][64] scratch for transposes
-    Elem *TgA;      // A [64 x 64] Gamma o T o beta_j, lower
-    Elem *TgtA;     // A [64 x 64] (Gamma o T)^T, upper
-    Elem *PtA;      // A [64 x 64] P^T, upper
+    Pieces<Elem> TgtA;  // A [64 x 64] T_g^T, upper
+    Elem* PtA;          // A [64 x 64] P^T, upper
     Elem *FA, *FtA, *EA, *EtA;  // A [64 x 64]
     float *F, *E_;              // [64][64]
     float *dO, *U, *Z, *dV;     // [64][Vp] (dO, U, dV), [64][32] (Z)
     Elem *dOa, *Ua, *dVa;       // A [64 x Vp]
     Elem* Utb[2];               // B [Vp x 32] of U^T
-    Elem *dOb, *dUb, *Yb;       // B [64 x 32]
+    Pieces<Elem> dUb;           // B [64 x 32]
+    Elem* dOb;                  // B [64 x 32]
+    Pieces<Elem> Yb;            // B [64 x 32]
     Elem* Sb;                   // B [Kp x 32]
-    Elem* Gb;                   // B [Kp x 32]
+    Pieces<Elem> Gb;            // B [Kp x 32]
     Elem *Stb, *Gtb;            // B [Vp x 32] of S^T, G^T per key panel
     float *dq_panel, *dkw_panel, *dkr_panel;  // [64][32]
-    float* S;                   // [Kp][32]
+    float* scratch;             // [max(Kp, 64)][32]
     // Per item.
     float* G;        // states of the group's heads
     float* replay;   // state while a window is replayed, panel by panel
@@ -122,20 +126,23 @@ class Backward {
       Kb = carve.take<Elem>(E::b_size(C) * d.key_panels());
       Qb = carve.take<Elem>(E::b_size(C) * d.key_panels());
       turned = carve.take<float>((d.Kp > C ? d.Kp : C) * C);
-      for (Elem** square : {&TgA, &TgtA, &PtA, &FA, &FtA, &EA, &EtA}) *square = carve.take<Elem>(E::a_size(C, C));
+      TgtA = take_pieces<E>(carve, E::a_size(C, C));
+      for (Elem** square : {&PtA, &FA, &FtA, &EA, &EtA}) *square = carve.take<Elem>(E::a_size(C, C));
       F = carve.take<float>(C * C);
       E_ = carve.take<float>(C * C);
       for (float** rows : {&dO, &U, &dV}) *rows = carve.take<float>(C * d.Vp);
       Z = carve.take<float>(C * kPanel);
       for (Elem** rows : {&dOa, &Ua, &dVa}) *rows = carve.take<Elem>(E::a_size(C, d.Vp));
       for (Elem*& p : Utb) p = carve.take<Elem>(E::b_size(d.Vp));
-      for (Elem** p : {&dOb, &dUb, &Yb}) *p = carve.take<Elem>(E::b_size(C));
+      dUb = take_pieces<E>(carve, E::b_size(C));
+      dOb = carve.take<Elem>(E::b_size(C));
+      Yb = take_pieces<E>(carve, E::b_size(C));
       Sb = carve.take<Elem>(E::b_size(d.Kp));
-      Gb = carve.take<Elem>(E::b_size(d.Kp));
+      Gb = take_pieces<E>(carve, E::b_size(d.Kp));
       Stb = carve.take<Elem>(E::b_size(d.Vp) * d.key_panels());
       Gtb = carve.take<Elem>(E::b_size(d.Vp) * d.key_panels());
       for (float** p : {&dq_panel, &dkw_panel, &dkr_panel}) *p = carve.take<float>(C * kPanel);
-      S = carve.take<float>(d.Kp * kPanel);
+      scratch = carve.take<float>((d.Kp > C ? d.Kp : C) * kPanel);
       G = carve.take<float>(d.state_size() * b.in_.group);
       replay = carve.take<float>(d.state_size());
       window_states = carve.take<float>(d.state_size() * kWindow);
@@ -214,35 +221,20 @@ class Backward {
       invert_unit_lower(w.value_scratch.T, w.key_scratch.KK, w.value_scratch.gates->beta);
       std::memcpy(w.window_T + c * C * C, w.value_scratch.T, sizeof(float) * C * C);
       if (c + 1 == count) return;
-      prepare_x<E>(w.value, w.value_scratch, w.key_scratch, dims_);
+      prepare_solve<E>(w.value, *w.value_scratch.gates, w.value_scratch.T);
       for (int p = 0; p < dims_.value_panels(); ++p) {
-        const PanelState<E> state = {state_panel(w.replay, dims_, p), w.Sb};
-        E::store_b(w.Sb, dims_.Kp, 0, dims_.Kp, state.S, kPanel);
-        load_chunk(w.panel.V, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
-        residual_panel<E>(w.panel, w.key.Ka, w.Sb, w.value.gamma, dims_);
-        update_panel<E>(state, w.panel, w.value, dims_);
+        float* S = state_panel(w.replay, dims_, p);
+        E::store_b(w.Sb, dims_.Kp, 0, dims_.Kp, S, kPanel);
+        load_chunk(w.panel.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
+        solve_panel<E>(w.panel, w.key.Ka, w.Sb, w.value, dims_);
+        update_panel<E>(S, w.panel, w.key.Kta, w.value, dims_);
       }
     }
   }
 
-  static void pack_square(Elem* dst, const float* src) {
-    for (int i = 0; i < C; ++i) E::store_a_row(dst, C, i, src + i * C);
-  }
   static void pack_square_turned(Elem* dst, const float* src, float* turned) {
     transpose(turned, C, src, C, C, C);
-    pack_square(dst, turned);
-  }
-
-  // A [64 x 64] upper triangular times B.
-  template <bool kAccumulate>
-  static void multiply_upper(const Elem* a, const Elem* b, float* c) {
-    E::template multiply<kAccumulate>(a, b, C, 0, kHalf, 0, C, c, kPanel);
-    E::template multiply<kAccumulate>(a, b, C, kHalf, C, kHalf, C, c, kPanel);
-  }
-  template <bool kAccumulate>
-  static void multiply_lower(const Elem* a, const Elem* b, float* c) {
-    E::template multiply<kAccumulate>(a, b, C, 0, kHalf, 0, kHalf, c, kPanel);
-    E::template multiply<kAccumulate>(a, b, C, kHalf, C, 0, C, c, kPanel);
+    pack_square<E>(dst, turned);
   }
 
   static void scale_rows(float* c, const float* scale, float factor) {
@@ -275,31 +267,27 @@ class Backward {
     }
     prepare_gates(gates, in_, span, head);
 
-    // T_g beta_j, T_g^T, P^T.
-    float* const square = w.value_scratch.product;
+    float* const square = w.value_scratch.square;
     const float* T = w.window_T + c * C * C;
-    for (int i = 0; i < C; ++i)
-      for (int j = 0; j < C; j += kVector)
-        store(square + i * C + j, load(T + i * C + j) * load(gates.Gamma + i * C + j) * load(gates.beta + j));
-    pack_square(w.TgA, square);
+    prepare_solve<E>(w.value, gates, T);
     for (int i = 0; i < C * C; i += kVector) store(square + i, load(T + i) * load(gates.Gamma + i));
-    pack_square_turned(w.TgtA, square, w.turned);
-    for (int i = 0; i < C; ++i)
-      for (int j = 0; j < C; ++j) square[i * C + j] = j <= i ? key.QK[i * C + j] * gates.Gamma[i * C + j] * s : 0.0f;
+    transpose(w.turned, C, square, C, C, C);
+    for (int i = 0; i < C; ++i) store_a_pieces<E>(w.TgtA, C, i, w.turned + i * C);
+    score_square<E>(square, gates, key, s);
     pack_square_turned(w.PtA, square, w.turned);
 
     float state_product = 0;              // <G, S>
     float zu[C] = {}, ze[C] = {};         // <Z_i, U_i>, <Z_i, e_i>
+    float sigma[C] = {}, kappa[C] = {};
     for (int p = 0; p < dims_.value_panels(); ++p) {
       const PanelScratch<E>& pw = w.panel;
       const float* S = state_panel(w.window_states + c * dims_.state_size(), dims_, p);
       float* Gp = state_panel(G, dims_, p);
       // W and U.
-      load_chunk(pw.V, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
+      load_chunk(pw.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
       E::store_b(w.Sb, Kp, 0, Kp, S, kPanel);
-      residual_panel<E>(pw, w.key.Ka, w.Sb, gates.gamma, dims_);
-      float* U = pw.O;
-      multiply_lower<false>(w.TgA, pw.Wb, U);
+      solve_panel<E>(pw, w.key.Ka, w.Sb, w.value, dims_);
+      const float* U = pw.U;
       // dU = P^T dO + delta o (K G).
       float* dO = w.Z;
       load_chunk(dO, kPanel, problem_.d_o, span, head, dims_.V, p * kPanel, kPanel);
@@ -308,20 +296,21 @@ class Backward {
         std::memcpy(w.U + i * Vp + p * kPanel, U + i * kPanel, sizeof(float) * kPanel);
       }
       E::store_b(w.dOb, C, 0, C, dO, kPanel);
-      E::store_b(w.Gb, Kp, 0, Kp, Gp, kPanel);
+      store_b_pieces<E>(w.Gb, Kp, w.scratch, Gp);
       float* dU = pw.product;
-      E::multiply(w.key.Ka, w.Gb, Kp, 0, C, 0, Kp, dU, kPanel);
+      multiply_pieces<E>(w.key.Ka, w.Gb, Kp, C, dU);
       scale_rows(dU, gates.delta, 1.0f);
-      multiply_upper<true>(w.PtA, w.dOb, dU);
-      E::store_b(w.dUb, C, 0, C, dU, kPanel);
+      for (int i = 0; i < C; ++i) kappa[i] += dot(U + i * kPanel, dU + i * kPanel, kPanel);
+      multiply_upper<E, true>(w.PtA, w.dOb, dU);
       // Z, dV, Y; the state still needs s gamma o dO.
       scale_rows(dO, gates.gamma, s);
       E::store_b(w.dOb, C, 0, C, dO, kPanel);
       float* Z = w.Z;
-      multiply_upper<false>(w.TgtA, w.dUb, Z);
+      store_b_pieces<E>(w.dUb, C, Z, dU);
+      multiply_upper_pieces<E>(w.TgtA, w.dUb, Z);
       for (int i = 0; i < C; ++i) {
         zu[i] += dot(Z + i * kPanel, U + i * kPanel, kPanel);
-        if (i < span.rows && std::fabs(gates.beta[i]) < kTinyBeta) ze[i] += error_product(w, gates, Z, U, pw.V, i);
+        if (i < span.rows && std::fabs(gates.beta[i]) < kTinyBeta) ze[i] += error_product(w, gates, Z, U, pw.W, i);
         float* dV = w.dV + i * Vp + p * kPanel;
         for (int j = 0; j < kPanel; j += kVector) {
           const Vec value = gates.beta[i] * load(Z + i * kPanel + j);
@@ -329,14 +318,14 @@ class Backward {
           store(Z + i * kPanel + j, value * -gates.gamma[i]);  // Y
         }
       }
-      E::store_b(w.Yb, C, 0, C, Z, kPanel);
+      store_b_pieces<E>(w.Yb, C, w.scratch, Z);
       // S^T and G^T for the key side, then G moves on.
       pack_turned_state(w, w.Stb, S, p);
       pack_turned_state(w, w.Gtb, Gp, p);
       Vec product = {};
       for (int i = 0; i < Kp * kPanel; i += kVector) product += load(S + i) * load(Gp + i);
       state_product += sum(product);
-      E::multiply(key.Kta, w.Yb, C, 0, Kp, 0, C, pw.product, kPanel);
+      multiply_pieces<E>(w.key.Kta, w.Yb, C, Kp, pw.product);
       E::template multiply<true>(w.Qta, w.dOb, C, 0, Kp, 0, C, pw.product, kPanel);
       for (int i = 0; i < Kp * kPanel; i += kVector)
         store(Gp + i, gates.gamma_L * load(Gp + i) + load(pw.product + i));
@@ -356,51 +345,67 @@ class Backward {
     }
     multiply_to_lower<E>(w.dOa, w.Utb[0], w.Utb[1], Vp, w.F);
     multiply_to_lower<E>(w.dVa, w.Utb[0], w.Utb[1], Vp, w.E_);
-    for (int i = 0; i < C; ++i)
-      for (int j = 0; j < C; ++j) {
-        const float Gamma = gates.Gamma[i * C + j];
-        w.F[i * C + j] = j <= i ? s * Gamma * w.F[i * C + j] : 0.0f;
-        w.E_[i * C + j] = j < i ? -Gamma * w.E_[i * C + j] : 0.0f;
-      }
-    pack_square(w.FA, w.F);
-    pack_square(w.EA, w.E_);
+    keep_lower(w.F, w.F);
+    keep_lower(w.E_, w.E_);
+    for (int i = 0; i < C * C; i += kVector) {
+      store(w.F + i, s * load(gates.Gamma + i) * load(w.F + i));
+      store(w.E_ + i, -load(gates.Gamma + i) * load(w.E_ + i));
+    }
+    for (int i = 0; i < C; ++i) w.E_[i * C + i] = 0.0f;
+    pack_square<E>(w.FA, w.F);
+    pack_square<E>(w.EA, w.E_);
     pack_square_turned(w.FtA, w.F, w.turned);
     pack_square_turned(w.EtA, w.E_, w.turned);
 
-    float rho[C] = {}, kappa[C] = {};
+    add_pairs(sigma, w.F, key.QK);
+    add_pairs(sigma, w.E_, key.KK);
+
     for (int kp = 0; kp < dims_.key_panels(); ++kp) {
       const Elem *Kb = w.Kb + E::b_size(C) * kp, *Qb = w.Qb + E::b_size(C) * kp;
       const Elem *Stb = w.Stb + E::b_size(Vp) * kp, *Gtb = w.Gtb + E::b_size(Vp) * kp;
       E::multiply(w.dOa, Stb, Vp, 0, C, 0, Vp, w.dq_panel, kPanel);
       scale_rows(w.dq_panel, gates.gamma, s);
-      multiply_lower<true>(w.FA, Kb, w.dq_panel);
+      for (int i = 0; i < C; ++i) sigma[i] += dot(key.Q + i * Kp + kp * kPanel, w.dq_panel + i * kPanel, kPanel);
+      multiply_lower<E, true>(w.FA, Kb, w.dq_panel);
 
       E::multiply(w.Ua, Gtb, Vp, 0, C, 0, Vp, w.dkw_panel, kPanel);
       scale_rows(w.dkw_panel, gates.delta, 1.0f);
-      for (int i = 0; i < C; ++i) kappa[i] += dot(key.K + i * Kp + kp * kPanel, w.dkw_panel + i * kPanel, kPanel);
-      multiply_upper<true>(w.FtA, Qb, w.dkw_panel);
-      multiply_upper<true>(w.EtA, Kb, w.dkw_panel);
+      multiply_upper<E, true>(w.FtA, Qb, w.dkw_panel);
+      multiply_upper<E, true>(w.EtA, Kb, w.dkw_panel);
 
       E::multiply(w.dVa, Stb, Vp, 0, C, 0, Vp, w.dkr_panel, kPanel);
       scale_rows(w.dkr_panel, gates.gamma, -1.0f);
-      multiply_lower<true>(w.EA, Kb, w.dkr_panel);
+      for (int i = 0; i < C; ++i) sigma[i] += dot(key.K + i * Kp + kp * kPanel, w.dkr_panel + i * kPanel, kPanel);
+      multiply_lower<E, true>(w.EA, Kb, w.dkr_panel);
 
       for (int i = 0; i < C; ++i) {
-        const float *q = key.Q + i * Kp + kp * kPanel, *k = key.K + i * Kp + kp * kPanel;
         const float *dq = w.dq_panel + i * kPanel, *dkw = w.dkw_panel + i * kPanel, *dkr = w.dkr_panel + i * kPanel;
         float* dq_sum = w.dq + (int64_t{c} * C + i) * Kp + kp * kPanel;
         float* dk_sum = w.dk + (int64_t{c} * C + i) * Kp + kp * kPanel;
-        Vec row = {};
         for (int j = 0; j < kPanel; j += kVector) {
-          row += load(q + j) * load(dq + j) + load(k + j) * (load(dkr + j) - load(dkw + j));
           const Vec dk = load(dkw + j) + load(dkr + j);
           store(dq_sum + j, first_of_group ? load(dq + j) : load(dq_sum + j) + load(dq + j));
           store(dk_sum + j, first_of_group ? dk : load(dk_sum + j) + dk);
         }
-        rho[i] += sum(row);
       }
     }
-    store_gate_gradients(n, span, head, gates, state_product, rho, kappa, zu, ze);
+    store_gate_gradients(n, span, head, gates, state_product, sigma, kappa, zu, ze);
+  }
+
+  // Row sums minus column sums of F o QK (lower triangles): summed over i >= t, pairs on one side of t cancel.
+  static void add_pairs(float* sigma, const float* F, const float* QK) {
+    Vec columns[C / kVector] = {};
+    for (int i = 0; i < C; ++i) {
+      Vec row = {};
+      for (int j = 0; j <= i; j += kVector) {
+        // F is 0 above the diagonal, but QK may hold anything there.
+        const Vec x = iota() + j <= i ? load(F + i * C + j) * load(QK + i * C + j) : Vec{};
+        row += x;
+        columns[j / kVector] += x;
+      }
+      sigma[i] += sum(row);
+    }
+    for (int j = 0; j < C; j += kVector) store(sigma + j, load(sigma + j) - columns[j / kVector]);
   }
 
   // <Z_i, e_i> over one panel, with the prediction error e_i = W_i - sum_{j<i} Gamma_ij (k_i . k_j) U_j.
@@ -415,10 +420,9 @@ class Backward {
   }
 
   void store_gate_gradients(int64_t n, const ChunkSpan& span, int64_t head, const Gates& gates, float state_product,
-                            const float* rho, const float* kappa, const float* zu, const float* ze) {
-    // rho_i already lacks kappa_i: rho + kappa is the sum over i >= t, kappa alone the one over j < t.
+                            const float* sigma, const float* kappa, const float* zu, const float* ze) {
     double later = 0, earlier = 0, dg[C];
-    for (int i = C - 1; i >= 0; --i) dg[i] = later += double{rho[i]} + kappa[i];
+    for (int i = C - 1; i >= 0; --i) dg[i] = later += sigma[i];
     for (int i = 0; i < C; ++i) {
       dg[i] += earlier + double{gates.gamma_L} * state_product;
       earlier += kappa[i];

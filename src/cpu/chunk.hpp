@@ -1,5 +1,5 @@
-// The parts of one chunk that do not see the state, shared by forward and backward (docs/math.md, form C):
-//   T = (I + stril(beta K K^T))^-1       X = (delta beta) o (T^T K)       R = s Gamma o (tril(Q K^T) T) o beta_j
+// The parts of one chunk that do not see the state, shared by forward and backward (docs/math.md):
+//   T = (I + stril(beta K K^T))^-1       T_g = Gamma o T       P = s Gamma o tril(Q K^T)
 // A chunk has 64 rows; rows past the end of the sequence hold k = q = v = 0, beta = 0, g = 0.
 #pragma once
 
@@ -43,6 +43,19 @@ inline void store_chunk(const TokenRows& dst, const ChunkSpan& span, int64_t hea
   const int valid = columns - first < width ? columns - first : width;
   for (int i = 0; i < span.rows; ++i)
     store_row(dst.data, dst.dtype, dst.offset(span.batch, span.token + i, head) + first, src + i * ld, valid);
+}
+
+// Asks for the chunk's rows ahead of their use: rows of different tokens lie too far apart for the hardware to guess.
+template <bool kWrite = false>
+inline void prefetch_chunk(const TokenRows& rows, const ChunkSpan& span, int64_t head, int columns, int first,
+                           int width) {
+  constexpr int64_t kLine = 64;
+  const int64_t bytes = dtype_bytes(rows.dtype);
+  const int64_t row_bytes = (columns - first < width ? columns - first : width) * bytes;
+  for (int i = 0; i < span.rows; ++i) {
+    const char* row = static_cast<const char*>(rows.data) + (rows.offset(span.batch, span.token + i, head) + first) * bytes;
+    for (int64_t at = 0; at < row_bytes; at += kLine) __builtin_prefetch(row + at, kWrite ? 1 : 0, 2);
+  }
 }
 
 inline float dot(const float* GD_RESTRICT x, const float* GD_RESTRICT y, int n) {
@@ -120,28 +133,34 @@ inline void prepare_gates(Gates& gates, const Layer& in, const ChunkSpan& span, 
   }
 }
 
-// T = (I + stril(beta_i KK_ij))^-1 by rows: T_i = e_i - sum_{j<i} l_ij T_j. Two sums per row, for independent chains.
+// T = (I + stril(beta_i KK_ij))^-1 by rows: T_i = e_i - sum_{j<i} l_ij T_j. Four rows at a time against the finished
+// ones, which gives independent sums and reuses every load; then the four among themselves.
 inline void invert_unit_lower(float* GD_RESTRICT T, const float* GD_RESTRICT KK, const float* beta) {
-  constexpr int kVectors = C / kVector;
-  for (int i = 0; i < C; ++i) {
-    Vec even[kVectors] = {}, odd[kVectors] = {};
-    const int used = i / kVector + 1;  // vectors of row i that can be nonzero
-    const float* row = KK + i * C;
-    int j = 0;
-    for (; j + 1 < i; j += 2) {
-      const Vec a = splat(row[j] * beta[i]), b = splat(row[j + 1] * beta[i]);
-      for (int n = 0; n < used; ++n) {
-        even[n] -= a * load(T + j * C + n * kVector);
-        odd[n] -= b * load(T + (j + 1) * C + n * kVector);
+  constexpr int kRows = 4, kVectors = 2, kWidth = kVectors * kVector;
+  for (int i = 0; i < C; i += kRows)
+    for (int column = 0; column < C; column += kWidth) {
+      Vec acc[kRows][kVectors] = {};
+      for (int j = column; j < i; ++j)  // row j of T ends at column j
+        for (int n = 0; n < kVectors; ++n) {
+          const Vec t = load(T + j * C + column + n * kVector);
+          for (int r = 0; r < kRows; ++r) acc[r][n] += KK[(i + r) * C + j] * t;
+        }
+      for (int r = 0; r < kRows; ++r) {
+        float* row = T + (i + r) * C + column;
+        for (int n = 0; n < kVectors; ++n) {
+          for (int x = 0; x < r; ++x) acc[r][n] += KK[(i + r) * C + i + x] * load(T + (i + x) * C + column + n * kVector);
+          store(row + n * kVector, -beta[i + r] * acc[r][n]);
+        }
+        if (column <= i + r && i + r < column + kWidth) T[(i + r) * C + i + r] = 1.0f;
       }
     }
-    if (j < i) {
-      const Vec a = splat(row[j] * beta[i]);
-      for (int n = 0; n < used; ++n) even[n] -= a * load(T + j * C + n * kVector);
-    }
-    for (int n = 0; n < kVectors; ++n) store(T + i * C + n * kVector, n < used ? even[n] + odd[n] : Vec{});
-    T[i * C + i] = 1.0f;
-  }
+}
+
+// dst = src on and below the diagonal, 0 above, whatever lies there.
+inline void keep_lower(float* dst, const float* src) {
+  for (int i = 0; i < C; ++i)
+    for (int j = 0; j < C; j += kVector)
+      store(dst + i * C + j, iota() + j <= i ? load(src + i * C + j) : Vec{});
 }
 
 // --- operands that depend on the key head alone ----------------------------------------------------------------------
@@ -150,10 +169,12 @@ template <class E>
 struct KeyOperands {
   using Elem = typename E::Elem;
   Elem *Ka, *Qa;  // A [64 x Kp]
+  Elem* Kta;      // A [Kp x 64] = K^T
 
   KeyOperands(Carver& carve, const Dims& dims) {
     Ka = carve.take<Elem>(E::a_size(C, dims.Kp));
     Qa = carve.take<Elem>(E::a_size(C, dims.Kp));
+    Kta = carve.take<Elem>(E::a_size(dims.Kp, C));
   }
 };
 
@@ -163,7 +184,6 @@ struct KeyScratch {
   float *K, *Q;     // [64][Kp], normalised if asked for
   float *K_inverse_norm, *Q_inverse_norm;
   float* Kt;        // [Kp][64]
-  Elem* Kta;        // A [Kp x 64]
   Elem* Ktb[2];     // B [Kp x 32] of K^T
   float *KK, *QK;   // [64][64], lower triangle
 
@@ -173,7 +193,6 @@ struct KeyScratch {
     K_inverse_norm = carve.take<float>(C);
     Q_inverse_norm = carve.take<float>(C);
     Kt = carve.take<float>(C * dims.Kp);
-    Kta = carve.take<Elem>(E::a_size(dims.Kp, C));
     for (Elem*& panel : Ktb) panel = carve.take<Elem>(E::b_size(dims.Kp));
     KK = carve.take<float>(C * C);
     QK = carve.take<float>(C * C);
@@ -195,7 +214,7 @@ void prepare_key(const KeyOperands<E>& out, const KeyScratch<E>& w, const Dims& 
   if (in.l2norm) l2_normalise(w.K, dims.Kp, span.rows, dims.Kp, w.K_inverse_norm);
   for (int i = 0; i < C; ++i) E::store_a_row(out.Ka, dims.Kp, i, w.K + i * dims.Kp);
   transpose(w.Kt, C, w.K, dims.Kp, C, dims.Kp);
-  for (int i = 0; i < dims.Kp; ++i) E::store_a_row(w.Kta, C, i, w.Kt + i * C);
+  for (int i = 0; i < dims.Kp; ++i) E::store_a_row(out.Kta, C, i, w.Kt + i * C);
   for (int p = 0; p < 2; ++p) E::store_b(w.Ktb[p], dims.Kp, 0, dims.Kp, w.Kt + p * kPanel, C);
   multiply_to_lower<E>(out.Ka, w.Ktb[0], w.Ktb[1], dims.Kp, w.KK);
   if (!want_q) return;
@@ -205,90 +224,156 @@ void prepare_key(const KeyOperands<E>& out, const KeyScratch<E>& w, const Dims& 
   multiply_to_lower<E>(out.Qa, w.Ktb[0], w.Ktb[1], dims.Kp, w.QK);
 }
 
+// --- products of operands kept in two pieces --------------------------------------------------------------------------
+
+// An operand as high + low, each exact in the engine's element, so that a product of two such operands is good to about
+// 2^-16 instead of 2^-9. Engines that keep fp32 need no low part and get none.
+template <class Elem>
+struct Pieces {
+  Elem *high, *low;
+};
+
+template <class E>
+Pieces<typename E::Elem> take_pieces(Carver& carve, int64_t size) {
+  using Elem = typename E::Elem;
+  Elem* high = carve.take<Elem>(size);
+  return {high, carve.take<Elem>(E::kExact ? 0 : size)};
+}
+
+// Truncation makes the high part exact; what is left over is small enough to be rounded once.
+GD_ALWAYS_INLINE Vec high_piece(Vec x) { return reinterpret_cast<Vec>(reinterpret_cast<WordVec>(x) & 0xffff0000u); }
+
+template <class E>
+void store_a_pieces(const Pieces<typename E::Elem>& a, int k, int m, const float* row) {
+  if constexpr (E::kExact) {
+    E::store_a_row(a.high, k, m, row);
+  } else {
+    float high[C], low[C];
+    for (int j = 0; j < k; j += kVector) {
+      const Vec x = load(row + j), h = high_piece(x);
+      store(high + j, h);
+      store(low + j, x - h);
+    }
+    E::store_a_row(a.high, k, m, high);
+    E::store_a_row(a.low, k, m, low);
+  }
+}
+
+// src [rows][32]; scratch of the same size.
+template <class E>
+void store_b_pieces(const Pieces<typename E::Elem>& b, int rows, float* GD_RESTRICT scratch,
+                    const float* GD_RESTRICT src) {
+  if constexpr (E::kExact) {
+    E::store_b(b.high, rows, 0, rows, src, kPanel);
+  } else {
+    for (int i = 0; i < rows * kPanel; i += kVector) store(scratch + i, high_piece(load(src + i)));
+    E::store_b(b.high, rows, 0, rows, scratch, kPanel);
+    for (int i = 0; i < rows * kPanel; i += kVector) store(scratch + i, load(src + i) - load(scratch + i));
+    E::store_b(b.low, rows, 0, rows, scratch, kPanel);
+  }
+}
+
+// c [m][32] = A (B high + B low), for an A that is exact: packed inputs.
+template <class E>
+void multiply_pieces(const typename E::Elem* a, const Pieces<typename E::Elem>& b, int k, int m, float* c) {
+  E::multiply(a, b.high, k, 0, m, 0, k, c, kPanel);
+  if constexpr (!E::kExact) E::template multiply<true>(a, b.low, k, 0, m, 0, k, c, kPanel);
+}
+
+// c [64][32] (+)= A B for a lower or upper triangular A [64 x 64].
+template <class E, bool kAccumulate>
+void multiply_lower(const typename E::Elem* a, const typename E::Elem* b, float* c) {
+  E::template multiply<kAccumulate>(a, b, C, 0, kHalf, 0, kHalf, c, kPanel);
+  E::template multiply<kAccumulate>(a, b, C, kHalf, C, 0, C, c, kPanel);
+}
+template <class E, bool kAccumulate>
+void multiply_upper(const typename E::Elem* a, const typename E::Elem* b, float* c) {
+  E::template multiply<kAccumulate>(a, b, C, 0, kHalf, 0, C, c, kPanel);
+  E::template multiply<kAccumulate>(a, b, C, kHalf, C, kHalf, C, c, kPanel);
+}
+
+// c [64][32] = A B with both in pieces, A triangular.
+template <class E>
+void multiply_lower_pieces(const Pieces<typename E::Elem>& a, const Pieces<typename E::Elem>& b, float* c) {
+  multiply_lower<E, false>(a.high, b.high, c);
+  if constexpr (!E::kExact) {
+    multiply_lower<E, true>(a.high, b.low, c);
+    multiply_lower<E, true>(a.low, b.high, c);
+  }
+}
+template <class E>
+void multiply_upper_pieces(const Pieces<typename E::Elem>& a, const Pieces<typename E::Elem>& b, float* c) {
+  multiply_upper<E, false>(a.high, b.high, c);
+  if constexpr (!E::kExact) {
+    multiply_upper<E, true>(a.high, b.low, c);
+    multiply_upper<E, true>(a.low, b.high, c);
+  }
+}
+
 // --- operands of one value head --------------------------------------------------------------------------------------
 
 template <class E>
 struct ValueOperands {
   using Elem = typename E::Elem;
-  Elem* Xta;       // A [Kp x 64] = X^T
-  Elem* Ra;        // A [64 x 64], lower
-  float* gamma;    // [64]
-  float* gamma_L;  // [1]
+  Pieces<Elem> Tg;  // A [64 x 64] Gamma o T o beta_j, lower
+  Elem* Pa;         // A [64 x 64] P, lower
+  float* gamma;     // [64]
+  float* delta;     // [64]
 
-  ValueOperands(Carver& carve, const Dims& dims) {
-    Xta = carve.take<Elem>(E::a_size(dims.Kp, C));
-    Ra = carve.take<Elem>(E::a_size(C, C));
+  ValueOperands(Carver& carve, const Dims&) {
+    Tg = take_pieces<E>(carve, E::a_size(C, C));
+    Pa = carve.take<Elem>(E::a_size(C, C));
     gamma = carve.take<float>(C);
-    gamma_L = carve.take<float>(1);
+    delta = carve.take<float>(C);
   }
 };
 
-template <class E>
 struct ValueScratch {
-  using Elem = typename E::Elem;
   Gates* gates;
-  float* T;        // [64][64]
-  Elem* Tb[2];     // B [64 x 32]
-  Elem* QKa;       // A [64 x 64], lower
-  float* product;  // [max(Kp, 64)][64]
+  float* T;       // [64][64]
+  float* square;  // [64][64]
 
-  ValueScratch(Carver& carve, const Dims& dims) {
+  ValueScratch(Carver& carve, const Dims&) {
     gates = carve.take<Gates>(1);
     T = carve.take<float>(C * C);
-    for (Elem*& panel : Tb) panel = carve.take<Elem>(E::b_size(C));
-    QKa = carve.take<Elem>(E::a_size(C, C));
-    product = carve.take<float>((dims.Kp > C ? dims.Kp : C) * C);
+    square = carve.take<float>(C * C);
   }
 };
 
-// X from w.T and w.gates.
+// T_g beta from T and the gates.
 template <class E>
-void prepare_x(const ValueOperands<E>& out, const ValueScratch<E>& w, const KeyScratch<E>& key, const Dims& dims) {
-  const Gates& gates = *w.gates;
-  for (int p = 0; p < 2; ++p) E::store_b(w.Tb[p], C, 0, C, w.T + p * kPanel, C);
-  // X^T = K^T T, columns scaled by delta beta; T is lower triangular.
-  E::multiply(key.Kta, w.Tb[0], C, 0, dims.Kp, 0, C, w.product, C);
-  E::multiply(key.Kta, w.Tb[1], C, 0, dims.Kp, kHalf, C, w.product + kHalf, C);
-  for (int i = 0; i < dims.Kp; ++i) {
-    float* row = w.product + i * C;
+void prepare_solve(const ValueOperands<E>& out, const Gates& gates, const float* T) {
+  for (int i = 0; i < C; ++i) {
+    float row[C];
     for (int j = 0; j < C; j += kVector)
-      store(row + j, load(row + j) * (load(gates.delta + j) * load(gates.beta + j)));
-    E::store_a_row(out.Xta, C, i, row);
+      store(row + j, load(T + i * C + j) * load(gates.Gamma + i * C + j) * load(gates.beta + j));
+    store_a_pieces<E>(out.Tg, C, i, row);
   }
   std::memcpy(out.gamma, gates.gamma, sizeof gates.gamma);
-  *out.gamma_L = gates.gamma_L;
+  std::memcpy(out.delta, gates.delta, sizeof gates.delta);
 }
 
-// R from w.Tb (prepare_x) and w.gates.
+// P = s Gamma o tril(QK) into square [64][64].
 template <class E>
-void prepare_r(const ValueOperands<E>& out, const ValueScratch<E>& w, const KeyScratch<E>& key, float scale) {
-  const Gates& gates = *w.gates;
-  for (int i = 0; i < C; ++i) {
-    float row[C];
-    for (int j = 0; j < C; ++j) row[j] = j <= i ? key.QK[i * C + j] : 0.0f;
-    E::store_a_row(w.QKa, C, i, row);
-  }
-  // R = s Gamma o (tril(QK) T) o beta_j; both factors are lower triangular.
-  E::multiply(w.QKa, w.Tb[0], C, 0, kHalf, 0, kHalf, w.product, C);
-  E::multiply(w.QKa, w.Tb[0], C, kHalf, C, 0, C, w.product, C);
-  E::multiply(w.QKa, w.Tb[1], C, kHalf, C, kHalf, C, w.product + kHalf, C);
-  for (int i = 0; i < C; ++i) {
-    float row[C];
-    const int used = i < kHalf ? kHalf : C;
-    for (int j = 0; j < used; j += kVector)
-      store(row + j, load(w.product + i * C + j) * (load(gates.Gamma + i * C + j) * load(gates.beta + j)) * scale);
-    for (int j = used; j < C; ++j) row[j] = 0.0f;
-    E::store_a_row(out.Ra, C, i, row);
-  }
+void score_square(float* square, const Gates& gates, const KeyScratch<E>& key, float scale) {
+  keep_lower(square, key.QK);
+  for (int i = 0; i < C * C; i += kVector) store(square + i, load(square + i) * load(gates.Gamma + i) * scale);
 }
 
 template <class E>
-void prepare_value(const ValueOperands<E>& out, const ValueScratch<E>& w, const KeyScratch<E>& key, const Dims& dims,
-                   const Layer& in, const ChunkSpan& span, int64_t head, bool want_r) {
+void pack_square(typename E::Elem* dst, const float* src) {
+  for (int i = 0; i < C; ++i) E::store_a_row(dst, C, i, src + i * C);
+}
+
+template <class E>
+void prepare_value(const ValueOperands<E>& out, const ValueScratch& w, const KeyScratch<E>& key, const Layer& in,
+                   const ChunkSpan& span, int64_t head, bool want_scores) {
   prepare_gates(*w.gates, in, span, head);
   invert_unit_lower(w.T, key.KK, w.gates->beta);
-  prepare_x<E>(out, w, key, dims);
-  if (want_r) prepare_r<E>(out, w, key, in.scale);
+  prepare_solve<E>(out, *w.gates, w.T);
+  if (!want_scores) return;
+  score_square<E>(w.square, *w.gates, key, in.scale);
+  pack_square<E>(out.Pa, w.square);
 }
 
 // --- states ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ constexpr int kPanel = 32;  // columns of a B panel and of every product
 
 struct F32Engine {
   using Elem = float;
+  static constexpr bool kExact = true;  // operands keep all bits of fp32
   // Rows x vectors of the register block; 16 vectors of accumulators where the ISA has 32 registers.
   static constexpr int kRows = GD_F32_BLOCK_ROWS, kVectors = 2;
 

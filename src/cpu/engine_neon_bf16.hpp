@@ -11,6 +11,7 @@ namespace gatedelta::cpu::GD_ISA {
 
 struct NeonBf16Engine {
   using Elem = uint16_t;
+  static constexpr bool kExact = false;  // operands keep all bits of fp32
   struct Session {};
 
   static constexpr int64_t a_size(int m, int k) { return int64_t{m} * k; }

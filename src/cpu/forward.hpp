@@ -1,7 +1,7 @@
-// Chunked forward (docs/math.md, form C). Per chunk and value head, every panel of 32 value columns on its own:
-//   W  = V - gamma o (K S)
-//   O  = s gamma o (Q S) + R W
-//   S <- gamma_L S + X^T W
+// Chunked forward. Per chunk and value head, every panel of 32 value columns on its own:
+//   W  = V - gamma o (K S),   U = T_g (beta o W)
+//   O  = s gamma o (Q S) + P U
+//   S <- gamma_L S + K^T (delta o U)
 // Panels never mix, so how panels, heads and sequences are dealt out to lanes cannot change a bit.
 #pragma once
 
@@ -38,41 +38,50 @@ struct HeadState {
 template <class E>
 struct PanelScratch {
   using Elem = typename E::Elem;
-  float* V;        // [64][32]
-  float* product;  // [max(Kp, 64)][32]
-  float* O;        // [64][32]
-  Elem* Wb;        // B [64 x 32]
+  float* W;         // [64][32]
+  float* U;         // [64][32]
+  float* product;   // [max(Kp, 64)][32]
+  Pieces<Elem> Wb;  // B [64 x 32]
+  Elem* Ub;         // B [64 x 32]
+  Pieces<Elem> dUb;  // B [64 x 32] delta o U
 
   PanelScratch(Carver& carve, const Dims& dims) {
-    V = carve.take<float>(C * kPanel);
+    W = carve.take<float>(C * kPanel);
+    U = carve.take<float>(C * kPanel);
     product = carve.take<float>((dims.Kp > C ? dims.Kp : C) * kPanel);
-    O = carve.take<float>(C * kPanel);
-    Wb = carve.take<Elem>(E::b_size(C));
+    Wb = take_pieces<E>(carve, E::b_size(C));
+    Ub = carve.take<Elem>(E::b_size(C));
+    dUb = take_pieces<E>(carve, E::b_size(C));
   }
 };
 
-// W = V - gamma o (K S) into w.V and w.Wb.
+// W = V - gamma o (K S) and U = T_g (beta o W), from V in w.W. What is written into the state stays there, so T_g, W and
+// U take part in two pieces each: see docs/numerics.md for what every rounding costs.
 template <class E>
-void residual_panel(const PanelScratch<E>& w, const typename E::Elem* Ka, const typename E::Elem* Sb,
-                    const float* gamma, const Dims& dims) {
+void solve_panel(const PanelScratch<E>& w, const typename E::Elem* Ka, const typename E::Elem* Sb,
+                 const ValueOperands<E>& value, const Dims& dims) {
   E::multiply(Ka, Sb, dims.Kp, 0, C, 0, dims.Kp, w.product, kPanel);
   for (int i = 0; i < C; ++i)
     for (int j = 0; j < kPanel; j += kVector) {
-      float* v = w.V + i * kPanel + j;
-      store(v, load(v) - gamma[i] * load(w.product + i * kPanel + j));
+      float* v = w.W + i * kPanel + j;
+      store(v, load(v) - value.gamma[i] * load(w.product + i * kPanel + j));
     }
-  E::store_b(w.Wb, C, 0, C, w.V, kPanel);
+  store_b_pieces<E>(w.Wb, C, w.product, w.W);
+  multiply_lower_pieces<E>(value.Tg, w.Wb, w.U);
 }
 
-// S <- gamma_L S + X^T W, and its B form.
+// S <- gamma_L S + K^T (delta o U). Uses w.W as scratch.
 template <class E>
-void update_panel(const PanelState<E>& state, const PanelScratch<E>& w, const ValueOperands<E>& value,
+void update_panel(float* S, const PanelScratch<E>& w, const typename E::Elem* Kta, const ValueOperands<E>& value,
                   const Dims& dims) {
-  E::multiply(value.Xta, w.Wb, C, 0, dims.Kp, 0, C, w.product, kPanel);
-  const float gamma_L = *value.gamma_L;
+  for (int i = 0; i < C; ++i)
+    for (int j = 0; j < kPanel; j += kVector)
+      store(w.product + i * kPanel + j, value.delta[i] * load(w.U + i * kPanel + j));
+  store_b_pieces<E>(w.dUb, C, w.W, w.product);
+  multiply_pieces<E>(Kta, w.dUb, C, dims.Kp, w.product);
+  const float gamma_L = value.gamma[C - 1];
   for (int64_t i = 0; i < int64_t{dims.Kp} * kPanel; i += kVector)
-    store(state.S + i, gamma_L * load(state.S + i) + load(w.product + i));
-  E::store_b(state.Sb, dims.Kp, 0, dims.Kp, state.S, kPanel);
+    store(S + i, gamma_L * load(S + i) + load(w.product + i));
 }
 
 template <class E>
@@ -139,7 +148,7 @@ class Forward {
     KeyOperands<E> key;
     KeyScratch<E> key_scratch;
     ValueOperands<E> value;
-    ValueScratch<E> value_scratch;
+    ValueScratch value_scratch;
     PanelScratch<E> panel;
     char* states;  // HeadState of each head of the item
 
@@ -149,9 +158,6 @@ class Forward {
   };
 
   // Split mode: a window's operands of one (sequence, key head), and of one (sequence, value head) with its state.
-  struct KeyWindow {
-    Elem *Ka, *Qa;
-  };
   void carve_key(Carver& carve) const {
     for (int c = 0; c < kSplitWindow; ++c) KeyOperands<E>(carve, dims_);
   }
@@ -213,7 +219,7 @@ class Forward {
     store_state_panel(problem_.final, problem_.final_slot(n), head, in_.layout, dims_, p, state.S);
   }
 
-  void advance_panel(const PanelState<E>& state, const PanelScratch<E>& w, const Elem* Ka, const Elem* Qa,
+  void advance_panel(const PanelState<E>& state, const PanelScratch<E>& w, const KeyOperands<E>& key,
                      const ValueOperands<E>& value, int64_t n, const SequenceSpan& sequence, int64_t chunk,
                      int64_t head, int p) {
     const ChunkSpan span = chunk_span(sequence, chunk);
@@ -222,22 +228,24 @@ class Forward {
       float* kept = static_cast<float*>(problem_.saved) + slot * dims_.state_size();
       std::memcpy(state_panel(kept, dims_, p), state.S, sizeof(float) * dims_.Kp * kPanel);
     }
-    load_chunk(w.V, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
-    residual_panel<E>(w, Ka, state.Sb, value.gamma, dims_);
+    load_chunk(w.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
+    solve_panel<E>(w, key.Ka, state.Sb, value, dims_);
     if (problem_.o) {
-      E::multiply(Qa, state.Sb, dims_.Kp, 0, C, 0, dims_.Kp, w.O, kPanel);
-      E::multiply(value.Ra, w.Wb, C, 0, kHalf, 0, kHalf, w.product, kPanel);
-      E::multiply(value.Ra, w.Wb, C, kHalf, C, 0, C, w.product, kPanel);
+      float* O = w.W;
+      E::multiply(key.Qa, state.Sb, dims_.Kp, 0, C, 0, dims_.Kp, O, kPanel);
+      E::store_b(w.Ub, C, 0, C, w.U, kPanel);
+      multiply_lower<E, false>(value.Pa, w.Ub, w.product);
       for (int i = 0; i < C; ++i) {
         const float scale = in_.scale * value.gamma[i];
         for (int j = 0; j < kPanel; j += kVector) {
-          float* o = w.O + i * kPanel + j;
+          float* o = O + i * kPanel + j;
           store(o, scale * load(o) + load(w.product + i * kPanel + j));
         }
       }
-      store_chunk(problem_.o, span, head, dims_.V, p * kPanel, kPanel, w.O, kPanel);
+      store_chunk(problem_.o, span, head, dims_.V, p * kPanel, kPanel, O, kPanel);
     }
-    update_panel<E>(state, w, value, dims_);
+    update_panel<E>(state.S, w, key.Kta, value, dims_);
+    E::store_b(state.Sb, dims_.Kp, 0, dims_.Kp, state.S, kPanel);
 
     const int64_t done = (chunk + 1) * C, every = problem_.checkpoint_every;
     if (every && done <= sequence.length && done % every == 0) {
@@ -264,12 +272,13 @@ class Forward {
       for (int p = 0; p < dims_.value_panels(); ++p) begin_panel(state(h).panel(dims_, p), n, first + h, p);
     for (int64_t chunk = 0; chunk < chunks_of(sequence.length); ++chunk) {
       const ChunkSpan span = chunk_span(sequence, chunk);
-      prepare_key<E>(lane.key, lane.key_scratch, dims_, in_, span, first / in_.group, bool(problem_.o));
       for (int h = 0; h < heads; ++h) {
-        prepare_value<E>(lane.value, lane.value_scratch, lane.key_scratch, dims_, in_, span, first + h,
+        if (h == 0 || (first + h) % in_.group == 0)
+          prepare_key<E>(lane.key, lane.key_scratch, dims_, in_, span, (first + h) / in_.group, bool(problem_.o));
+        prepare_value<E>(lane.value, lane.value_scratch, lane.key_scratch, in_, span, first + h,
                          bool(problem_.o));
         for (int p = 0; p < dims_.value_panels(); ++p)
-          advance_panel(state(h).panel(dims_, p), lane.panel, lane.key.Ka, lane.key.Qa, lane.value, n, sequence, chunk,
+          advance_panel(state(h).panel(dims_, p), lane.panel, lane.key, lane.value, n, sequence, chunk,
                         first + h, p);
       }
     }
@@ -278,10 +287,6 @@ class Forward {
   }
 
   // --- split ---------------------------------------------------------------------------------------------------------
-
-  struct SplitHead {  // views into Shared::split
-    char *key, *value;
-  };
 
   void run_split() {
     Carver key_measure, value_measure;
@@ -321,7 +326,7 @@ class Forward {
         prepare_key<E>(key_operands(n, key_head, slot), lane.key_scratch, dims_, in_, span, key_head,
                        bool(problem_.o));
         for (int64_t h = key_head * in_.group; h < (key_head + 1) * in_.group; ++h)
-          prepare_value<E>(value_operands(n, h, slot), lane.value_scratch, lane.key_scratch, dims_, in_, span, h,
+          prepare_value<E>(value_operands(n, h, slot), lane.value_scratch, lane.key_scratch, in_, span, h,
                            bool(problem_.o));
       });
       for_each_item<typename E::Session>(context_, count * in_.value_heads * panels, [&](int lane_index, int64_t item) {
@@ -335,7 +340,7 @@ class Forward {
         const int64_t chunks = chunks_of(sequence.length);
         for (int64_t slot = 0; slot < slots && begin + slot < chunks; ++slot) {
           const KeyOperands<E> key = key_operands(n, head / in_.group, slot);
-          advance_panel(state, lane.panel, key.Ka, key.Qa, value_operands(n, head, slot), n, sequence, begin + slot,
+          advance_panel(state, lane.panel, key, value_operands(n, head, slot), n, sequence, begin + slot,
                         head, p);
         }
         const bool last = chunks == 0 ? begin == 0 : begin < chunks && chunks <= begin + kSplitWindow;

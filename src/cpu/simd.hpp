@@ -27,6 +27,12 @@ GD_ALWAYS_INLINE Vec load(const float* p) {
 GD_ALWAYS_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 GD_ALWAYS_INLINE Vec splat(float x) { return x - Vec{}; }
 
+GD_ALWAYS_INLINE IntVec iota() {
+  IntVec v;
+  for (int i = 0; i < kVector; ++i) v[i] = i;
+  return v;
+}
+
 GD_ALWAYS_INLINE float sum(Vec v) {
   // Pairwise, in a fixed order.
   float lane[kVector];
@@ -62,12 +68,33 @@ GD_ALWAYS_INLINE Vec exp(Vec x) {
 
 // --- rows of any input dtype to and from float; n is a multiple of 16 ------------------------------------------------
 
+using HalfVec = uint16_t __attribute__((vector_size(GD_VECTOR_BYTES / 2)));
+using WordVec = uint32_t __attribute__((vector_size(GD_VECTOR_BYTES)));
+
+GD_ALWAYS_INLINE WordVec load_words(const uint16_t* p) {
+  HalfVec half;
+  std::memcpy(&half, p, sizeof half);
+  return __builtin_convertvector(half, WordVec);
+}
+GD_ALWAYS_INLINE void store_words(uint16_t* p, WordVec words) {
+  const HalfVec half = __builtin_convertvector(words, HalfVec);
+  std::memcpy(p, &half, sizeof half);
+}
+
+// core/dtype.hpp's conversions, a vector at a time.
+GD_ALWAYS_INLINE Vec widen_bf16(WordVec x) { return reinterpret_cast<Vec>(x << 16); }
+GD_ALWAYS_INLINE WordVec round_bf16(Vec x) {
+  const WordVec bits = reinterpret_cast<WordVec>(x);
+  const WordVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return (bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded;
+}
+
 GD_ALWAYS_INLINE void load_row(float* GD_RESTRICT dst, const void* src, gd_dtype dtype, int64_t offset, int n) {
   if (dtype == GD_F32) {
     std::memcpy(dst, static_cast<const float*>(src) + offset, sizeof(float) * n);
   } else if (dtype == GD_BF16) {
     const uint16_t* p = static_cast<const uint16_t*>(src) + offset;
-    for (int i = 0; i < n; ++i) dst[i] = bf16_to_f32(p[i]);
+    for (int i = 0; i < n; i += kVector) store(dst + i, widen_bf16(load_words(p + i)));
   } else {
     const uint16_t* p = static_cast<const uint16_t*>(src) + offset;
     for (int i = 0; i < n; ++i) dst[i] = f16_to_f32(p[i]);
@@ -79,7 +106,7 @@ GD_ALWAYS_INLINE void store_row(void* dst, gd_dtype dtype, int64_t offset, const
     std::memcpy(static_cast<float*>(dst) + offset, src, sizeof(float) * n);
   } else if (dtype == GD_BF16) {
     uint16_t* p = static_cast<uint16_t*>(dst) + offset;
-    for (int i = 0; i < n; ++i) p[i] = f32_to_bf16(src[i]);
+    for (int i = 0; i < n; i += kVector) store_words(p + i, round_bf16(load(src + i)));
   } else {
     uint16_t* p = static_cast<uint16_t*>(dst) + offset;
     for (int i = 0; i < n; ++i) p[i] = f32_to_f16(src[i]);

@@ -14,7 +14,6 @@ import warnings
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import _lib
 from . import _ops
@@ -340,7 +339,6 @@ class _GatedDeltaRule(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_o, d_final_state, _):
         *tensors, saved = ctx.saved_tensors
         q, _, v = tensors[:3]
@@ -349,13 +347,32 @@ class _GatedDeltaRule(torch.autograd.Function):
         needs = ctx.needs_input_grad
         positions = (0, 1, 2, 3, 4, 5, 6, 8)  # of _ops.GRADIENTS among this function's arguments
         wanted = sum(1 << bit for bit, position in enumerate(positions) if needs[position])
-        results = _ops.chunk_bwd(*tensors, *ctx.options, d_o, d_final_state, None if ctx.recompute else saved, wanted,
-                                 *ctx.schedule)  # fmt: skip
+        # Compiled graphs refuse a double backward themselves.
+        record = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        results = (_Gradients.apply if record else _ops.chunk_bwd)(
+            *tensors, *ctx.options, d_o, d_final_state, None if ctx.recompute else saved, wanted, *ctx.schedule
+        )
         gradients = [None] * 15
         for bit, position in enumerate(positions):
             if needs[position]:
                 gradients[position] = results[bit]
         return tuple(gradients)
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward, where its results are to be differentiated again: says that they cannot be."""
+
+    @staticmethod
+    def forward(*args):
+        return _ops.chunk_bwd(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise RuntimeError("the gradients of the gated delta rule cannot be differentiated again (double backward)")
 
 
 def _options(

@@ -1,7 +1,7 @@
 """The operators ``torch.ops.gatedelta.*``: loads the binding and tells torch the shapes of what they return.
 
-They have no gradients of their own (the functions in ``gatedelta.torch`` have) and take every argument by position.
-An output that was not asked for is an empty tensor.
+They have no gradients of their own (the functions in ``gatedelta.torch`` have). An output that was not asked for is an
+empty tensor.
 """
 
 from __future__ import annotations

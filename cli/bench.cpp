@@ -1,0 +1,102 @@
+// How fast the cases of a file run.
+#include <cstdio>
+#include <optional>
+
+#include "cli/json.hpp"
+#include "cli/options.hpp"
+#include "cli/shapes.hpp"
+#include "cli/timing.hpp"
+
+namespace gatedelta::cli {
+
+const std::vector<Flag> kBenchFlags = {
+    {"--shapes", "FILE", "csv file of cases: columns name, op and the keys below (bench/shapes/*.csv)"},
+    {"--op", "LIST", "of fwd, bwd (from what the forward saved), train (both), rec"},
+    {"--isa", "LIST", "instruction sets: all, auto or names (auto)"},
+    {"--threads", "N", "threads (all CPUs)"},
+    {"--scaling", nullptr, "each case with 1, 2, 4, ... up to --threads threads"},
+    {"--seconds", "S", "time to spend on each measurement (1)"},
+    {"--json", "FILE", "write the results as JSON"},
+};
+
+namespace {
+
+std::vector<Shape> default_shapes() {
+  return {{"4096 tokens, 8 heads", testing::parse_case("T=4096 Hk=8 Hv=8 K=128 V=128 dtype=bf16"), {}},
+          {"2048 tokens, 32 heads", testing::parse_case("T=2048 Hk=32 Hv=32 K=128 V=128 dtype=bf16"), {}},
+          {"decode, batch 32",
+           testing::parse_case("B=32 T=1 Hk=16 Hv=32 K=128 V=128 dtype=bf16 inplace"),
+           {Op::recurrent}}};
+}
+
+std::vector<int> thread_counts(int most, bool scaling) {
+  std::vector<int> counts;
+  for (int n = 1; scaling && n < most; n *= 2) counts.push_back(n);
+  counts.push_back(most);
+  return counts;
+}
+
+}  // namespace
+
+int bench_command(const std::vector<std::string>& arguments) {
+  const Options options(arguments, kBenchFlags, true);
+  const auto shapes = chosen_shapes(options, default_shapes());
+  const auto isas = parse_isas(options.get("--isa").value_or("auto"));
+  const auto given_ops = options.get("--op") ? parse_ops(*options.get("--op")) : std::vector<Op>();
+  const int threads = static_cast<int>(options.integer("--threads", get_info().cpu_count, 1, 4096));
+  const double seconds = options.number("--seconds", 1, 0, 3600);
+  const auto counts = thread_counts(threads, options.has("--scaling"));
+
+  const auto ops_of = [&](const Shape& shape) {  // the command line decides, then the file, then what is usual
+    if (!given_ops.empty()) return given_ops;
+    return shape.ops.empty() ? std::vector<Op>{Op::forward, Op::backward} : shape.ops;
+  };
+  size_t total = 0;
+  for (const Shape& shape : shapes) total += ops_of(shape).size() * isas.size() * counts.size();
+
+  Json results = Json::array();
+  bool failed = false;
+  std::printf("%-28s %-5s %-12s %7s %12s %12s %13s %10s %9s\n", "case", "op", "isa", "threads", "median", "best",
+              "tokens/s", "GFLOP/s", "state GB/s");
+  Progress progress(total);
+  for (const Shape& shape : shapes) {
+    const testing::Case& c = shape.spec;
+    const std::string text = testing::describe(c), name = shape.name.empty() ? text : shape.name;
+    std::optional<testing::Problem> problem;
+    try {
+      problem.emplace(c);
+    } catch (const std::invalid_argument& e) {
+      throw UsageError((shape.name.empty() ? "" : shape.name + ": ") + e.what());
+    }
+    const double tokens = double(c.lengths.empty() ? c.B * c.T : c.total_tokens() - c.pad);
+    for (const Op op : ops_of(shape)) {
+      for (const gd_isa choice : isas) {
+        for (const int count : counts) {
+          const Pool pool(count);
+          progress.step(name + " " + name_of(op));
+          Timing timing;
+          try {
+            timing = Stopwatch(*problem, op, {.isa = choice, .pool = pool.get(), .threads = count}).measure(seconds);
+          } catch (const std::runtime_error& e) {
+            std::printf("%-28s %-5s %s\n", name.c_str(), name_of(op), e.what());
+            failed = true;
+            continue;
+          }
+          std::printf("%-28s %-5s %-12s %7d %12s %12s %13.0f %10.1f", name.c_str(), name_of(op), gd_isa_name(choice),
+                      count, format_seconds(timing.median).c_str(), format_seconds(timing.best).c_str(),
+                      tokens / timing.best, flops_of(op, c) / timing.best * 1e-9);
+          if (op == Op::recurrent) std::printf(" %9.1f", state_bytes_of(c) / timing.best * 1e-9);
+          std::printf("\n");
+          std::fflush(stdout);
+          results.add(to_json(timing, op, c, choice, count).set("name", name).set("case", text));
+        }
+      }
+    }
+  }
+  if (const auto path = options.get("--json")) {
+    Json::object().set("command", "bench").set("machine", machine_json()).set("results", results).write(*path);
+  }
+  return failed ? 1 : 0;
+}
+
+}  // namespace gatedelta::cli

@@ -1,0 +1,116 @@
+// Any case against the fp64 recurrence.
+#include <cstdio>
+
+#include "cli/json.hpp"
+#include "cli/options.hpp"
+#include "cli/shapes.hpp"
+#include "cli/timing.hpp"
+#include "testing/judge.hpp"
+
+namespace gatedelta::cli {
+
+const std::vector<Flag> kCheckFlags = {
+    {"--shapes", "FILE", "csv file of cases: columns name, op and the keys below"},
+    {"--op", "LIST", "of fwd, bwd, rec (all three)"},
+    {"--isa", "LIST", "instruction sets: all, auto or names (all that run here)"},
+    {"--threads", "N", "threads (all CPUs)"},
+    {"--verify", "N", "only the first N key heads, for large cases"},
+    {"--verbose", nullptr, "show every quantity, not just the worst of each call"},
+    {"--json", "FILE", "write the results as JSON"},
+};
+
+namespace {
+
+std::vector<Shape> default_shapes() {
+  std::vector<Shape> shapes;
+  for (const char* spec : {
+           "T=512 Hk=2 Hv=4 K=128 V=128 dtype=bf16",
+           "T=512 Hk=2 Hv=4 K=128 V=128 dtype=fp32",
+           "lengths=1+63+64+65+0+200 pad=7 Hk=1 Hv=3 K=64 V=96 dtype=fp16 l2norm gate=raw beta=logit pool strided",
+           "T=200 Hk=2 Hv=4 K=32 V=48 dtype=bf16 gate=spiky keys=correlated",
+           "T=200 Hk=2 Hv=4 K=48 V=32 dtype=fp32 gate=inf beta=two",
+           "B=8 T=4 Hk=2 Hv=8 K=128 V=128 dtype=bf16 state=bf16 layout=vk pool inplace accept steps=pool",
+       }) {
+    shapes.push_back({"", testing::parse_case(spec), {}});
+  }
+  return shapes;
+}
+
+}  // namespace
+
+int check_command(const std::vector<std::string>& arguments) {
+  const Options options(arguments, kCheckFlags, true);
+  const auto shapes = chosen_shapes(options, default_shapes());
+  const auto isas = parse_isas(options.get("--isa").value_or("all"));
+  const auto ops = parse_ops(options.get("--op").value_or("fwd,bwd,rec"));
+  const int threads = static_cast<int>(options.integer("--threads", get_info().cpu_count, 1, 4096));
+  const int64_t verified = options.integer("--verify", 0, 1, 1 << 20);
+  const Pool pool(threads);
+
+  size_t calls = 0, failures = 0;
+  Json results = Json::array();
+  Progress progress(shapes.size());
+  for (const Shape& shape : shapes) {
+    const std::string text = testing::describe(shape.spec);
+    progress.step(text);
+    std::printf("%s%s%s\n", shape.name.c_str(), shape.name.empty() ? "" : ": ", text.c_str());
+    std::optional<testing::Judge> judge;
+    try {
+      judge.emplace(shape.spec, testing::ReferenceOptions{.key_heads = verified, .threads = threads});
+    } catch (const std::invalid_argument& e) {
+      throw UsageError((shape.name.empty() ? "" : shape.name + ": ") + e.what());
+    }
+    for (const Op op : shape.ops.empty() ? ops : shape.ops) {
+      for (const gd_isa isa : isas) {
+        const testing::Exec exec{.isa = isa, .pool = pool.get(), .threads = threads};
+        std::vector<std::pair<std::string, testing::Judgement>> judgements;
+        const std::string name = name_of(op);
+        if (op == Op::forward || op == Op::train) judgements.emplace_back("fwd", judge->forward(exec));
+        if (op == Op::backward || op == Op::train) {
+          judgements.emplace_back("bwd", judge->backward(exec, false));
+          judgements.emplace_back("bwd saved", judge->backward(exec, true));
+        }
+        if (op == Op::recurrent) judgements.emplace_back("rec", judge->recurrent(exec));
+        for (const auto& [label, judgement] : judgements) {
+          ++calls;
+          failures += !judgement.ok();
+          const testing::Verdict* worst = judgement.worst();
+          std::printf("  %-6s %-10s %-12s", judgement.ok() ? "ok" : "FAILED", label.c_str(), gd_isa_name(isa));
+          if (worst) {
+            std::printf(" worst %-15s error %.2e, %3.0f %% of its bound", worst->quantity.c_str(),
+                        worst->comparison.error, 100 * worst->comparison.margin);
+          }
+          std::printf("\n");
+          for (const testing::Verdict& v : judgement.verdicts) {
+            if (options.has("--verbose") || !v.comparison.ok) {
+              std::printf("         %-16s %s\n", v.quantity.c_str(), v.comparison.text().c_str());
+            }
+            results.add(Json::object()
+                            .set("case", text)
+                            .set("op", label)
+                            .set("isa", gd_isa_name(isa))
+                            .set("quantity", v.quantity)
+                            .set("error", v.comparison.error)
+                            .set("margin", v.comparison.margin)
+                            .set("ok", v.comparison.ok));
+          }
+          for (const std::string& problem : judgement.problems) std::printf("         %s\n", problem.c_str());
+          std::fflush(stdout);
+        }
+      }
+    }
+  }
+  std::printf("%zu calls checked, %zu failed\n", calls, failures);
+  if (const auto path = options.get("--json")) {
+    Json::object()
+        .set("command", "check")
+        .set("machine", machine_json())
+        .set("calls", int64_t(calls))
+        .set("failures", int64_t(failures))
+        .set("results", results)
+        .write(*path);
+  }
+  return failures ? 1 : 0;
+}
+
+}  // namespace gatedelta::cli

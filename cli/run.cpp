@@ -1,0 +1,128 @@
+// The default job: one linear-attention layer as Qwen3.5 has it, forward and backward.
+#include <cstdio>
+#include <cstring>
+
+#include "cli/json.hpp"
+#include "cli/options.hpp"
+#include "cli/timing.hpp"
+#include "testing/number.hpp"
+
+namespace gatedelta::cli {
+
+const std::vector<Flag> kRunFlags = {
+    {"--tokens", "N", "sequence length (4096)"},
+    {"--threads", "N", "threads (all CPUs)"},
+    {"--isa", "NAME", "instruction set (the best there is)"},
+    {"--verify", "N", "key heads to verify against the fp64 recurrence (2 of 16; each takes about a second)"},
+    {"--seconds", "S", "time to spend on each measurement (1)"},
+    {"--json", "FILE", "write the results as JSON"},
+};
+
+namespace {
+
+// Every bit of a tensor, in order: two runs that print the same number computed the same.
+uint64_t checksum(std::initializer_list<const gd_tensor*> tensors) {
+  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
+  for (const gd_tensor* t : tensors) {
+    const int64_t bytes = testing::element_bytes(t->dtype);
+    testing::for_each_element(*t, [&](int64_t offset, int64_t) {
+      const auto* data = static_cast<const unsigned char*>(t->data) + offset * bytes;
+      for (int64_t i = 0; i < bytes; ++i) hash = (hash ^ data[i]) * 0x100000001b3;
+    });
+  }
+  return hash;
+}
+
+std::string hex(uint64_t value) {
+  char buffer[32];
+  std::snprintf(buffer, sizeof buffer, "%016llx", static_cast<unsigned long long>(value));
+  return buffer;
+}
+
+}  // namespace
+
+int run_command(const std::vector<std::string>& arguments) {
+  const Options options(arguments, kRunFlags, false);
+  const int64_t tokens = options.integer("--tokens", 4096, 1, 1 << 20);
+  const int64_t verified = options.integer("--verify", 2, 1, 16);
+  const int threads = static_cast<int>(options.integer("--threads", get_info().cpu_count, 1, 4096));
+  const double seconds = options.number("--seconds", 1, 0, 3600);
+  const auto isas = parse_isas(options.get("--isa").value_or("auto"));
+  if (isas.size() != 1) throw UsageError("--isa: run takes one instruction set");
+  const gd_isa isa = isas[0] == GD_ISA_AUTO ? static_cast<gd_isa>(get_info().cpu_isa_best) : isas[0];
+
+  // Raw gate inputs and beta logits in bf16, norm and gate inside the call, no initial state: as in training.
+  testing::Case c = testing::parse_case(
+      "Hk=16 Hv=32 K=128 V=128 dtype=bf16 gdtype=bf16 l2norm gate=raw beta=logit h0=0 dht=0 seed=35");
+  c.T = tokens;
+  const Pool pool(threads);
+  const testing::Exec exec{.isa = isa, .pool = pool.get(), .threads = threads};
+  testing::Judge judge(c, {.key_heads = verified, .threads = threads});
+
+  std::printf("layer      1 x %lld tokens, 16 query/key heads, 32 value heads, K = V = 128, bf16, l2norm and gate inside\n",
+              static_cast<long long>(tokens));
+  std::printf("backend    cpu, %s, %d thread%s\n\n", gd_isa_name(isa), threads, threads == 1 ? "" : "s");
+  std::printf("%-10s %12s %14s %12s\n", "", "time", "tokens/s", "GFLOP/s");
+
+  Json timings = Json::array();
+  const auto time = [&](Op op, gd_thread_pool* on, int count, const char* label) {
+    const Timing timing = Stopwatch(judge.problem(), op, {.isa = isa, .pool = on, .threads = count}).measure(seconds);
+    std::printf("%-10s %12s %14.0f %12.1f\n", label, format_seconds(timing.best).c_str(), double(tokens) / timing.best,
+                flops_of(op, c) / timing.best * 1e-9);
+    std::fflush(stdout);
+    timings.add(to_json(timing, op, c, isa, count));
+  };
+  time(Op::forward, pool.get(), threads, "forward");
+  time(Op::backward, pool.get(), threads, "backward");
+  if (threads > 1) {
+    time(Op::forward, nullptr, 1, "  1 thread");
+    time(Op::backward, nullptr, 1, "  1 thread");
+  }
+
+  const testing::Judgement forward = judge.forward(exec);
+  const gd_forward_args& f = judge.problem().forward;
+  const uint64_t forward_sum = checksum({&f.o, &f.final_state});
+  const testing::Judgement backward = judge.backward(exec, true);
+  const gd_backward_args& b = judge.problem().backward;
+  const uint64_t backward_sum =
+      checksum({&b.dq, &b.dk, &b.dv, &b.dg, &b.dbeta, &b.dA_log, &b.d_dt_bias, &b.d_initial_state});
+
+  std::printf("\nerror against the fp64 recurrence (relative L2, worst head), value heads 0 to %lld of 32:\n",
+              static_cast<long long>(verified * 2 - 1));
+  Json errors = Json::array();
+  for (const testing::Judgement* judgement : {&forward, &backward}) {
+    for (const testing::Verdict& v : judgement->verdicts) {
+      std::printf("  %-16s %.2e   bound %.1e   %s\n", v.quantity.c_str(), v.comparison.error, v.bound.relative,
+                  v.comparison.ok ? "ok" : "FAILED");
+      errors.add(Json::object()
+                     .set("quantity", v.quantity)
+                     .set("error", v.comparison.error)
+                     .set("bound", v.bound.relative)
+                     .set("ok", v.comparison.ok));
+    }
+    for (const std::string& problem : judgement->problems) std::printf("  %s\n", problem.c_str());
+  }
+  const bool ok = forward.ok() && backward.ok();
+  std::printf("\nchecksum   forward %s, backward %s\n", hex(forward_sum).c_str(), hex(backward_sum).c_str());
+  std::printf("%s\n", ok ? "all within bounds" : "FAILED");
+
+  if (const auto path = options.get("--json")) {
+    Json::object()
+        .set("command", "run")
+        .set("machine", machine_json())
+        .set("case", testing::describe(c))
+        .set("tokens", tokens)
+        .set("isa", gd_isa_name(isa))
+        .set("threads", threads)
+        .set("timings", timings)
+        .set("verified_value_heads", verified * 2)
+        .set("errors", errors)
+        .set("checksum_forward", hex(forward_sum))
+        .set("checksum_backward", hex(backward_sum))
+        .set("ok", ok)
+        .write(*path);
+  }
+  return ok ? 0 : 1;
+}
+
+}  // namespace gatedelta::cli

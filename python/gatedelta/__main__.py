@@ -1,0 +1,31 @@
+"""python -m gatedelta info|selftest"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import gatedelta
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m gatedelta", description="GateDelta, from Python")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="version, library, what this machine offers it")
+    commands.add_parser("selftest", help="a quick check of this installation")
+    command = parser.parse_args().command
+    if command == "info":
+        for key, value in gatedelta.info().items():
+            print(f"{key:18} {', '.join(value) if isinstance(value, list) else value}")
+        return 0
+    from . import _selftest
+
+    passed = True
+    for result in _selftest.run():
+        passed &= result.passed
+        print(f"{'ok    ' if result.passed else 'FAILED'} {result.name}: {result.detail}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

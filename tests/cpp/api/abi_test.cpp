@@ -1,0 +1,151 @@
+// The ABI is frozen: programs built with an earlier header must find every field where it was.
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <type_traits>
+
+#include "gatedelta/gatedelta.h"
+
+static_assert(GD_ABI_VERSION == 1, "a new ABI keeps these numbers and appends its own");
+static_assert(sizeof(void*) == 8, "the numbers below are those of 64-bit machines");
+
+#define AT(type, field, offset) static_assert(offsetof(type, field) == (offset), #type "." #field " has moved")
+
+static_assert(sizeof(gd_tensor) == 96);
+AT(gd_tensor, data, 0);
+AT(gd_tensor, dtype, 8);
+AT(gd_tensor, rank, 12);
+AT(gd_tensor, shape, 16);
+AT(gd_tensor, stride, 56);
+
+static_assert(sizeof(gd_exec) == 88);
+AT(gd_exec, device, 0);
+AT(gd_exec, device_index, 4);
+AT(gd_exec, stream, 8);
+AT(gd_exec, workspace, 16);
+AT(gd_exec, workspace_bytes, 24);
+AT(gd_exec, isa, 32);
+AT(gd_exec, num_threads, 36);
+AT(gd_exec, parallel_for, 40);
+AT(gd_exec, parallel_for_context, 48);
+AT(gd_exec, reserved, 56);
+
+static_assert(sizeof(gd_inputs) == 1016);
+AT(gd_inputs, q, 0);
+AT(gd_inputs, k, 96);
+AT(gd_inputs, v, 192);
+AT(gd_inputs, g, 288);
+AT(gd_inputs, beta, 384);
+AT(gd_inputs, A_log, 480);
+AT(gd_inputs, dt_bias, 576);
+AT(gd_inputs, cu_seqlens, 672);
+AT(gd_inputs, initial_state, 768);
+AT(gd_inputs, initial_indices, 864);
+AT(gd_inputs, gate, 960);
+AT(gd_inputs, beta_kind, 964);
+AT(gd_inputs, state_layout, 968);
+AT(gd_inputs, l2norm, 972);
+AT(gd_inputs, has_scale, 976);
+AT(gd_inputs, scale, 980);
+AT(gd_inputs, reserved, 984);
+
+static_assert(sizeof(gd_forward_args) == 1664);
+AT(gd_forward_args, struct_size, 0);
+AT(gd_forward_args, exec, 8);
+AT(gd_forward_args, in, 96);
+AT(gd_forward_args, o, 1112);
+AT(gd_forward_args, final_state, 1208);
+AT(gd_forward_args, final_indices, 1304);
+AT(gd_forward_args, checkpoints, 1400);
+AT(gd_forward_args, checkpoint_indices, 1496);
+AT(gd_forward_args, checkpoint_every, 1592);
+AT(gd_forward_args, saved, 1600);
+AT(gd_forward_args, saved_bytes, 1608);
+AT(gd_forward_args, context_parallel, 1616);
+AT(gd_forward_args, segment_chunks, 1620);
+AT(gd_forward_args, batch_invariant, 1624);
+AT(gd_forward_args, reserved_flags, 1628);
+AT(gd_forward_args, reserved, 1632);
+
+static_assert(sizeof(gd_backward_args) == 2136);
+AT(gd_backward_args, struct_size, 0);
+AT(gd_backward_args, exec, 8);
+AT(gd_backward_args, in, 96);
+AT(gd_backward_args, d_o, 1112);
+AT(gd_backward_args, d_final_state, 1208);
+AT(gd_backward_args, saved, 1304);
+AT(gd_backward_args, saved_bytes, 1312);
+AT(gd_backward_args, dq, 1320);
+AT(gd_backward_args, dk, 1416);
+AT(gd_backward_args, dv, 1512);
+AT(gd_backward_args, dg, 1608);
+AT(gd_backward_args, dbeta, 1704);
+AT(gd_backward_args, dA_log, 1800);
+AT(gd_backward_args, d_dt_bias, 1896);
+AT(gd_backward_args, d_initial_state, 1992);
+AT(gd_backward_args, context_parallel, 2088);
+AT(gd_backward_args, segment_chunks, 2092);
+AT(gd_backward_args, batch_invariant, 2096);
+AT(gd_backward_args, reserved_flags, 2100);
+AT(gd_backward_args, reserved, 2104);
+
+static_assert(sizeof(gd_recurrent_args) == 1720);
+AT(gd_recurrent_args, struct_size, 0);
+AT(gd_recurrent_args, exec, 8);
+AT(gd_recurrent_args, in, 96);
+AT(gd_recurrent_args, o, 1112);
+AT(gd_recurrent_args, final_state, 1208);
+AT(gd_recurrent_args, final_indices, 1304);
+AT(gd_recurrent_args, accept_lengths, 1400);
+AT(gd_recurrent_args, step_states, 1496);
+AT(gd_recurrent_args, step_indices, 1592);
+AT(gd_recurrent_args, reserved, 1688);
+
+static_assert(sizeof(gd_info) == 80);
+AT(gd_info, struct_size, 0);
+AT(gd_info, abi_version, 8);
+AT(gd_info, version_major, 12);
+AT(gd_info, version_minor, 16);
+AT(gd_info, version_patch, 20);
+AT(gd_info, cpu_isa_compiled, 24);
+AT(gd_info, cpu_isa_usable, 28);
+AT(gd_info, cpu_isa_best, 32);
+AT(gd_info, cpu_count, 36);
+AT(gd_info, cuda_compiled, 40);
+AT(gd_info, cuda_devices, 44);
+AT(gd_info, reserved, 48);
+
+#undef AT
+
+static_assert(GD_OK == 0 && GD_INVALID_ARGUMENT == 1 && GD_UNSUPPORTED == 2 && GD_WORKSPACE_TOO_SMALL == 3 &&
+              GD_ABI_MISMATCH == 4 && GD_OUT_OF_RESOURCES == 5 && GD_INTERNAL == 6);
+static_assert(GD_DTYPE_NONE == 0 && GD_F32 == 1 && GD_BF16 == 2 && GD_F16 == 3 && GD_I32 == 4 && GD_I64 == 5);
+static_assert(GD_CPU == 0 && GD_CUDA == 1);
+static_assert(GD_ISA_AUTO == 0 && GD_ISA_GENERIC == 1 && GD_ISA_AVX2 == 2 && GD_ISA_AVX512 == 3 &&
+              GD_ISA_AVX512_BF16 == 4 && GD_ISA_AMX == 5 && GD_ISA_NEON == 6 && GD_ISA_NEON_BF16 == 7);
+static_assert(GD_GATE_LOG == 0 && GD_GATE_RAW == 1);
+static_assert(GD_BETA_VALUE == 0 && GD_BETA_LOGIT == 1 && GD_BETA_LOGIT_DOUBLED == 2);
+static_assert(GD_STATE_KV == 0 && GD_STATE_VK == 1);
+static_assert(GD_CP_AUTO == 0 && GD_CP_OFF == 1);
+static_assert(GD_MAX_RANK == 5 && GD_CHUNK == 64);
+
+static_assert(std::is_standard_layout_v<gd_forward_args> && std::is_trivially_copyable_v<gd_forward_args>);
+static_assert(std::is_standard_layout_v<gd_backward_args> && std::is_trivially_copyable_v<gd_backward_args>);
+static_assert(std::is_standard_layout_v<gd_recurrent_args> && std::is_trivially_copyable_v<gd_recurrent_args>);
+
+// The same sizes, as the library saw them when it was compiled.
+TEST(Abi, LibraryAgrees) {
+  gd_forward_args forward = {};
+  gd_backward_args backward = {};
+  gd_recurrent_args recurrent = {};
+  size_t bytes = 0;
+  for (const size_t less : {size_t{1}, size_t{0}}) {
+    const gd_status expected = less ? GD_ABI_MISMATCH : GD_INVALID_ARGUMENT;  // of the right size, but q is missing
+    forward.struct_size = sizeof forward - less;
+    backward.struct_size = sizeof backward - less;
+    recurrent.struct_size = sizeof recurrent - less;
+    EXPECT_EQ(gd_forward_workspace(&forward, &bytes), expected) << gd_last_error();
+    EXPECT_EQ(gd_backward_workspace(&backward, &bytes), expected) << gd_last_error();
+    EXPECT_EQ(gd_recurrent_workspace(&recurrent, &bytes), expected) << gd_last_error();
+  }
+}

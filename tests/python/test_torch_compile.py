@@ -1,0 +1,163 @@
+"""The operators as torch's compiler sees them: opcheck, fullgraph compilation forward and backward, dynamic shapes."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch._dynamo.testing  # noqa: E402
+from gatedelta import torch as gd  # noqa: E402
+from gatedelta.torch import _ops  # noqa: E402
+from test_torch_calls import make  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+def arguments(*, in_place=False, packed=False, raw=False, pool=False, T=70):
+    """The operators' common arguments, and v and the states to go on with."""
+    q, k, v, g, beta, h0 = make(B=1 if packed else 2, T=T, H=2, HV=4, N=2)
+    offsets = torch.tensor([0, 20, T]) if packed else None
+    A_log, dt_bias = (torch.randn(4), torch.randn(4)) if raw else (None, None)
+    indices = torch.tensor([1, 0]) if pool else None
+    initial = None if in_place else h0
+    return [q, k, v, g, beta, A_log, dt_bias, offsets, initial, indices, None, int(raw), 0, 0, False], v, h0
+
+
+VARIANTS = [{}, {"packed": True}, {"raw": True}, {"pool": True}]
+IDS = ["dense", "packed", "raw", "pool"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=IDS)
+def test_opcheck_functional(variant):
+    common, _, h0 = arguments(**variant)
+    for output_final_state, save in ((True, True), (False, False)):
+        torch.library.opcheck(_ops.chunk_fwd, (*common, output_final_state, save, 0, False))
+    torch.library.opcheck(_ops.recurrent, (*common, True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=IDS)
+def test_opcheck_backward(variant):
+    common, v, h0 = arguments(**variant)
+    saved = _ops.chunk_fwd(*common, False, True, 0, False)[2]
+    wanted = 0b00011111 | (0b01100000 if "raw" in variant else 0) | (0 if "pool" in variant else 0b10000000)
+    d_o, d_states = torch.randn_like(v), torch.randn_like(h0)
+    torch.library.opcheck(_ops.chunk_bwd, (*common, d_o, d_states, saved, wanted, 0, False))
+    torch.library.opcheck(_ops.chunk_bwd, (*common, d_o, None, None, 0b00000101, 0, False))
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in_place"])
+def test_opcheck_out(in_place):
+    common, v, h0 = arguments(in_place=in_place, pool=True, T=130)
+    indices = torch.tensor([1, 0])  # as arguments() reads them
+    checkpoints = torch.zeros(4, 4, 32, 16)
+    torch.library.opcheck(
+        _ops.chunk_fwd_out,
+        (*common, torch.empty_like(v), h0.clone(), indices, in_place, checkpoints, None, 64, 0, False),
+    )
+    steps = torch.zeros(2, 130, 4, 32, 16)
+    torch.library.opcheck(
+        _ops.recurrent_out,
+        (*common, torch.empty_like(v), h0.clone(), indices, in_place, torch.tensor([3, 5]), steps, None),
+    )
+    torch.library.opcheck(_ops.recurrent_out, (*common, None, h0.clone(), indices, in_place, None, None, None))
+
+
+def layer(q, k, v, g, beta, h0, A_log, offsets=None, **more):
+    o, state = gd.chunk_gated_delta_rule(
+        q * 1.5, k, v, g, beta, initial_state=h0, output_final_state=True, use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True, A_log=A_log, cu_seqlens=offsets, **more,
+    )  # fmt: skip
+    return o.square().sum() + (state * 0.5).sum()
+
+
+def layer_inputs(T=70, B=2, N=None, dtype=torch.float32):
+    tensors = make(B=B, T=T, H=2, HV=4, N=N, dtype=dtype)
+    return [x.requires_grad_() for x in [*tensors, torch.zeros(4)]]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_training_step_compiles_in_one_graph(backend):
+    inputs = layer_inputs()
+    want_loss = layer(*inputs)
+    want = torch.autograd.grad(want_loss, inputs)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    loss = compiled(*inputs)
+    torch.testing.assert_close(loss, want_loss, rtol=1e-5, atol=0)
+    for got, expected in zip(torch.autograd.grad(loss, inputs), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
+def test_dynamic_lengths_compile_once(recompute):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    for T in (70, 200, 513):
+        inputs = layer_inputs(T=T, dtype=torch.bfloat16)
+        want = torch.autograd.grad(layer(*inputs, recompute=recompute), inputs)
+        got = torch.autograd.grad(compiled(*inputs, recompute=recompute), inputs)
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    assert counter.frame_count == 1
+
+
+def test_packed_sequences_compile():
+    inputs = layer_inputs(T=150, B=1, N=3)
+    offsets = torch.tensor([0, 64, 64, 150])
+    want = torch.autograd.grad(layer(*inputs, offsets), inputs)
+    got = torch.autograd.grad(torch.compile(layer, fullgraph=True, backend="aot_eager")(*inputs, offsets), inputs)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_decode_in_place_compiles(backend):
+    q, k, v, g, beta, _ = make(B=2, T=1)
+    slots = torch.tensor([3, 1])
+
+    def step(pool, q):
+        o, _ = gd.fused_recurrent_gated_delta_rule(
+            q, k, v, g, beta=beta, initial_state=pool, final_state=pool, initial_state_indices=slots,
+            final_state_indices=slots,
+        )  # fmt: skip
+        return o + 1
+
+    with torch.no_grad():
+        want_pool, got_pool = torch.ones(5, 2, 32, 16), torch.ones(5, 2, 32, 16)
+        compiled = torch.compile(step, fullgraph=True, backend=backend)
+        for _ in range(3):
+            assert torch.equal(compiled(got_pool, q), step(want_pool, q))
+        assert torch.equal(got_pool, want_pool)
+
+
+def test_prefill_into_buffers_compiles():
+    q, k, v, g, beta, h0 = make(B=2, T=130)
+
+    def prefill(state, out, checkpoints):
+        gd.chunk_gated_delta_rule(
+            q, k, v, g, beta, initial_state=state, final_state=state, out=out, checkpoints=checkpoints,
+            checkpoint_every=64,
+        )  # fmt: skip
+        return out.sum()
+
+    results = []
+    for function in (prefill, torch.compile(prefill, fullgraph=True, backend="aot_eager")):
+        buffers = [h0.clone(), torch.zeros_like(v), torch.zeros(4, 2, 32, 16)]
+        with torch.no_grad():
+            results.append([function(*buffers), *buffers])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_recurrent_training_compiles():
+    tensors = [x.requires_grad_() for x in make(B=2, T=4)]
+
+    def loss(q, k, v, g, beta, h0):
+        o, state = gd.fused_recurrent_gated_delta_rule(
+            q, k, v, g, beta=beta, initial_state=h0, output_final_state=True
+        )
+        return o.square().sum() + state.sum()
+
+    want = torch.autograd.grad(loss(*tensors), tensors)
+    got = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*tensors), tensors)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
