@@ -1,4 +1,5 @@
 // How fast the cases of a file run.
+#include <algorithm>
 #include <cstdio>
 #include <optional>
 
@@ -29,6 +30,8 @@ std::vector<Shape> default_shapes() {
            {Op::recurrent}}};
 }
 
+std::string label_of(const Shape& shape) { return shape.name.empty() ? testing::describe(shape.spec) : shape.name; }
+
 std::vector<int> thread_counts(int most, bool scaling) {
   std::vector<int> counts;
   for (int n = 1; scaling && n < most; n *= 2) counts.push_back(n);
@@ -42,26 +45,26 @@ int bench_command(const std::vector<std::string>& arguments) {
   const Options options(arguments, kBenchFlags, true);
   const auto shapes = chosen_shapes(options, default_shapes());
   const auto isas = parse_isas(options.get("--isa").value_or("auto"));
-  const auto given_ops = options.get("--op") ? parse_ops(*options.get("--op")) : std::vector<Op>();
+  if (const auto list = options.get("--op")) parse_ops(*list);  // refused before anything runs
   const int threads = static_cast<int>(options.integer("--threads", get_info().cpu_count, 1, 4096));
   const double seconds = options.number("--seconds", 1, 0, 3600);
   const auto counts = thread_counts(threads, options.has("--scaling"));
 
-  const auto ops_of = [&](const Shape& shape) {  // the command line decides, then the file, then what is usual
-    if (!given_ops.empty()) return given_ops;
-    return shape.ops.empty() ? std::vector<Op>{Op::forward, Op::backward} : shape.ops;
-  };
+  const auto ops_of = [&](const Shape& shape) { return chosen_ops(options, shape, {Op::forward, Op::backward}); };
+  std::FILE* const out = Json::talk_to(options.get("--json"));
+  int width = 4;
+  for (const Shape& shape : shapes) width = std::max(width, int(std::min<size_t>(label_of(shape).size(), 60)));
   size_t total = 0;
   for (const Shape& shape : shapes) total += ops_of(shape).size() * isas.size() * counts.size();
 
   Json results = Json::array();
   bool failed = false;
-  std::printf("%-28s %-5s %-12s %7s %12s %12s %13s %10s %9s\n", "case", "op", "isa", "threads", "median", "best",
+  std::fprintf(out, "%-*s %-5s %-12s %7s %12s %12s %13s %10s %9s\n", width, "case", "op", "isa", "threads", "median", "best",
               "tokens/s", "GFLOP/s", "state GB/s");
   Progress progress(total);
   for (const Shape& shape : shapes) {
     const testing::Case& c = shape.spec;
-    const std::string text = testing::describe(c), name = shape.name.empty() ? text : shape.name;
+    const std::string text = testing::describe(c), name = label_of(shape);
     std::optional<testing::Problem> problem;
     try {
       problem.emplace(c);
@@ -71,24 +74,25 @@ int bench_command(const std::vector<std::string>& arguments) {
     const double tokens = double(c.lengths.empty() ? c.B * c.T : c.total_tokens() - c.pad);
     for (const Op op : ops_of(shape)) {
       for (const gd_isa choice : isas) {
+        const gd_isa isa = resolve(choice);
         for (const int count : counts) {
           const Pool pool(count);
           progress.step(name + " " + name_of(op));
           Timing timing;
           try {
-            timing = Stopwatch(*problem, op, {.isa = choice, .pool = pool.get(), .threads = count}).measure(seconds);
+            timing = Stopwatch(*problem, op, {.isa = isa, .pool = pool.get(), .threads = count}).measure(seconds);
           } catch (const std::runtime_error& e) {
-            std::printf("%-28s %-5s %s\n", name.c_str(), name_of(op), e.what());
+            std::fprintf(out, "%-*s %-5s %s\n", width, name.c_str(), name_of(op), e.what());
             failed = true;
             continue;
           }
-          std::printf("%-28s %-5s %-12s %7d %12s %12s %13.0f %10.1f", name.c_str(), name_of(op), gd_isa_name(choice),
+          std::fprintf(out, "%-*s %-5s %-12s %7d %12s %12s %13.0f %10.1f", width, name.c_str(), name_of(op), gd_isa_name(isa),
                       count, format_seconds(timing.median).c_str(), format_seconds(timing.best).c_str(),
                       tokens / timing.best, flops_of(op, c) / timing.best * 1e-9);
-          if (op == Op::recurrent) std::printf(" %9.1f", state_bytes_of(c) / timing.best * 1e-9);
-          std::printf("\n");
-          std::fflush(stdout);
-          results.add(to_json(timing, op, c, choice, count).set("name", name).set("case", text));
+          if (op == Op::recurrent) std::fprintf(out, " %9.1f", state_bytes_of(c) / timing.best * 1e-9);
+          std::fprintf(out, "\n");
+          std::fflush(out);
+          results.add(to_json(timing, op, c, isa, count).set("name", name).set("case", text));
         }
       }
     }

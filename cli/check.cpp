@@ -42,10 +42,11 @@ int check_command(const std::vector<std::string>& arguments) {
   const Options options(arguments, kCheckFlags, true);
   const auto shapes = chosen_shapes(options, default_shapes());
   const auto isas = parse_isas(options.get("--isa").value_or("all"));
-  const auto ops = parse_ops(options.get("--op").value_or("fwd,bwd,rec"));
+  if (const auto list = options.get("--op")) parse_ops(*list);  // refused before anything runs
   const int threads = static_cast<int>(options.integer("--threads", get_info().cpu_count, 1, 4096));
   const int64_t verified = options.integer("--verify", 0, 1, 1 << 20);
   const Pool pool(threads);
+  std::FILE* const out = Json::talk_to(options.get("--json"));
 
   size_t calls = 0, failures = 0;
   Json results = Json::array();
@@ -53,18 +54,18 @@ int check_command(const std::vector<std::string>& arguments) {
   for (const Shape& shape : shapes) {
     const std::string text = testing::describe(shape.spec);
     progress.step(text);
-    std::printf("%s%s%s\n", shape.name.c_str(), shape.name.empty() ? "" : ": ", text.c_str());
+    std::fprintf(out, "%s%s%s\n", shape.name.c_str(), shape.name.empty() ? "" : ": ", text.c_str());
     std::optional<testing::Judge> judge;
     try {
       judge.emplace(shape.spec, testing::ReferenceOptions{.key_heads = verified, .threads = threads});
     } catch (const std::invalid_argument& e) {
       throw UsageError((shape.name.empty() ? "" : shape.name + ": ") + e.what());
     }
-    for (const Op op : shape.ops.empty() ? ops : shape.ops) {
-      for (const gd_isa isa : isas) {
+    for (const Op op : chosen_ops(options, shape, {Op::forward, Op::backward, Op::recurrent})) {
+      for (const gd_isa choice : isas) {
+        const gd_isa isa = resolve(choice);
         const testing::Exec exec{.isa = isa, .pool = pool.get(), .threads = threads};
         std::vector<std::pair<std::string, testing::Judgement>> judgements;
-        const std::string name = name_of(op);
         if (op == Op::forward || op == Op::train) judgements.emplace_back("fwd", judge->forward(exec));
         if (op == Op::backward || op == Op::train) {
           judgements.emplace_back("bwd", judge->backward(exec, false));
@@ -75,15 +76,15 @@ int check_command(const std::vector<std::string>& arguments) {
           ++calls;
           failures += !judgement.ok();
           const testing::Verdict* worst = judgement.worst();
-          std::printf("  %-6s %-10s %-12s", judgement.ok() ? "ok" : "FAILED", label.c_str(), gd_isa_name(isa));
+          std::fprintf(out, "  %-6s %-10s %-12s", judgement.ok() ? "ok" : "FAILED", label.c_str(), gd_isa_name(isa));
           if (worst) {
-            std::printf(" worst %-15s error %.2e, %3.0f %% of its bound", worst->quantity.c_str(),
+            std::fprintf(out, " worst %-15s error %.2e, %3.0f %% of its bound", worst->quantity.c_str(),
                         worst->comparison.error, 100 * worst->comparison.margin);
           }
-          std::printf("\n");
+          std::fprintf(out, "\n");
           for (const testing::Verdict& v : judgement.verdicts) {
             if (options.has("--verbose") || !v.comparison.ok) {
-              std::printf("         %-16s %s\n", v.quantity.c_str(), v.comparison.text().c_str());
+              std::fprintf(out, "         %-16s %s\n", v.quantity.c_str(), v.comparison.text().c_str());
             }
             results.add(Json::object()
                             .set("case", text)
@@ -94,13 +95,13 @@ int check_command(const std::vector<std::string>& arguments) {
                             .set("margin", v.comparison.margin)
                             .set("ok", v.comparison.ok));
           }
-          for (const std::string& problem : judgement.problems) std::printf("         %s\n", problem.c_str());
-          std::fflush(stdout);
+          for (const std::string& problem : judgement.problems) std::fprintf(out, "         %s\n", problem.c_str());
+          std::fflush(out);
         }
       }
     }
   }
-  std::printf("%zu calls checked, %zu failed\n", calls, failures);
+  std::fprintf(out, "%zu calls checked, %zu failed\n", calls, failures);
   if (const auto path = options.get("--json")) {
     Json::object()
         .set("command", "check")

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <fstream>
 #include <iostream>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -45,7 +46,8 @@ class Json {
     return result;
   }
 
-  // "-" is the standard output.
+  // "-" is the standard output; what a command has to say then goes to the error stream.
+  static std::FILE* talk_to(const std::optional<std::string>& path) { return path == "-" ? stderr : stdout; }
   void write(const std::string& path) const {
     if (path == "-") {
       std::cout << text() << std::endl;

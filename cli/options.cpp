@@ -14,7 +14,8 @@ Options::Options(const std::vector<std::string>& arguments, const std::vector<Fl
     const std::string& argument = arguments[i];
     if (argument.rfind("--", 0) != 0) {
       if (!words || argument.empty() || argument[0] == '-') throw UsageError("'" + argument + "' is not understood");
-      words_ += (words_.empty() ? "" : " ") + argument;
+      if (!words_.empty()) words_ += ' ';
+      words_ += argument;
       continue;
     }
     const auto equals = argument.find('=');
@@ -125,6 +126,8 @@ gd_info get_info() {
   if (gd_get_info(&info) != GD_OK) throw std::runtime_error(gd_last_error());
   return info;
 }
+
+gd_isa resolve(gd_isa isa) { return isa == GD_ISA_AUTO ? static_cast<gd_isa>(get_info().cpu_isa_best) : isa; }
 
 Pool::Pool(int threads) {
   if (gd_thread_pool_create(threads, &pool_) != GD_OK) throw std::runtime_error(gd_last_error());

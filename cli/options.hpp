@@ -45,6 +45,8 @@ std::vector<Op> parse_ops(const std::string& list);  // "fwd,bwd"
 std::vector<gd_isa> parse_isas(const std::string& list);
 
 gd_info get_info();
+// GD_ISA_AUTO becomes what it stands for here.
+gd_isa resolve(gd_isa isa);
 
 // Runs to the end of its life with its own threads.
 class Pool {

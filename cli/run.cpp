@@ -49,7 +49,8 @@ int run_command(const std::vector<std::string>& arguments) {
   const double seconds = options.number("--seconds", 1, 0, 3600);
   const auto isas = parse_isas(options.get("--isa").value_or("auto"));
   if (isas.size() != 1) throw UsageError("--isa: run takes one instruction set");
-  const gd_isa isa = isas[0] == GD_ISA_AUTO ? static_cast<gd_isa>(get_info().cpu_isa_best) : isas[0];
+  const gd_isa isa = resolve(isas[0]);
+  std::FILE* const out = Json::talk_to(options.get("--json"));
 
   // Raw gate inputs and beta logits in bf16, norm and gate inside the call, no initial state: as in training.
   testing::Case c = testing::parse_case(
@@ -59,17 +60,17 @@ int run_command(const std::vector<std::string>& arguments) {
   const testing::Exec exec{.isa = isa, .pool = pool.get(), .threads = threads};
   testing::Judge judge(c, {.key_heads = verified, .threads = threads});
 
-  std::printf("layer      1 x %lld tokens, 16 query/key heads, 32 value heads, K = V = 128, bf16, l2norm and gate inside\n",
+  std::fprintf(out, "layer      1 x %lld tokens, 16 query/key heads, 32 value heads, K = V = 128, bf16, l2norm and gate inside\n",
               static_cast<long long>(tokens));
-  std::printf("backend    cpu, %s, %d thread%s\n\n", gd_isa_name(isa), threads, threads == 1 ? "" : "s");
-  std::printf("%-10s %12s %14s %12s\n", "", "time", "tokens/s", "GFLOP/s");
+  std::fprintf(out, "backend    cpu, %s, %d thread%s\n\n", gd_isa_name(isa), threads, threads == 1 ? "" : "s");
+  std::fprintf(out, "%-10s %12s %14s %12s\n", "", "time", "tokens/s", "GFLOP/s");
 
   Json timings = Json::array();
   const auto time = [&](Op op, gd_thread_pool* on, int count, const char* label) {
     const Timing timing = Stopwatch(judge.problem(), op, {.isa = isa, .pool = on, .threads = count}).measure(seconds);
-    std::printf("%-10s %12s %14.0f %12.1f\n", label, format_seconds(timing.best).c_str(), double(tokens) / timing.best,
+    std::fprintf(out, "%-10s %12s %14.0f %12.1f\n", label, format_seconds(timing.best).c_str(), double(tokens) / timing.best,
                 flops_of(op, c) / timing.best * 1e-9);
-    std::fflush(stdout);
+    std::fflush(out);
     timings.add(to_json(timing, op, c, isa, count));
   };
   time(Op::forward, pool.get(), threads, "forward");
@@ -87,12 +88,12 @@ int run_command(const std::vector<std::string>& arguments) {
   const uint64_t backward_sum =
       checksum({&b.dq, &b.dk, &b.dv, &b.dg, &b.dbeta, &b.dA_log, &b.d_dt_bias, &b.d_initial_state});
 
-  std::printf("\nerror against the fp64 recurrence (relative L2, worst head), value heads 0 to %lld of 32:\n",
+  std::fprintf(out, "\nerror against the fp64 recurrence (relative L2, worst head), value heads 0 to %lld of 32:\n",
               static_cast<long long>(verified * 2 - 1));
   Json errors = Json::array();
   for (const testing::Judgement* judgement : {&forward, &backward}) {
     for (const testing::Verdict& v : judgement->verdicts) {
-      std::printf("  %-16s %.2e   bound %.1e   %s\n", v.quantity.c_str(), v.comparison.error, v.bound.relative,
+      std::fprintf(out, "  %-16s %.2e   bound %.1e   %s\n", v.quantity.c_str(), v.comparison.error, v.bound.relative,
                   v.comparison.ok ? "ok" : "FAILED");
       errors.add(Json::object()
                      .set("quantity", v.quantity)
@@ -100,11 +101,11 @@ int run_command(const std::vector<std::string>& arguments) {
                      .set("bound", v.bound.relative)
                      .set("ok", v.comparison.ok));
     }
-    for (const std::string& problem : judgement->problems) std::printf("  %s\n", problem.c_str());
+    for (const std::string& problem : judgement->problems) std::fprintf(out, "  %s\n", problem.c_str());
   }
   const bool ok = forward.ok() && backward.ok();
-  std::printf("\nchecksum   forward %s, backward %s\n", hex(forward_sum).c_str(), hex(backward_sum).c_str());
-  std::printf("%s\n", ok ? "all within bounds" : "FAILED");
+  std::fprintf(out, "\nchecksum   forward %s, backward %s\n", hex(forward_sum).c_str(), hex(backward_sum).c_str());
+  std::fprintf(out, "%s\n", ok ? "all within bounds" : "FAILED");
 
   if (const auto path = options.get("--json")) {
     Json::object()

@@ -95,4 +95,9 @@ std::vector<Shape> chosen_shapes(const Options& options, const std::vector<Shape
   return shapes;
 }
 
+std::vector<Op> chosen_ops(const Options& options, const Shape& shape, const std::vector<Op>& otherwise) {
+  if (const auto list = options.get("--op")) return parse_ops(*list);
+  return shape.ops.empty() ? otherwise : shape.ops;
+}
+
 }  // namespace gatedelta::cli

@@ -116,7 +116,8 @@ int parse_name(const Names& names, std::string_view key, std::string_view text) 
   std::string choices;
   for (const auto& [name, value] : names) {
     if (text == name) return value;
-    choices += (choices.empty() ? "" : ", ") + std::string(name);
+    if (!choices.empty()) choices += ", ";
+    choices += name;
   }
   refuse(std::string(key) + "=" + std::string(text) + ": expected one of " + choices);
 }
@@ -241,7 +242,8 @@ std::string describe(const Case& c) {
     if (!c.lengths.empty() && (name == "B" || name == "T")) continue;
     const bool always = name == "T" || name == "Hk" || name == "Hv" || name == "K" || name == "V" || name == "dtype";
     if (value == key.get(defaults) && !always) continue;
-    text += (text.empty() ? "" : " ") + name + "=" + value;
+    if (!text.empty()) text += ' ';
+    text.append(name).append("=").append(value);
   }
   return text;
 }

@@ -102,11 +102,11 @@ int64_t Judge::head_limit(int64_t heads) const {
   return options_.key_heads > 0 ? options_.key_heads * (heads / problem_.spec.Hk) : -1;
 }
 
-void Judge::judge(Judgement& result, Quantity quantity, const Exec& exec, const gd_tensor& got,
+void Judge::judge(Judgement& result, Quantity quantity, Compute compute, const gd_tensor& got,
                   const std::vector<double>& truth, int head_axis) {
   if (got.dtype == GD_DTYPE_NONE) return;
   const Case& c = problem_.spec;
-  const Tolerance bound = tolerance(quantity, compute_of(c.dtype, exec.isa), static_cast<gd_dtype>(got.dtype), c);
+  const Tolerance bound = tolerance(quantity, compute, static_cast<gd_dtype>(got.dtype), c);
   auto values = to_doubles(got);
   HeadShape shape = head_shape(got, head_axis);
   int64_t limit = head_limit(shape.heads);
@@ -118,7 +118,7 @@ void Judge::judge(Judgement& result, Quantity quantity, const Exec& exec, const 
 }
 
 // Entry i of the truth is in slot slots[i] of `got`; negative = not to be judged.
-void Judge::judge_entries(Judgement& result, Quantity quantity, const Exec& exec, const gd_tensor& got,
+void Judge::judge_entries(Judgement& result, Quantity quantity, Compute compute, const gd_tensor& got,
                           const std::vector<double>& truth, const std::vector<int64_t>& slots) {
   const Case& c = problem_.spec;
   const int64_t entry = c.Hv * c.K * c.V;
@@ -136,7 +136,7 @@ void Judge::judge_entries(Judgement& result, Quantity quantity, const Exec& exec
     values.insert(values.end(), state.begin(), state.end());
     expected.insert(expected.end(), truth.begin() + int64_t(i) * entry, truth.begin() + int64_t(i + 1) * entry);
   }
-  const Tolerance bound = tolerance(quantity, compute_of(c.dtype, exec.isa), static_cast<gd_dtype>(got.dtype), c);
+  const Tolerance bound = tolerance(quantity, compute, static_cast<gd_dtype>(got.dtype), c);
   const HeadShape shape{static_cast<int64_t>(values.size()) / entry, c.Hv, c.K * c.V};
   result.verdicts.push_back({name_of(quantity), bound, compare(values, expected, shape, bound, head_limit(c.Hv))});
 }
@@ -162,14 +162,15 @@ Judgement Judge::forward(const Exec& exec) {
   problem_.reset();
   const auto& truth = forward_truth();
   const gd_forward_args& args = problem_.forward;
+  const Compute compute = chunk_compute(problem_.spec.dtype, exec.isa);
   Judgement result;
   if (auto error = run_forward(args, exec); !error.empty()) {
     result.problems.push_back(error);
     return result;
   }
-  judge(result, Quantity::o, exec, args.o, truth.o, 2);
+  judge(result, Quantity::o, compute, args.o, truth.o, 2);
   if (args.final_state.dtype != GD_DTYPE_NONE) {
-    judge_entries(result, Quantity::final_state, exec, args.final_state, truth.final_state,
+    judge_entries(result, Quantity::final_state, compute, args.final_state, truth.final_state,
                   final_slots(args.final_indices));
   }
   if (args.checkpoints.dtype != GD_DTYPE_NONE) {
@@ -184,7 +185,7 @@ Judgement Judge::forward(const Exec& exec) {
         slots.push_back(somebody[n] ? slot : -1);
       }
     }
-    judge_entries(result, Quantity::checkpoints, exec, args.checkpoints, truth.checkpoints, slots);
+    judge_entries(result, Quantity::checkpoints, compute, args.checkpoints, truth.checkpoints, slots);
   }
   result.problems = problem_.damage();
   return result;
@@ -194,6 +195,7 @@ Judgement Judge::backward(const Exec& exec, bool from_saved) {
   problem_.reset();
   const auto& truth = backward_truth();
   const gd_backward_args& args = problem_.backward;
+  const Compute compute = chunk_compute(problem_.spec.dtype, exec.isa);
   Judgement result;
   Buffer saved;
   gd_forward_args training = problem_.forward;  // stores no states, so no sequence is nobody
@@ -205,14 +207,14 @@ Judgement Judge::backward(const Exec& exec, bool from_saved) {
     result.problems.push_back(error);
     return result;
   }
-  judge(result, Quantity::dq, exec, args.dq, truth.dq, 2);
-  judge(result, Quantity::dk, exec, args.dk, truth.dk, 2);
-  judge(result, Quantity::dv, exec, args.dv, truth.dv, 2);
-  judge(result, Quantity::dg, exec, args.dg, truth.dg, 2);
-  judge(result, Quantity::dbeta, exec, args.dbeta, truth.dbeta, 2);
-  judge(result, Quantity::dA_log, exec, args.dA_log, truth.dA_log, 0);
-  judge(result, Quantity::d_dt_bias, exec, args.d_dt_bias, truth.d_dt_bias, 0);
-  judge(result, Quantity::d_initial_state, exec, args.d_initial_state, truth.d_initial_state, 1);
+  judge(result, Quantity::dq, compute, args.dq, truth.dq, 2);
+  judge(result, Quantity::dk, compute, args.dk, truth.dk, 2);
+  judge(result, Quantity::dv, compute, args.dv, truth.dv, 2);
+  judge(result, Quantity::dg, compute, args.dg, truth.dg, 2);
+  judge(result, Quantity::dbeta, compute, args.dbeta, truth.dbeta, 2);
+  judge(result, Quantity::dA_log, compute, args.dA_log, truth.dA_log, 0);
+  judge(result, Quantity::d_dt_bias, compute, args.d_dt_bias, truth.d_dt_bias, 0);
+  judge(result, Quantity::d_initial_state, compute, args.d_initial_state, truth.d_initial_state, 1);
   result.problems = problem_.damage();
   return result;
 }
@@ -221,14 +223,15 @@ Judgement Judge::recurrent(const Exec& exec) {
   problem_.reset();
   const auto& truth = recurrent_truth();
   const gd_recurrent_args& args = problem_.recurrent;
+  constexpr Compute compute = Compute::fp32;
   Judgement result;
   if (auto error = run_recurrent(args, exec); !error.empty()) {
     result.problems.push_back(error);
     return result;
   }
-  judge(result, Quantity::o, exec, args.o, truth.o, 2);
+  judge(result, Quantity::o, compute, args.o, truth.o, 2);
   if (args.final_state.dtype != GD_DTYPE_NONE) {
-    judge_entries(result, Quantity::final_state, exec, args.final_state, truth.final_state,
+    judge_entries(result, Quantity::final_state, compute, args.final_state, truth.final_state,
                   final_slots(args.final_indices));
   }
   if (args.step_states.dtype != GD_DTYPE_NONE) {  // states of the tokens that belong to somebody
@@ -245,7 +248,7 @@ Judgement Judge::recurrent(const Exec& exec) {
         slots[token] = flat.dtype == GD_DTYPE_NONE ? token : index_at(flat, token);
       }
     }
-    judge_entries(result, Quantity::step_states, exec, args.step_states, truth.step_states, slots);
+    judge_entries(result, Quantity::step_states, compute, args.step_states, truth.step_states, slots);
   }
   result.problems = problem_.damage();
   return result;

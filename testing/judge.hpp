@@ -55,9 +55,9 @@ class Judge {
   const RecurrentTruth& recurrent_truth();
 
  private:
-  void judge(Judgement& result, Quantity quantity, const Exec& exec, const gd_tensor& got,
+  void judge(Judgement& result, Quantity quantity, Compute compute, const gd_tensor& got,
              const std::vector<double>& truth, int head_axis);
-  void judge_entries(Judgement& result, Quantity quantity, const Exec& exec, const gd_tensor& got,
+  void judge_entries(Judgement& result, Quantity quantity, Compute compute, const gd_tensor& got,
                      const std::vector<double>& truth, const std::vector<int64_t>& slots);
   int64_t head_limit(int64_t heads) const;
   std::vector<bool> is_somebody(const gd_inputs& in, const gd_tensor& final_indices) const;

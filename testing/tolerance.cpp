@@ -24,16 +24,15 @@ constexpr std::pair<Quantity, const char*> kNames[] = {
 
 // Relative bounds per input class, in the order of InputClass. The benchmark column is what the project promises. Why
 // the others differ:
-//   small       unit keys of K numbers overlap by about K^-1/2, and a norm over few values is itself a random number;
-//   hostile     the solve inside a chunk adds up more terms of one sign, and errors are carried on instead of erased;
-//   reflecting  with beta = 2 a key flips what it reads, so errors neither decay nor cancel; T's entries are near 2;
-//   resetting   what survives a reset is small against what the sums that make it hold.
+//   small      unit keys of K numbers overlap by about K^-1/2, and a norm over few values is itself a random number;
+//   hostile    the solve inside a chunk adds up more terms of one sign, and errors are carried on instead of erased;
+//   resetting  what survives a reset is small against what the sums that make it hold.
 struct Row {
-  double bound[5];
+  double bound[4];
 };
-constexpr Row kOutput[] = {/* fp32 */ {{1e-5, 1e-5, 1e-5, 3e-5, 1e-5}}, /* bf16 */ {{4.0e-3, 6e-3, 8e-3, 4e-2, 6e-3}}};
-constexpr Row kState[] = {/* fp32 */ {{1e-5, 1e-5, 1e-5, 3e-5, 1e-5}}, /* bf16 */ {{2.5e-3, 6e-3, 8e-3, 4e-2, 6e-3}}};
-constexpr Row kGradient[] = {/* fp32 */ {{1e-5, 1e-5, 1e-5, 3e-5, 1e-5}}, /* bf16 */ {{5e-3, 8e-3, 2e-2, 6e-2, 8e-3}}};
+constexpr Row kOutput[] = {/* fp32 */ {{1e-5, 1e-5, 1e-5, 1e-5}}, /* bf16 */ {{4.0e-3, 5e-3, 8e-3, 5e-3}}};
+constexpr Row kState[] = {/* fp32 */ {{1e-5, 1e-5, 1e-5, 1e-5}}, /* bf16 */ {{2.5e-3, 4e-3, 8e-3, 4e-3}}};
+constexpr Row kGradient[] = {/* fp32 */ {{1e-5, 1e-5, 1e-5, 1e-5}}, /* bf16 */ {{5e-3, 6e-3, 1.5e-2, 6e-3}}};
 
 // Relative L2 error of rounding to the stored dtype: 1.7e-3 and 2.1e-4 for many values, more for the few of short rows.
 double rounding(gd_dtype stored) { return stored == GD_BF16 ? 3.2e-3 : stored == GD_F16 ? 4.0e-4 : 0; }
@@ -61,7 +60,7 @@ bool quantity_from(const std::string& name, Quantity& quantity) {
   return false;
 }
 
-Compute compute_of(gd_dtype inputs, gd_isa isa) {
+Compute chunk_compute(gd_dtype inputs, gd_isa isa) {
   const bool bf16_products =
       isa == GD_ISA_AUTO || isa == GD_ISA_AVX512_BF16 || isa == GD_ISA_AMX || isa == GD_ISA_NEON_BF16;
   return inputs == GD_BF16 && bf16_products ? Compute::bf16 : Compute::fp32;
@@ -76,9 +75,6 @@ InputClass class_of(const Case& c) {
     default: break;
   }
   const bool calm_beta = c.beta == BetaKind::unit || c.beta == BetaKind::zeros || c.beta == BetaKind::logit;
-  const bool beta_to_two = c.beta == BetaKind::two || c.beta == BetaKind::logit_doubled;
-  const bool alike = c.keys == KeyKind::correlated || c.keys == KeyKind::repeated;
-  if (alike && beta_to_two) return InputClass::reflecting;
   if (c.keys != KeyKind::random || !calm_beta) return InputClass::hostile;
   return c.K < 64 || c.V < 64 || c.B * c.total_tokens() < 512 ? InputClass::small : InputClass::benchmark;
 }
@@ -92,11 +88,11 @@ Tolerance tolerance(Quantity quantity, Compute compute, gd_dtype stored, const C
   const Row& row = quantity == Quantity::o ? kOutput[bf16] : state ? kState[bf16] : kGradient[bf16];
   Tolerance bound{row.bound[static_cast<int>(inputs)], 0};
   // One number per head, summed over all tokens with either sign: errors are relative to the terms, not to the sum.
-  if (token_sum) bound.relative *= 4;
+  if (token_sum) bound.relative *= 2;
   // A gradient of one gate or one beta is a sum of K V or V products of order 1 with either sign. Where the sum is small
   // by chance or by a reset, the rounding of its terms remains.
   if (inputs != InputClass::benchmark) {
-    const double unit = bf16 ? 2.5e-3 : 1e-7;
+    const double unit = bf16 ? 1.25e-3 : 1e-7;
     if (quantity == Quantity::dg || token_sum) bound.absolute = unit * std::sqrt(static_cast<double>(c.K * c.V));
     if (quantity == Quantity::dbeta) bound.absolute = unit * std::sqrt(static_cast<double>(c.V));
     if (quantity == Quantity::d_initial_state) bound.absolute = 1e-9;  // e^-80 of something

@@ -17,17 +17,17 @@ enum class Quantity { o, final_state, checkpoints, step_states, dq, dk, dv, dg, 
 const char* name_of(Quantity quantity);
 bool quantity_from(const std::string& name, Quantity& quantity);
 
-// What the products inside a call are computed in: bf16 inputs on an ISA with bf16 products, otherwise fp32.
+// What the products inside a call are computed in: bf16 in the chunked forms of bf16 inputs on an ISA that has bf16
+// products, otherwise (and in recurrent calls always) fp32.
 enum class Compute { fp32, bf16 };
-Compute compute_of(gd_dtype inputs, gd_isa isa);  // GD_ISA_AUTO: the loosest, bf16 for bf16 inputs
+Compute chunk_compute(gd_dtype inputs, gd_isa isa);  // GD_ISA_AUTO: the loosest, bf16 for bf16 inputs
 
 // How hard the inputs of a case are.
 enum class InputClass {
-  benchmark,   // what layers see and benchmarks measure; the promised bounds are about these
-  small,       // the same with few tokens or small heads
-  hostile,     // keys that resemble each other or are not normalised, or beta up to 2
-  reflecting,  // beta up to 2 on keys that resemble each other: nothing is ever forgotten
-  resetting    // gates of -10 per token and below, down to -inf
+  benchmark,  // what layers see and benchmarks measure; the promised bounds are about these
+  small,      // the same with few tokens or small heads
+  hostile,    // keys that resemble each other or are not normalised, or beta of 1 to 2 throughout
+  resetting   // gates of -10 per token and below, down to -inf
 };
 InputClass class_of(const Case& c);
 

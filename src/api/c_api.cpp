@@ -19,11 +19,6 @@ constinit thread_local char last_error[512] = "";
 constexpr const char* kIsaNames[] = {"auto", "generic", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16"};
 static_assert(std::size(kIsaNames) == GD_ISA_COUNT);
 
-gd_status keep_message(gd_status status, const char* format, va_list values) {
-  std::vsnprintf(last_error, sizeof last_error, format, values);
-  return status;
-}
-
 // What each operation calls; overloads, so that one template serves all three.
 size_t workspace_bytes(const ForwardProblem& p, const cpu::Context& c) { return cpu::forward_workspace(p, c); }
 size_t workspace_bytes(const BackwardProblem& p, const cpu::Context& c) { return cpu::backward_workspace(p, c); }
@@ -150,7 +145,7 @@ gd_status query_workspace(const Args* args, const char* type, size_t* bytes) {
 gd_status refuse(gd_status status, const char* format, ...) {
   va_list values;
   va_start(values, format);
-  keep_message(status, format, values);
+  std::vsnprintf(last_error, sizeof last_error, format, values);
   va_end(values);
   return status;
 }
@@ -158,7 +153,7 @@ gd_status refuse(gd_status status, const char* format, ...) {
 gd_status invalid(const char* format, ...) {
   va_list values;
   va_start(values, format);
-  keep_message(GD_INVALID_ARGUMENT, format, values);
+  std::vsnprintf(last_error, sizeof last_error, format, values);
   va_end(values);
   return GD_INVALID_ARGUMENT;
 }

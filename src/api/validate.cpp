@@ -505,6 +505,8 @@ gd_status validate_exec(const gd_exec& exec) {
   GD_TRY(check_enum("isa", exec.isa, GD_ISA_COUNT - 1));
   if (exec.num_threads < 0 || exec.num_threads > kMaxThreads)
     return invalid("num_threads is %" PRId32 ", must be from 0 to %d", exec.num_threads, kMaxThreads);
+  if (exec.parallel_for == gd_thread_pool_parallel_for && !exec.parallel_for_context)
+    return invalid("parallel_for is gd_thread_pool_parallel_for, but parallel_for_context is null: pass the pool");
   if (exec.parallel_for) return GD_OK;
   if (exec.num_threads > 1)
     return invalid("num_threads is %" PRId32

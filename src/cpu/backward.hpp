@@ -99,7 +99,8 @@ class Backward {
     Elem* PtA;          // A [64 x 64] P^T, upper
     Elem *FA, *FtA, *EA, *EtA;  // A [64 x 64]
     float *F, *E_;              // [64][64]
-    float *dO, *U, *Z, *dV;     // [64][Vp] (dO, U, dV), [64][32] (Z)
+    float *dO, *U, *dV;         // [64][Vp]
+    float *W, *Z;               // [64][32]
     Elem *dOa, *Ua, *dVa;       // A [64 x Vp]
     Elem* Utb[2];               // B [Vp x 32] of U^T
     Pieces<Elem> dUb;           // B [64 x 32]
@@ -131,6 +132,7 @@ class Backward {
       F = carve.take<float>(C * C);
       E_ = carve.take<float>(C * C);
       for (float** rows : {&dO, &U, &dV}) *rows = carve.take<float>(C * d.Vp);
+      W = carve.take<float>(C * kPanel);
       Z = carve.take<float>(C * kPanel);
       for (Elem** rows : {&dOa, &Ua, &dVa}) *rows = carve.take<Elem>(E::a_size(C, d.Vp));
       for (Elem*& p : Utb) p = carve.take<Elem>(E::b_size(d.Vp));
@@ -225,8 +227,8 @@ class Backward {
       for (int p = 0; p < dims_.value_panels(); ++p) {
         float* S = state_panel(w.replay, dims_, p);
         E::store_b(w.Sb, dims_.Kp, 0, dims_.Kp, S, kPanel);
-        load_chunk(w.panel.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
-        solve_panel<E>(w.panel, w.key.Ka, w.Sb, w.value, dims_);
+        load_chunk(w.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
+        solve_panel<E>(w.panel, w.W, w.key.Ka, w.Sb, w.value, dims_);
         update_panel<E>(S, w.panel, w.key.Kta, w.value, dims_);
       }
     }
@@ -284,9 +286,9 @@ class Backward {
       const float* S = state_panel(w.window_states + c * dims_.state_size(), dims_, p);
       float* Gp = state_panel(G, dims_, p);
       // W and U.
-      load_chunk(pw.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
+      load_chunk(w.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
       E::store_b(w.Sb, Kp, 0, Kp, S, kPanel);
-      solve_panel<E>(pw, w.key.Ka, w.Sb, w.value, dims_);
+      solve_panel<E>(pw, w.W, w.key.Ka, w.Sb, w.value, dims_);
       const float* U = pw.U;
       // dU = P^T dO + delta o (K G).
       float* dO = w.Z;
@@ -301,16 +303,16 @@ class Backward {
       multiply_pieces<E>(w.key.Ka, w.Gb, Kp, C, dU);
       scale_rows(dU, gates.delta, 1.0f);
       for (int i = 0; i < C; ++i) kappa[i] += dot(U + i * kPanel, dU + i * kPanel, kPanel);
-      multiply_upper<E, true>(w.PtA, w.dOb, dU);
+      multiply_upper<E, true>({{w.PtA, w.dOb}}, dU);
       // Z, dV, Y; the state still needs s gamma o dO.
       scale_rows(dO, gates.gamma, s);
       E::store_b(w.dOb, C, 0, C, dO, kPanel);
       float* Z = w.Z;
       store_b_pieces<E>(w.dUb, C, Z, dU);
-      multiply_upper_pieces<E>(w.TgtA, w.dUb, Z);
+      multiply_upper<E, false>(PieceTerms<E>(w.TgtA, w.dUb).terms, Z);
       for (int i = 0; i < C; ++i) {
         zu[i] += dot(Z + i * kPanel, U + i * kPanel, kPanel);
-        if (i < span.rows && std::fabs(gates.beta[i]) < kTinyBeta) ze[i] += error_product(w, gates, Z, U, pw.W, i);
+        if (i < span.rows && std::fabs(gates.beta[i]) < kTinyBeta) ze[i] += error_product(w, gates, Z, U, w.W, i);
         float* dV = w.dV + i * Vp + p * kPanel;
         for (int j = 0; j < kPanel; j += kVector) {
           const Vec value = gates.beta[i] * load(Z + i * kPanel + j);
@@ -325,10 +327,9 @@ class Backward {
       Vec product = {};
       for (int i = 0; i < Kp * kPanel; i += kVector) product += load(S + i) * load(Gp + i);
       state_product += sum(product);
-      multiply_pieces<E>(w.key.Kta, w.Yb, C, Kp, pw.product);
-      E::template multiply<true>(w.Qta, w.dOb, C, 0, Kp, 0, C, pw.product, kPanel);
-      for (int i = 0; i < Kp * kPanel; i += kVector)
-        store(Gp + i, gates.gamma_L * load(Gp + i) + load(pw.product + i));
+      for (int i = 0; i < Kp * kPanel; i += kVector) store(Gp + i, gates.gamma_L * load(Gp + i));
+      multiply_pieces<E, true>(w.key.Kta, w.Yb, C, Kp, Gp);
+      E::template multiply<true>({{w.Qta, w.dOb}}, C, 0, Kp, 0, C, Gp, kPanel);
     }
     if (problem_.dv) store_chunk(problem_.dv, span, head, dims_.V, 0, Vp, w.dV, Vp);
 
@@ -363,20 +364,19 @@ class Backward {
     for (int kp = 0; kp < dims_.key_panels(); ++kp) {
       const Elem *Kb = w.Kb + E::b_size(C) * kp, *Qb = w.Qb + E::b_size(C) * kp;
       const Elem *Stb = w.Stb + E::b_size(Vp) * kp, *Gtb = w.Gtb + E::b_size(Vp) * kp;
-      E::multiply(w.dOa, Stb, Vp, 0, C, 0, Vp, w.dq_panel, kPanel);
+      E::multiply({{w.dOa, Stb}}, Vp, 0, C, 0, Vp, w.dq_panel, kPanel);
       scale_rows(w.dq_panel, gates.gamma, s);
       for (int i = 0; i < C; ++i) sigma[i] += dot(key.Q + i * Kp + kp * kPanel, w.dq_panel + i * kPanel, kPanel);
-      multiply_lower<E, true>(w.FA, Kb, w.dq_panel);
+      multiply_lower<E, true>({{w.FA, Kb}}, w.dq_panel);
 
-      E::multiply(w.Ua, Gtb, Vp, 0, C, 0, Vp, w.dkw_panel, kPanel);
+      E::multiply({{w.Ua, Gtb}}, Vp, 0, C, 0, Vp, w.dkw_panel, kPanel);
       scale_rows(w.dkw_panel, gates.delta, 1.0f);
-      multiply_upper<E, true>(w.FtA, Qb, w.dkw_panel);
-      multiply_upper<E, true>(w.EtA, Kb, w.dkw_panel);
+      multiply_upper<E, true>({{w.FtA, Qb}, {w.EtA, Kb}}, w.dkw_panel);
 
-      E::multiply(w.dVa, Stb, Vp, 0, C, 0, Vp, w.dkr_panel, kPanel);
+      E::multiply({{w.dVa, Stb}}, Vp, 0, C, 0, Vp, w.dkr_panel, kPanel);
       scale_rows(w.dkr_panel, gates.gamma, -1.0f);
       for (int i = 0; i < C; ++i) sigma[i] += dot(key.K + i * Kp + kp * kPanel, w.dkr_panel + i * kPanel, kPanel);
-      multiply_lower<E, true>(w.EA, Kb, w.dkr_panel);
+      multiply_lower<E, true>({{w.EA, Kb}}, w.dkr_panel);
 
       for (int i = 0; i < C; ++i) {
         const float *dq = w.dq_panel + i * kPanel, *dkw = w.dkw_panel + i * kPanel, *dkr = w.dkr_panel + i * kPanel;

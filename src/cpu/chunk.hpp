@@ -203,8 +203,8 @@ struct KeyScratch {
 template <class E>
 void multiply_to_lower(const typename E::Elem* a, const typename E::Elem* b0, const typename E::Elem* b1, int k,
                        float* c) {
-  E::multiply(a, b0, k, 0, C, 0, k, c, C);
-  E::multiply(a, b1, k, kHalf, C, 0, k, c + kHalf, C);
+  E::multiply({{a, b0}}, k, 0, C, 0, k, c, C);
+  E::multiply({{a, b1}}, k, kHalf, C, 0, k, c + kHalf, C);
 }
 
 template <class E>
@@ -273,42 +273,41 @@ void store_b_pieces(const Pieces<typename E::Elem>& b, int rows, float* GD_RESTR
   }
 }
 
-// c [m][32] = A (B high + B low), for an A that is exact: packed inputs.
-template <class E>
+// c [m][32] (+)= A (B high + B low), for an A that is exact: packed inputs.
+template <class E, bool kAccumulate = false>
 void multiply_pieces(const typename E::Elem* a, const Pieces<typename E::Elem>& b, int k, int m, float* c) {
-  E::multiply(a, b.high, k, 0, m, 0, k, c, kPanel);
-  if constexpr (!E::kExact) E::template multiply<true>(a, b.low, k, 0, m, 0, k, c, kPanel);
-}
-
-// c [64][32] (+)= A B for a lower or upper triangular A [64 x 64].
-template <class E, bool kAccumulate>
-void multiply_lower(const typename E::Elem* a, const typename E::Elem* b, float* c) {
-  E::template multiply<kAccumulate>(a, b, C, 0, kHalf, 0, kHalf, c, kPanel);
-  E::template multiply<kAccumulate>(a, b, C, kHalf, C, 0, C, c, kPanel);
-}
-template <class E, bool kAccumulate>
-void multiply_upper(const typename E::Elem* a, const typename E::Elem* b, float* c) {
-  E::template multiply<kAccumulate>(a, b, C, 0, kHalf, 0, C, c, kPanel);
-  E::template multiply<kAccumulate>(a, b, C, kHalf, C, kHalf, C, c, kPanel);
-}
-
-// c [64][32] = A B with both in pieces, A triangular.
-template <class E>
-void multiply_lower_pieces(const Pieces<typename E::Elem>& a, const Pieces<typename E::Elem>& b, float* c) {
-  multiply_lower<E, false>(a.high, b.high, c);
-  if constexpr (!E::kExact) {
-    multiply_lower<E, true>(a.high, b.low, c);
-    multiply_lower<E, true>(a.low, b.high, c);
+  if constexpr (E::kExact) {
+    E::template multiply<kAccumulate>({{a, b.high}}, k, 0, m, 0, k, c, kPanel);
+  } else {
+    E::template multiply<kAccumulate>({{a, b.high}, {a, b.low}}, k, 0, m, 0, k, c, kPanel);
   }
 }
-template <class E>
-void multiply_upper_pieces(const Pieces<typename E::Elem>& a, const Pieces<typename E::Elem>& b, float* c) {
-  multiply_upper<E, false>(a.high, b.high, c);
-  if constexpr (!E::kExact) {
-    multiply_upper<E, true>(a.high, b.low, c);
-    multiply_upper<E, true>(a.low, b.high, c);
-  }
+
+// c [64][32] (+)= sum of A B for lower or upper triangular A [64 x 64].
+template <class E, bool kAccumulate, int n>
+void multiply_lower(const Term<typename E::Elem> (&terms)[n], float* c) {
+  E::template multiply<kAccumulate>(terms, C, 0, kHalf, 0, kHalf, c, kPanel);
+  E::template multiply<kAccumulate>(terms, C, kHalf, C, 0, C, c, kPanel);
 }
+template <class E, bool kAccumulate, int n>
+void multiply_upper(const Term<typename E::Elem> (&terms)[n], float* c) {
+  E::template multiply<kAccumulate>(terms, C, 0, kHalf, 0, C, c, kPanel);
+  E::template multiply<kAccumulate>(terms, C, kHalf, C, kHalf, C, c, kPanel);
+}
+
+// The terms of (A high + A low) (B high + B low) that count.
+template <class E>
+struct PieceTerms {
+  using Elem = typename E::Elem;
+  Term<Elem> terms[E::kExact ? 1 : 3];
+  PieceTerms(const Pieces<Elem>& a, const Pieces<Elem>& b) {
+    terms[0] = {a.high, b.high};
+    if constexpr (!E::kExact) {
+      terms[1] = {a.high, b.low};
+      terms[2] = {a.low, b.high};
+    }
+  }
+};
 
 // --- operands of one value head --------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
-// Products of packed tiles in fp32, for every ISA: C [M x 32] (+)= A [M x K] * B [K x 32].
+// Products of packed tiles in fp32, for every ISA: C [M x 32] (+)= sum of A [M x K] * B [K x 32].
 //
 // An engine fixes how an operand lies in memory ("A form" for the left, "B form" for the right) and multiplies:
 //   A form of [M x K]  rows are stored one at a time by store_a_row
 //   B form of [K x 32] one panel of 32 columns, stored by store_b four rows at a time
-// K and M are multiples of 32. All results are fp32.
+// K and M are multiples of 32. Sums are fp32.
 #pragma once
 
 #include "cpu/simd.hpp"
@@ -11,6 +11,11 @@
 namespace gatedelta::cpu::GD_ISA {
 
 constexpr int kPanel = 32;  // columns of a B panel and of every product
+
+template <class Elem>
+struct Term {
+  const Elem *a, *b;
+};
 
 struct F32Engine {
   using Elem = float;
@@ -34,24 +39,25 @@ struct F32Engine {
   }
 
   // Rows [m0, m1) of C, contracting over [k0, k1); c points at row 0.
-  template <bool kAccumulate = false>
-  static void multiply(const float* a, const float* b, int k, int m0, int m1, int k0, int k1, float* c, int ldc) {
+  template <bool kAccumulate = false, int n>
+  static void multiply(const Term<float> (&terms)[n], int k, int m0, int m1, int k0, int k1, float* c, int ldc) {
     for (int m = m0; m < m1; m += kRows)
-      for (int n = 0; n < kPanel; n += kVectors * kVector) {
+      for (int column = 0; column < kPanel; column += kVectors * kVector) {
         Vec acc[kRows][kVectors];
         for (int i = 0; i < kRows; ++i)
           for (int j = 0; j < kVectors; ++j)
-            acc[i][j] = kAccumulate ? load(c + (m + i) * ldc + n + j * kVector) : Vec{};
-        for (int kk = k0; kk < k1; ++kk) {
-          Vec column[kVectors];
-          for (int j = 0; j < kVectors; ++j) column[j] = load(b + kk * kPanel + n + j * kVector);
-          for (int i = 0; i < kRows; ++i) {
-            const float x = a[int64_t{m + i} * k + kk];
-            for (int j = 0; j < kVectors; ++j) acc[i][j] += x * column[j];
+            acc[i][j] = kAccumulate ? load(c + (m + i) * ldc + column + j * kVector) : Vec{};
+        for (const Term<float>& term : terms)
+          for (int kk = k0; kk < k1; ++kk) {
+            Vec right[kVectors];
+            for (int j = 0; j < kVectors; ++j) right[j] = load(term.b + kk * kPanel + column + j * kVector);
+            for (int i = 0; i < kRows; ++i) {
+              const float left = term.a[int64_t{m + i} * k + kk];
+              for (int j = 0; j < kVectors; ++j) acc[i][j] += left * right[j];
+            }
           }
-        }
         for (int i = 0; i < kRows; ++i)
-          for (int j = 0; j < kVectors; ++j) store(c + (m + i) * ldc + n + j * kVector, acc[i][j]);
+          for (int j = 0; j < kVectors; ++j) store(c + (m + i) * ldc + column + j * kVector, acc[i][j]);
       }
   }
 };

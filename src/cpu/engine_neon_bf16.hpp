@@ -45,8 +45,8 @@ struct NeonBf16Engine {
 
   static GD_ALWAYS_INLINE bfloat16x8_t get8(const uint16_t* p) { return vreinterpretq_bf16_u16(vld1q_u16(p)); }
 
-  template <bool kAccumulate = false>
-  static void multiply(const uint16_t* a, const uint16_t* b, int k, int m0, int m1, int k0, int k1, float* c, int ldc) {
+  template <bool kAccumulate = false, int count>
+  static void multiply(const Term<uint16_t> (&terms)[count], int k, int m0, int m1, int k0, int k1, float* c, int ldc) {
     for (int m = m0; m < m1; m += 8)
       for (int n = 0; n < kPanel; n += 8) {
         float32x4_t acc[4][4];  // 2 x 2 blocks
@@ -55,14 +55,16 @@ struct NeonBf16Engine {
             const float* p = c + int64_t{m + 2 * i} * ldc + n + 2 * j;
             acc[i][j] = kAccumulate ? vcombine_f32(vld1_f32(p), vld1_f32(p + ldc)) : vdupq_n_f32(0);
           }
-        const uint16_t* left = a + int64_t{m / 2} * k * 2;
-        const uint16_t* right = b + int64_t{n / 2} * k * 2;
-        for (int kk = k0 * 2; kk < k1 * 2; kk += 8) {
-          bfloat16x8_t x[4], y[4];
-          for (int i = 0; i < 4; ++i) x[i] = get8(left + int64_t{i} * k * 2 + kk);
-          for (int j = 0; j < 4; ++j) y[j] = get8(right + int64_t{j} * k * 2 + kk);
-          for (int i = 0; i < 4; ++i)
-            for (int j = 0; j < 4; ++j) acc[i][j] = vbfmmlaq_f32(acc[i][j], x[i], y[j]);
+        for (const Term<uint16_t>& term : terms) {
+          const uint16_t* left = term.a + int64_t{m / 2} * k * 2;
+          const uint16_t* right = term.b + int64_t{n / 2} * k * 2;
+          for (int kk = k0 * 2; kk < k1 * 2; kk += 8) {
+            bfloat16x8_t x[4], y[4];
+            for (int i = 0; i < 4; ++i) x[i] = get8(left + int64_t{i} * k * 2 + kk);
+            for (int j = 0; j < 4; ++j) y[j] = get8(right + int64_t{j} * k * 2 + kk);
+            for (int i = 0; i < 4; ++i)
+              for (int j = 0; j < 4; ++j) acc[i][j] = vbfmmlaq_f32(acc[i][j], x[i], y[j]);
+          }
         }
         for (int i = 0; i < 4; ++i)
           for (int j = 0; j < 4; j += 2) {

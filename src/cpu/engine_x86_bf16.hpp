@@ -44,29 +44,30 @@ struct X86Bf16Packing {
 struct Avx512Bf16Engine : X86Bf16Packing {
   struct Session {};
 
-  template <bool kAccumulate = false>
-  static void multiply(const uint16_t* a, const uint16_t* b, int k, int m0, int m1, int k0, int k1, float* c, int ldc) {
+  template <bool kAccumulate = false, int n>
+  static void multiply(const Term<uint16_t> (&terms)[n], int k, int m0, int m1, int k0, int k1, float* c, int ldc) {
     constexpr int kRows = 8;
     for (int m = m0; m < m1; m += kRows) {
       __m512 acc[kRows][2];
       for (int i = 0; i < kRows; ++i)
         for (int j = 0; j < 2; ++j)
           acc[i][j] = kAccumulate ? _mm512_loadu_ps(c + (m + i) * ldc + 16 * j) : _mm512_setzero_ps();
-      for (int kk = k0; kk < k1; kk += 32) {
-        const uint16_t* left = a + (int64_t{m / 16} * (k / 32) + kk / 32) * kTile + (m % 16) * 32;
-        const uint16_t* right = b + int64_t{kk / 32} * 2 * kTile;
-        for (int p = 0; p < 16; ++p) {  // row pairs
-          const __m512bh b0 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(right + p * 32));
-          const __m512bh b1 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(right + kTile + p * 32));
-          for (int i = 0; i < kRows; ++i) {
-            int32_t pair;
-            std::memcpy(&pair, left + i * 32 + p * 2, sizeof pair);
-            const __m512bh x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
-            acc[i][0] = _mm512_dpbf16_ps(acc[i][0], x, b0);
-            acc[i][1] = _mm512_dpbf16_ps(acc[i][1], x, b1);
+      for (const Term<uint16_t>& term : terms)
+        for (int kk = k0; kk < k1; kk += 32) {
+          const uint16_t* left = term.a + (int64_t{m / 16} * (k / 32) + kk / 32) * kTile + (m % 16) * 32;
+          const uint16_t* right = term.b + int64_t{kk / 32} * 2 * kTile;
+          for (int p = 0; p < 16; ++p) {  // row pairs
+            const __m512bh b0 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(right + p * 32));
+            const __m512bh b1 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(right + kTile + p * 32));
+            for (int i = 0; i < kRows; ++i) {
+              int32_t pair;
+              std::memcpy(&pair, left + i * 32 + p * 2, sizeof pair);
+              const __m512bh x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+              acc[i][0] = _mm512_dpbf16_ps(acc[i][0], x, b0);
+              acc[i][1] = _mm512_dpbf16_ps(acc[i][1], x, b1);
+            }
           }
         }
-      }
       for (int i = 0; i < kRows; ++i)
         for (int j = 0; j < 2; ++j) _mm512_storeu_ps(c + (m + i) * ldc + 16 * j, acc[i][j]);
     }
@@ -92,9 +93,9 @@ struct AmxEngine : X86Bf16Packing {
   };
 
   // 32 x 32 blocks: four accumulator tiles (0..3), two A tiles (4, 5), two B tiles (6, 7).
-  template <bool kAccumulate = false>
-  static __attribute__((noinline)) void multiply(const uint16_t* a, const uint16_t* b, int k, int m0, int m1, int k0,
-                                                 int k1, float* c, int ldc) {
+  template <bool kAccumulate = false, int n>
+  static __attribute__((noinline)) void multiply(const Term<uint16_t> (&terms)[n], int k, int m0, int m1, int k0, int k1,
+                                                 float* c, int ldc) {
     asm volatile("" ::: "memory");  // the tile intrinsics of GCC 12 do not say that they read memory
     const int64_t c_stride = int64_t{ldc} * 4, a_step = int64_t{k / 32} * kTile;
     for (int m = m0; m < m1; m += 32) {
@@ -110,17 +111,19 @@ struct AmxEngine : X86Bf16Packing {
         _tile_zero(2);
         _tile_zero(3);
       }
-      const uint16_t* left = a + (m / 16) * a_step + int64_t{k0 / 32} * kTile;
-      const uint16_t* right = b + int64_t{k0 / 32} * 2 * kTile;
-      for (int kk = k0; kk < k1; kk += 32, left += kTile, right += 2 * kTile) {
-        _tile_loadd(4, left, 64);
-        _tile_loadd(6, right, 64);
-        _tile_loadd(7, right + kTile, 64);
-        _tile_loadd(5, left + a_step, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+      for (const Term<uint16_t>& term : terms) {
+        const uint16_t* left = term.a + (m / 16) * a_step + int64_t{k0 / 32} * kTile;
+        const uint16_t* right = term.b + int64_t{k0 / 32} * 2 * kTile;
+        for (int kk = k0; kk < k1; kk += 32, left += kTile, right += 2 * kTile) {
+          _tile_loadd(4, left, 64);
+          _tile_loadd(6, right, 64);
+          _tile_loadd(7, right + kTile, 64);
+          _tile_loadd(5, left + a_step, 64);
+          _tile_dpbf16ps(0, 4, 6);
+          _tile_dpbf16ps(1, 4, 7);
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        }
       }
       _tile_stored(0, top, c_stride);
       _tile_stored(1, top + 16, c_stride);

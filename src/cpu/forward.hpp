@@ -38,50 +38,49 @@ struct HeadState {
 template <class E>
 struct PanelScratch {
   using Elem = typename E::Elem;
-  float* W;         // [64][32]
-  float* U;         // [64][32]
-  float* product;   // [max(Kp, 64)][32]
+  float* U;        // [64][32]
+  float* product;  // [max(Kp, 64)][32]
+  float* scratch;  // [64][32]
   Pieces<Elem> Wb;  // B [64 x 32]
   Elem* Ub;         // B [64 x 32]
   Pieces<Elem> dUb;  // B [64 x 32] delta o U
 
   PanelScratch(Carver& carve, const Dims& dims) {
-    W = carve.take<float>(C * kPanel);
     U = carve.take<float>(C * kPanel);
     product = carve.take<float>((dims.Kp > C ? dims.Kp : C) * kPanel);
+    scratch = carve.take<float>(C * kPanel);
     Wb = take_pieces<E>(carve, E::b_size(C));
     Ub = carve.take<Elem>(E::b_size(C));
     dUb = take_pieces<E>(carve, E::b_size(C));
   }
 };
 
-// W = V - gamma o (K S) and U = T_g (beta o W), from V in w.W. What is written into the state stays there, so T_g, W and
+// W = V - gamma o (K S) in place of V, and U = T_g (beta o W). What is written into the state stays there, so T_g, W and
 // U take part in two pieces each: see docs/numerics.md for what every rounding costs.
 template <class E>
-void solve_panel(const PanelScratch<E>& w, const typename E::Elem* Ka, const typename E::Elem* Sb,
+void solve_panel(const PanelScratch<E>& w, float* V, const typename E::Elem* Ka, const typename E::Elem* Sb,
                  const ValueOperands<E>& value, const Dims& dims) {
-  E::multiply(Ka, Sb, dims.Kp, 0, C, 0, dims.Kp, w.product, kPanel);
+  E::multiply({{Ka, Sb}}, dims.Kp, 0, C, 0, dims.Kp, w.product, kPanel);
   for (int i = 0; i < C; ++i)
     for (int j = 0; j < kPanel; j += kVector) {
-      float* v = w.W + i * kPanel + j;
+      float* v = V + i * kPanel + j;
       store(v, load(v) - value.gamma[i] * load(w.product + i * kPanel + j));
     }
-  store_b_pieces<E>(w.Wb, C, w.product, w.W);
-  multiply_lower_pieces<E>(value.Tg, w.Wb, w.U);
+  store_b_pieces<E>(w.Wb, C, w.product, V);
+  multiply_lower<E, false>(PieceTerms<E>(value.Tg, w.Wb).terms, w.U);
 }
 
-// S <- gamma_L S + K^T (delta o U). Uses w.W as scratch.
+// S <- gamma_L S + K^T (delta o U).
 template <class E>
 void update_panel(float* S, const PanelScratch<E>& w, const typename E::Elem* Kta, const ValueOperands<E>& value,
                   const Dims& dims) {
   for (int i = 0; i < C; ++i)
     for (int j = 0; j < kPanel; j += kVector)
       store(w.product + i * kPanel + j, value.delta[i] * load(w.U + i * kPanel + j));
-  store_b_pieces<E>(w.dUb, C, w.W, w.product);
-  multiply_pieces<E>(Kta, w.dUb, C, dims.Kp, w.product);
+  store_b_pieces<E>(w.dUb, C, w.scratch, w.product);
   const float gamma_L = value.gamma[C - 1];
-  for (int64_t i = 0; i < int64_t{dims.Kp} * kPanel; i += kVector)
-    store(S + i, gamma_L * load(S + i) + load(w.product + i));
+  for (int64_t i = 0; i < int64_t{dims.Kp} * kPanel; i += kVector) store(S + i, gamma_L * load(S + i));
+  multiply_pieces<E, true>(Kta, w.dUb, C, dims.Kp, S);
 }
 
 template <class E>
@@ -150,11 +149,12 @@ class Forward {
     ValueOperands<E> value;
     ValueScratch value_scratch;
     PanelScratch<E> panel;
+    float* VO;     // [Vp / 32][64][32]
     char* states;  // HeadState of each head of the item
 
     Lane(Carver& carve, const Forward& f)
         : key(carve, f.dims_), key_scratch(carve, f.dims_), value(carve, f.dims_), value_scratch(carve, f.dims_),
-          panel(carve, f.dims_), states(carve.take<char>(f.plan_.split ? 0 : f.head_state_bytes() * f.plan_.heads_per_item)) {}
+          panel(carve, f.dims_), VO(carve.take<float>(C * f.dims_.Vp)), states(carve.take<char>(f.plan_.split ? 0 : f.head_state_bytes() * f.plan_.heads_per_item)) {}
   };
 
   // Split mode: a window's operands of one (sequence, key head), and of one (sequence, value head) with its state.
@@ -219,30 +219,27 @@ class Forward {
     store_state_panel(problem_.final, problem_.final_slot(n), head, in_.layout, dims_, p, state.S);
   }
 
-  void advance_panel(const PanelState<E>& state, const PanelScratch<E>& w, const KeyOperands<E>& key,
+  // VO [64][32] holds the panel of V and receives that of O.
+  void advance_panel(const PanelState<E>& state, const PanelScratch<E>& w, float* VO, const KeyOperands<E>& key,
                      const ValueOperands<E>& value, int64_t n, const SequenceSpan& sequence, int64_t chunk,
                      int64_t head, int p) {
-    const ChunkSpan span = chunk_span(sequence, chunk);
     if (problem_.saved && chunk % kWindow == 0) {
       const int64_t slot = (first_window(in_, n, sequence) + chunk / kWindow) * in_.value_heads + head;
       float* kept = static_cast<float*>(problem_.saved) + slot * dims_.state_size();
       std::memcpy(state_panel(kept, dims_, p), state.S, sizeof(float) * dims_.Kp * kPanel);
     }
-    load_chunk(w.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
-    solve_panel<E>(w, key.Ka, state.Sb, value, dims_);
+    solve_panel<E>(w, VO, key.Ka, state.Sb, value, dims_);
     if (problem_.o) {
-      float* O = w.W;
-      E::multiply(key.Qa, state.Sb, dims_.Kp, 0, C, 0, dims_.Kp, O, kPanel);
+      E::multiply({{key.Qa, state.Sb}}, dims_.Kp, 0, C, 0, dims_.Kp, VO, kPanel);
       E::store_b(w.Ub, C, 0, C, w.U, kPanel);
-      multiply_lower<E, false>(value.Pa, w.Ub, w.product);
+      multiply_lower<E, false>({{value.Pa, w.Ub}}, w.product);
       for (int i = 0; i < C; ++i) {
         const float scale = in_.scale * value.gamma[i];
         for (int j = 0; j < kPanel; j += kVector) {
-          float* o = O + i * kPanel + j;
+          float* o = VO + i * kPanel + j;
           store(o, scale * load(o) + load(w.product + i * kPanel + j));
         }
       }
-      store_chunk(problem_.o, span, head, dims_.V, p * kPanel, kPanel, O, kPanel);
     }
     update_panel<E>(state.S, w, key.Kta, value, dims_);
     E::store_b(state.Sb, dims_.Kp, 0, dims_.Kp, state.S, kPanel);
@@ -253,6 +250,23 @@ class Forward {
       const int64_t slot = problem_.checkpoint_indices ? problem_.checkpoint_indices[entry] : entry;
       store_state_panel(problem_.checkpoints, slot, head, in_.layout, dims_, p, state.S);
     }
+  }
+
+  void load_panels(float* panels, const TokenRows& src, const ChunkSpan& span, int64_t head) {
+    for (int i = 0; i < C; ++i)
+      for (int p = 0; p < dims_.value_panels(); ++p) {
+        float* dst = panels + (p * C + i) * kPanel;
+        const int valid = std::min(dims_.V - p * kPanel, kPanel);
+        if (i >= span.rows || valid < kPanel) std::memset(dst, 0, sizeof(float) * kPanel);
+        if (i < span.rows)
+          load_row(dst, src.data, src.dtype, src.offset(span.batch, span.token + i, head) + p * kPanel, valid);
+      }
+  }
+  void store_panels(const TokenRows& dst, const ChunkSpan& span, int64_t head, const float* panels) {
+    for (int i = 0; i < span.rows; ++i)
+      for (int p = 0; p < dims_.value_panels(); ++p)
+        store_row(dst.data, dst.dtype, dst.offset(span.batch, span.token + i, head) + p * kPanel,
+                  panels + (p * C + i) * kPanel, std::min(dims_.V - p * kPanel, kPanel));
   }
 
   // --- fused ---------------------------------------------------------------------------------------------------------
@@ -277,13 +291,30 @@ class Forward {
           prepare_key<E>(lane.key, lane.key_scratch, dims_, in_, span, (first + h) / in_.group, bool(problem_.o));
         prepare_value<E>(lane.value, lane.value_scratch, lane.key_scratch, in_, span, first + h,
                          bool(problem_.o));
+        // Whole rows of V in, whole rows of O out: a row is one piece of memory, a panel of it is not.
+        const HeadState<E> head_state = state(h);
+        load_panels(lane.VO, in_.v, span, first + h);
+        prefetch_next(sequence, chunk, first, h);
         for (int p = 0; p < dims_.value_panels(); ++p)
-          advance_panel(state(h).panel(dims_, p), lane.panel, lane.key, lane.value, n, sequence, chunk,
-                        first + h, p);
+          advance_panel(head_state.panel(dims_, p), lane.panel, lane.VO + p * C * kPanel, lane.key, lane.value, n,
+                        sequence, chunk, first + h, p);
+        if (problem_.o) store_panels(problem_.o, span, first + h, lane.VO);
       }
     }
     for (int h = 0; h < heads; ++h)
       for (int p = 0; p < dims_.value_panels(); ++p) end_panel(state(h).panel(dims_, p), n, first + h, p);
+  }
+
+  // Rows the item needs next: those of the next head, or of the first head in the next chunk.
+  void prefetch_next(const SequenceSpan& sequence, int64_t chunk, int64_t first, int h) const {
+    const bool same_chunk = h + 1 < plan_.heads_per_item;
+    const int64_t next_chunk = same_chunk ? chunk : chunk + 1, head = same_chunk ? first + h + 1 : first;
+    if (next_chunk * C >= sequence.length) return;
+    const ChunkSpan span = chunk_span(sequence, next_chunk);
+    prefetch_chunk(in_.v, span, head, dims_.V, 0, dims_.V);
+    if (same_chunk && head % in_.group != 0) return;
+    prefetch_chunk(in_.k, span, head / in_.group, dims_.K, 0, dims_.K);
+    if (problem_.o) prefetch_chunk(in_.q, span, head / in_.group, dims_.K, 0, dims_.K);
   }
 
   // --- split ---------------------------------------------------------------------------------------------------------
@@ -340,8 +371,11 @@ class Forward {
         const int64_t chunks = chunks_of(sequence.length);
         for (int64_t slot = 0; slot < slots && begin + slot < chunks; ++slot) {
           const KeyOperands<E> key = key_operands(n, head / in_.group, slot);
-          advance_panel(state, lane.panel, key, value_operands(n, head, slot), n, sequence, begin + slot,
-                        head, p);
+          const ChunkSpan span = chunk_span(sequence, begin + slot);
+          load_chunk(lane.VO, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
+          advance_panel(state, lane.panel, lane.VO, key, value_operands(n, head, slot), n, sequence, begin + slot, head,
+                        p);
+          if (problem_.o) store_chunk(problem_.o, span, head, dims_.V, p * kPanel, kPanel, lane.VO, kPanel);
         }
         const bool last = chunks == 0 ? begin == 0 : begin < chunks && chunks <= begin + kSplitWindow;
         if (last) end_panel(state, n, head, p);

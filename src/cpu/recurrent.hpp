@@ -1,7 +1,7 @@
-// Token-by-token steps over states in memory: decode and draft verification. An item is one (sequence, value head); its
-// state goes through the first-level cache in blocks of value columns, each loaded once, moved through all tokens and
-// stored once:
+// Token-by-token steps over states in memory: decode and draft verification. An item is one (sequence, value head):
 //   [x_k x_q] = S^T [k q],  e = v - alpha x_k,  o = s (alpha x_q + beta (k.q) e),  S <- alpha S + beta k e^T
+// A step reads the state from where it is and writes it to where it goes: fp32 states are never copied, others pass
+// through one fp32 copy per lane.
 #pragma once
 
 #include "cpu/chunk.hpp"
@@ -26,7 +26,8 @@ class Recurrent {
     const size_t lane_bytes = measure.used();
     const Sequences& sequences = in_.sequences;
     if (problem_.o && sequences.offsets)
-      zero_rows({0, sequences.used_tokens(), sequences.tokens - sequences.used_tokens()});
+      for (int64_t t = sequences.used_tokens(); t < sequences.tokens; ++t)
+        for (int64_t h = 0; h < in_.value_heads; ++h) zero_row(0, t, h);
     struct Session {};
     for_each_item<Session>(context_, sequences.count * in_.value_heads, [&](int lane, int64_t item) {
       Carver carve(context_.workspace + lane_bytes * lane);
@@ -35,41 +36,42 @@ class Recurrent {
   }
 
  private:
-  // Tokens are taken in groups, so that scratch does not grow with T: the state returns to memory between groups only
-  // for sequences longer than any draft.
-  static constexpr int kTokens = 16;
-  static constexpr int kBlock = 64;  // value columns per block
-
   struct Lane {
-    float *k, *q;                        // [kTokens][K]
-    float *v, *o;                        // [kTokens][kBlock]
-    float *alpha, *beta, *kq;            // [kTokens]
-    float* S;                            // one block: [K][kBlock] or [kBlock][K]
-    float* state;                        // the whole state between groups of tokens
+    float *k, *q, *v, *o;  // one token
+    float* state;          // [K][V] or [V][K]
 
     Lane(Carver& carve, const Recurrent& r) {
-      k = carve.take<float>(kTokens * r.K_);
-      q = carve.take<float>(kTokens * r.K_);
-      v = carve.take<float>(kTokens * kBlock);
-      o = carve.take<float>(kTokens * kBlock);
-      alpha = carve.take<float>(kTokens);
-      beta = carve.take<float>(kTokens);
-      kq = carve.take<float>(kTokens);
-      S = carve.take<float>(r.K_ * kBlock);
-      state = carve.take<float>(r.in_.sequences.tokens > kTokens ? int64_t{r.K_} * r.V_ : 0);
+      k = carve.take<float>(r.K_);
+      q = carve.take<float>(r.K_);
+      v = carve.take<float>(r.V_);
+      o = carve.take<float>(r.V_);
+      state = carve.take<float>(int64_t{r.K_} * r.V_);
     }
   };
 
-  void zero_rows(const SequenceSpan& span) {
-    const TokenRows& o = problem_.o;
-    for (int64_t t = 0; t < span.length; ++t)
-      for (int64_t h = 0; h < in_.value_heads; ++h) zero_row(span.batch, span.begin + t, h);
-    (void)o;
-  }
+  struct Token {
+    float alpha, beta, kq;
+  };
+
   void zero_row(int64_t batch, int64_t token, int64_t head) {
     const TokenRows& o = problem_.o;
     std::memset(static_cast<char*>(o.data) + o.offset(batch, token, head) * dtype_bytes(o.dtype), 0,
                 V_ * dtype_bytes(o.dtype));
+  }
+
+  // Where a state lies if a step can use it as it is, else null.
+  static float* direct(const StateRows& rows, int64_t slot, int64_t head) {
+    return rows.dtype == GD_F32 && slot >= 0 ? static_cast<float*>(rows.data) + rows.offset(slot, head) : nullptr;
+  }
+  void load_state(float* dst, const StateRows& rows, int64_t slot, int64_t head) const {
+    if (rows && slot >= 0) {
+      load_row(dst, rows.data, rows.dtype, rows.offset(slot, head), K_ * V_);
+    } else {
+      for (int i = 0; i < K_ * V_; i += kVector) store(dst + i, Vec{});
+    }
+  }
+  void store_state(const StateRows& rows, int64_t slot, int64_t head, const float* src) const {
+    if (rows && slot >= 0) store_row(rows.data, rows.dtype, rows.offset(slot, head), src, K_ * V_);
   }
 
   void run_item(const Lane& w, int64_t n, int64_t head) {
@@ -79,147 +81,114 @@ class Recurrent {
         for (int64_t t = 0; t < span.length; ++t) zero_row(span.batch, span.begin + t, head);
       return;
     }
+    const int64_t final_slot = problem_.final_slot(n);
     const int64_t accepted = problem_.accept_lengths ? problem_.accept_lengths[n] : span.length;
-    int64_t begin = 0;
-    do {
-      const int count = static_cast<int>(span.length - begin < kTokens ? span.length - begin : kTokens);
-      load_tokens(w, span, begin, count, head);
-      for (int column = 0; column < V_; column += kBlock)
-        run_block(w, n, span, begin, count, head, column, V_ - column < kBlock ? V_ - column : kBlock, accepted);
-      begin += count;
-    } while (begin < span.length);
-  }
+    const float* S = direct(in_.initial, in_.initial_slot(n), head);
+    if (!S) {
+      load_state(w.state, in_.initial, in_.initial_slot(n), head);
+      S = w.state;
+    }
+    if (accepted == 0 && S != direct(problem_.final, final_slot, head)) store_state(problem_.final, final_slot, head, S);
 
-  void load_tokens(const Lane& w, const SequenceSpan& span, int64_t begin, int count, int64_t head) {
-    const int64_t key_head = head / in_.group;
-    for (int t = 0; t < count; ++t) {
-      const int64_t token = span.begin + begin + t;
-      load_row(w.k + t * K_, in_.k.data, in_.k.dtype, in_.k.offset(span.batch, token, key_head), K_);
-      load_row(w.q + t * K_, in_.q.data, in_.q.dtype, in_.q.offset(span.batch, token, key_head), K_);
-      w.alpha[t] = std::exp(token_gate(in_, span.batch, token, head));
-      w.beta[t] = token_beta(in_, span.batch, token, head);
-    }
-    if (in_.l2norm) {
-      l2_normalise(w.k, K_, count, K_, nullptr);
-      l2_normalise(w.q, K_, count, K_, nullptr);
-    }
-    for (int t = 0; t < count; ++t) w.kq[t] = dot(w.k + t * K_, w.q + t * K_, K_);
-  }
-
-  // One block of value columns [column, column + width) through `count` tokens.
-  void run_block(const Lane& w, int64_t n, const SequenceSpan& span, int64_t begin, int count, int64_t head, int column,
-                 int width, int64_t accepted) {
-    const bool kv = in_.layout == GD_STATE_KV;
-    const StateRows whole = {w.state, GD_F32, 1, 0, 0};
-    if (begin == 0) {
-      load_block(w.S, in_.initial, in_.initial_slot(n), head, column, width);
-      if (accepted == 0) store_block(problem_.final, problem_.final_slot(n), head, column, width, w.S);
-    } else {
-      load_block(w.S, whole, 0, 0, column, width);
-    }
-    for (int t = 0; t < count; ++t) {
-      const int64_t token = span.begin + begin + t;
-      load_row(w.v + t * kBlock, in_.v.data, in_.v.dtype, in_.v.offset(span.batch, token, head) + column, width);
-    }
-    for (int t = 0; t < count; ++t) {
-      float *v = w.v + t * kBlock, *o = w.o + t * kBlock;
-      if (kv) {
-        step_kv(w.S, w.k + t * K_, w.q + t * K_, v, o, width, w.alpha[t], w.beta[t], w.kq[t]);
+    for (int64_t t = 0; t < span.length; ++t) {
+      const int64_t token = span.begin + t;
+      const Token x = load_token(w, span.batch, token, head);
+      const bool is_final = t + 1 == accepted, is_last = t + 1 == span.length;
+      // The state after the last token may go straight to its place; earlier ones are still needed here.
+      float* next = is_final && is_last ? direct(problem_.final, final_slot, head) : nullptr;
+      if (!next) next = w.state;
+      const bool wanted = !is_last || is_final || problem_.step_states;
+      if (in_.layout == GD_STATE_KV) {
+        step_kv(S, wanted ? next : nullptr, w, x);
       } else {
-        step_vk(w.S, w.k + t * K_, w.q + t * K_, v, o, width, w.alpha[t], w.beta[t], w.kq[t]);
+        step_vk(S, wanted ? next : nullptr, w, x);
       }
-      const int64_t token = span.begin + begin + t;
       if (problem_.o)
-        store_row(problem_.o.data, problem_.o.dtype, problem_.o.offset(span.batch, token, head) + column, o, width);
-      if (problem_.step_states) store_step(span.batch, token, head, column, width, w.S);
-      if (begin + t + 1 == accepted) store_block(problem_.final, problem_.final_slot(n), head, column, width, w.S);
+        store_row(problem_.o.data, problem_.o.dtype, problem_.o.offset(span.batch, token, head), w.o, V_);
+      if (problem_.step_states) store_step(span.batch, token, head, next);
+      if (is_final && next == w.state) store_state(problem_.final, final_slot, head, next);
+      S = next;
     }
-    if (begin + count < span.length) store_block(whole, 0, 0, column, width, w.S);
   }
 
-  void store_step(int64_t batch, int64_t token, int64_t head, int column, int width, const float* S) {
+  void store_step(int64_t batch, int64_t token, int64_t head, const float* S) const {
     StateRows rows = problem_.step_states;
     if (problem_.step_indices) {
-      store_block(rows, problem_.step_indices[batch * in_.sequences.tokens + token], head, column, width, S);
+      store_state(rows, problem_.step_indices[batch * in_.sequences.tokens + token], head, S);
     } else {
       rows.slot_stride = 1;  // the slot is the element offset of the token's state
-      store_block(rows, batch * problem_.step_batch_stride + token * problem_.step_token_stride, head, column, width, S);
+      store_state(rows, batch * problem_.step_batch_stride + token * problem_.step_token_stride, head, S);
     }
   }
 
-  // A block is [K][width] in the KV layout and [width][K] in the VK layout: both contiguous pieces of the matrix's rows.
-  void load_block(float* S, const StateRows& src, int64_t slot, int64_t head, int column, int width) const {
-    if (!src || slot < 0) {
-      std::memset(S, 0, sizeof(float) * K_ * width);
-      return;
+  Token load_token(const Lane& w, int64_t batch, int64_t token, int64_t head) const {
+    const int64_t key_head = head / in_.group;
+    load_row(w.k, in_.k.data, in_.k.dtype, in_.k.offset(batch, token, key_head), K_);
+    load_row(w.q, in_.q.data, in_.q.dtype, in_.q.offset(batch, token, key_head), K_);
+    load_row(w.v, in_.v.data, in_.v.dtype, in_.v.offset(batch, token, head), V_);
+    if (in_.l2norm) {
+      l2_normalise(w.k, K_, 1, K_, nullptr);
+      l2_normalise(w.q, K_, 1, K_, nullptr);
     }
-    const int64_t base = src.offset(slot, head);
-    if (in_.layout == GD_STATE_KV) {
-      for (int i = 0; i < K_; ++i) load_row(S + i * width, src.data, src.dtype, base + int64_t{i} * V_ + column, width);
-    } else {
-      load_row(S, src.data, src.dtype, base + int64_t{column} * K_, width * K_);
-    }
-  }
-  void store_block(const StateRows& dst, int64_t slot, int64_t head, int column, int width, const float* S) const {
-    if (!dst || slot < 0) return;
-    const int64_t base = dst.offset(slot, head);
-    if (in_.layout == GD_STATE_KV) {
-      for (int i = 0; i < K_; ++i) store_row(dst.data, dst.dtype, base + int64_t{i} * V_ + column, S + i * width, width);
-    } else {
-      store_row(dst.data, dst.dtype, base + int64_t{column} * K_, S, width * K_);
-    }
+    return {std::exp(token_gate(in_, batch, token, head)), token_beta(in_, batch, token, head), dot(w.k, w.q, K_)};
   }
 
-  // From the two products of the old state to the output and the error to write; v becomes beta e.
-  GD_ALWAYS_INLINE void finish(Vec x_k, Vec x_q, float* v, float* o, float alpha, float beta, float kq) const {
-    const Vec e = load(v) - alpha * x_k;
-    store(o, in_.scale * (alpha * x_q + (beta * kq) * e));
-    store(v, beta * e);
+  // From the products with the old state to the output, and to what is written in place of v: beta e.
+  GD_ALWAYS_INLINE void finish(Vec x_k, Vec x_q, const Lane& w, int j, const Token& x) const {
+    const Vec e = load(w.v + j) - x.alpha * x_k;
+    store(w.o + j, in_.scale * (x.alpha * x_q + (x.beta * x.kq) * e));
+    store(w.v + j, x.beta * e);
   }
 
-  void step_kv(float* GD_RESTRICT S, const float* GD_RESTRICT k, const float* GD_RESTRICT q, float* GD_RESTRICT v,
-               float* GD_RESTRICT o, int width, float alpha, float beta, float kq) const {
-    constexpr int kColumns = 16;  // width is a multiple of 16
-    constexpr int kVectors = kColumns / kVector;
-    for (int j = 0; j < width; j += kColumns) {
-      Vec x_k[2][kVectors] = {}, x_q[2][kVectors] = {};
-      for (int i = 0; i < K_; i += 2)
-        for (int half = 0; half < 2; ++half)
-          for (int n = 0; n < kVectors; ++n) {
-            const Vec s = load(S + (i + half) * width + j + n * kVector);
-            x_k[half][n] += k[i + half] * s;
-            x_q[half][n] += q[i + half] * s;
-          }
-      for (int n = 0; n < kVectors; ++n)
-        finish(x_k[0][n] + x_k[1][n], x_q[0][n] + x_q[1][n], v + j + n * kVector, o + j + n * kVector, alpha, beta, kq);
-      Vec write[kVectors];
-      for (int n = 0; n < kVectors; ++n) write[n] = load(v + j + n * kVector);
-      for (int i = 0; i < K_; ++i)
-        for (int n = 0; n < kVectors; ++n) {
-          float* s = S + i * width + j + n * kVector;
-          store(s, alpha * load(s) + k[i] * write[n]);
-        }
+  void step_kv(const float* S, float* next, const Lane& w, const Token& x) const {
+    // As many columns at once as the registers hold sums for: whole rows of 128 with 512-bit vectors.
+    constexpr int kVectors = GD_VECTOR_BYTES == 64 ? 8 : 4;
+    int j = 0;
+    for (; j + kVectors * kVector <= V_; j += kVectors * kVector) step_columns<kVectors>(S, next, w, x, j);
+    for (; j < V_; j += kVector) step_columns<1>(S, next, w, x, j);
+  }
+
+  template <int kVectors>
+  GD_ALWAYS_INLINE void step_columns(const float* S, float* next, const Lane& w, const Token& x, int column) const {
+    Vec x_k[kVectors] = {}, x_q[kVectors] = {};
+    for (int i = 0; i < K_; ++i)
+      for (int n = 0; n < kVectors; ++n) {
+        const Vec s = load(S + int64_t{i} * V_ + column + n * kVector);
+        x_k[n] += w.k[i] * s;
+        x_q[n] += w.q[i] * s;
+      }
+    Vec write[kVectors];
+    for (int n = 0; n < kVectors; ++n) {
+      finish(x_k[n], x_q[n], w, column + n * kVector, x);
+      write[n] = load(w.v + column + n * kVector);
     }
+    if (!next) return;
+    for (int i = 0; i < K_; ++i)
+      for (int n = 0; n < kVectors; ++n) {
+        const int64_t at = int64_t{i} * V_ + column + n * kVector;
+        store(next + at, x.alpha * load(S + at) + w.k[i] * write[n]);
+      }
   }
 
-  void step_vk(float* GD_RESTRICT S, const float* GD_RESTRICT k, const float* GD_RESTRICT q, float* GD_RESTRICT v,
-               float* GD_RESTRICT o, int width, float alpha, float beta, float kq) const {
-    for (int j = 0; j < width; j += kVector) {
+  void step_vk(const float* S, float* next, const Lane& w, const Token& x) const {
+    for (int j = 0; j < V_; j += kVector) {
       Vec x_k[kVector], x_q[kVector];
       for (int r = 0; r < kVector; ++r) {
-        const float* row = S + (j + r) * K_;
+        const float* row = S + int64_t{j + r} * K_;
         Vec a = {}, b = {};
         for (int i = 0; i < K_; i += kVector) {
-          a += load(k + i) * load(row + i);
-          b += load(q + i) * load(row + i);
+          a += load(w.k + i) * load(row + i);
+          b += load(w.q + i) * load(row + i);
         }
         x_k[r] = a;
         x_q[r] = b;
       }
-      finish(sum_rows(x_k), sum_rows(x_q), v + j, o + j, alpha, beta, kq);
+      finish(sum_rows(x_k), sum_rows(x_q), w, j, x);
+      if (!next) continue;
       for (int r = 0; r < kVector; ++r) {
-        float* row = S + (j + r) * K_;
-        for (int i = 0; i < K_; i += kVector) store(row + i, alpha * load(row + i) + v[j + r] * load(k + i));
+        const int64_t at = int64_t{j + r} * K_;
+        for (int i = 0; i < K_; i += kVector)
+          store(next + at + i, x.alpha * load(S + at + i) + w.v[j + r] * load(w.k + i));
       }
     }
   }

@@ -91,7 +91,8 @@ GD_ALWAYS_INLINE WordVec round_bf16(Vec x) {
 
 GD_ALWAYS_INLINE void load_row(float* GD_RESTRICT dst, const void* src, gd_dtype dtype, int64_t offset, int n) {
   if (dtype == GD_F32) {
-    std::memcpy(dst, static_cast<const float*>(src) + offset, sizeof(float) * n);
+    const float* p = static_cast<const float*>(src) + offset;
+    for (int i = 0; i < n; i += kVector) store(dst + i, load(p + i));
   } else if (dtype == GD_BF16) {
     const uint16_t* p = static_cast<const uint16_t*>(src) + offset;
     for (int i = 0; i < n; i += kVector) store(dst + i, widen_bf16(load_words(p + i)));
@@ -103,7 +104,8 @@ GD_ALWAYS_INLINE void load_row(float* GD_RESTRICT dst, const void* src, gd_dtype
 
 GD_ALWAYS_INLINE void store_row(void* dst, gd_dtype dtype, int64_t offset, const float* GD_RESTRICT src, int n) {
   if (dtype == GD_F32) {
-    std::memcpy(static_cast<float*>(dst) + offset, src, sizeof(float) * n);
+    float* p = static_cast<float*>(dst) + offset;
+    for (int i = 0; i < n; i += kVector) store(p + i, load(src + i));
   } else if (dtype == GD_BF16) {
     uint16_t* p = static_cast<uint16_t*>(dst) + offset;
     for (int i = 0; i < n; i += kVector) store_words(p + i, round_bf16(load(src + i)));

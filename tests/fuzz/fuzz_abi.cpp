@@ -1,6 +1,7 @@
 // Decodes bytes into a call of one entry point, on buffers of exactly the size the arguments claim, and makes it.
 // Whatever the bytes say: nothing outside the buffers is touched (AddressSanitizer sees), a refused call leaves every
 // buffer but the workspace as it was, and an accepted one fills its outputs with finite numbers and leaves their gaps.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -228,8 +229,8 @@ class Caller {
     accepted_calls += accepted_;
     if (accepted_) return;
     require(gd_last_error()[0] != 0, "a refusal has a message");
-    for (Block& b : blocks_)
-      require(b.scratch || std::memcmp(start(b), b.before.data(), b.size) == 0, "a refused call writes nothing");
+    for (const Block& b : blocks_)
+      require(b.scratch || std::equal(b.before.begin(), b.before.end(), start(b)), "a refused call writes nothing");
   }
 
   // Every element of an output is finite, and what lies between its elements is as it was. The output started as NaN.

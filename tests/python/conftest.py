@@ -1,11 +1,4 @@
-"""What is tested: the package in python/ with the libraries of a build, or an installed package.
-
-By default the build in build/release (`cmake --preset test && cmake --build --preset test`) is taken. Two environment
-variables change that:
-
-    GATEDELTA_BUILD=<folder>     another CMake build folder
-    GATEDELTA_INSTALLED=1        the installed package; only the truth library still comes from the build folder
-"""
+"""Fixtures. What is tested, and how to test something else: see tree.py."""
 
 from __future__ import annotations
 
@@ -15,15 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-BUILD = Path(os.environ.get("GATEDELTA_BUILD", ROOT / "build" / "release")).resolve()
-
-if not os.environ.get("GATEDELTA_INSTALLED"):
-    # Into the environment too, for the tests that start another Python.
-    sys.path.insert(0, str(ROOT / "python"))
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]).rstrip(":")
-    os.environ["GATEDELTA_LIBRARY_DIR"] = str(BUILD / "src")
+import tree  # first of all: puts the package on the path
 
 
 def pytest_report_header() -> str:
@@ -34,12 +19,12 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    return ROOT
+    return tree.ROOT
 
 
 @pytest.fixture(scope="session")
 def run_python():
-    """Runs code or a script in a fresh Python; returns its stdout, raises with its stderr."""
+    """Runs code or a script in a fresh Python."""
 
     def run(*arguments: str, env: dict[str, str] | None = None, check: bool = True) -> subprocess.CompletedProcess:
         result = subprocess.run(

@@ -9,7 +9,7 @@ from ctypes import POINTER, byref, c_char_p, c_double, c_int, c_int32, c_int64, 
 
 import ml_dtypes
 import numpy as np
-from conftest import BUILD
+from tree import BUILD
 from gatedelta import _lib
 
 NUMPY_DTYPES = {
@@ -112,6 +112,44 @@ def describe(array) -> _lib.Tensor:
     return result
 
 
+def tolerance(quantity: str, dtype: int, stored: int, spec: str) -> tuple[float, float]:
+    """Relative and absolute bound of a quantity in the shared table."""
+    relative, absolute = c_double(), c_double()
+    _check(
+        _library().gdt_tolerance(
+            quantity.encode(), dtype, _lib.forced_isa(), stored, spec.encode(), byref(relative), byref(absolute)
+        )
+    )
+    return relative.value, absolute.value
+
+
+def compare(quantity: str, got, truth: np.ndarray, relative: float = 0.0, absolute: float = 0.0) -> _Comparison:
+    """The worst head of a result against the truth."""
+    result = _Comparison()
+    truth = np.ascontiguousarray(truth)
+    _check(
+        _library().gdt_compare(
+            byref(describe(got)), truth.ctypes.data, HEAD_AXIS[quantity], relative, absolute, byref(result)
+        )
+    )
+    return result
+
+
+def reference_forward(args: _lib.ForwardArgs, *outputs: np.ndarray | None) -> None:
+    """Writes o, final_state and checkpoints (None = not wanted) of any forward arguments."""
+    _check(_library().gdt_reference_forward(byref(args), *_pointers(outputs, 3)))
+
+
+def reference_backward(args: _lib.BackwardArgs, *outputs: np.ndarray | None) -> None:
+    """Writes dq, dk, dv, dg, dbeta, dA_log, d_dt_bias and d_initial_state of any backward arguments."""
+    _check(_library().gdt_reference_backward(byref(args), *_pointers(outputs, 8)))
+
+
+def _pointers(outputs, count: int) -> list[int | None]:
+    pointers = [None if array is None else array.ctypes.data for array in outputs]
+    return pointers + [None] * (count - len(pointers))
+
+
 class Case:
     """One problem of the shared generator: tensors over its memory, its truth, and the verdict on results.
 
@@ -184,8 +222,7 @@ class Case:
             if self.forward_args.checkpoint_indices.dtype:
                 count = self.forward_args.checkpoint_indices.shape[0]
             result["checkpoints"] = np.empty((count, *self._state_shape()[1:]))
-        pointers = [array.ctypes.data for array in result.values()]
-        _check(_library().gdt_reference_forward(byref(self.forward_args), *pointers, *[None] * (3 - len(pointers))))
+        reference_forward(self.forward_args, *result.values())
         return result
 
     def recurrent_truth(self) -> dict[str, np.ndarray]:
@@ -198,7 +235,7 @@ class Case:
         _check(_library().gdt_reference_recurrent(byref(self.recurrent_args), *pointers))
         return result
 
-    def backward_truth(self, args: _lib.BackwardArgs | None = None) -> dict[str, np.ndarray]:
+    def backward_truth(self) -> dict[str, np.ndarray]:
         shapes = {
             "dq": self.q.shape,
             "dk": self.k.shape,
@@ -210,31 +247,17 @@ class Case:
             "d_initial_state": None if self.initial_state is None else self._state_shape(),
         }
         result = {name: np.empty(shape) for name, shape in shapes.items() if shape is not None}
-        pointers = [result[name].ctypes.data if name in result else None for name in shapes]
-        _check(_library().gdt_reference_backward(byref(args or self.backward_args), *pointers))
+        reference_backward(self.backward_args, *(result.get(name) for name in shapes))
         return result
 
     def check(self, quantity: str, got, truth: np.ndarray) -> None:
         """Fails if `got` is further from the truth than the shared tolerance table allows."""
         assert tuple(got.shape) == truth.shape, f"{quantity}: shape {tuple(got.shape)}, not {truth.shape}"
-        tensor = describe(got)
-        relative, absolute = c_double(), c_double()
-        _check(
-            _library().gdt_tolerance(
-                quantity.encode(), self.forward_args.inputs.q.dtype, _lib.forced_isa(), tensor.dtype,
-                self.spec.encode(), byref(relative), byref(absolute),
-            )
-        )  # fmt: skip
-        result = _Comparison()
-        truth = np.ascontiguousarray(truth)
-        _check(
-            _library().gdt_compare(
-                byref(tensor), truth.ctypes.data, HEAD_AXIS[quantity], relative.value, absolute.value,
-                byref(result),
-            )
-        )  # fmt: skip
+        inputs = self.forward_args.inputs.q.dtype
+        relative, absolute = tolerance(quantity, inputs, describe(got).dtype, self.spec)
+        result = compare(quantity, got, truth, relative, absolute)
         assert result.ok, (
             f"{quantity} of case '{self.spec}': error {result.error:.3g} at head {result.head}, "
-            f"{result.margin:.2f} of its bound ({relative.value:.2g} relative, {absolute.value:.2g} absolute), "
+            f"{result.margin:.2f} of its bound ({relative:.2g} relative, {absolute:.2g} absolute), "
             f"largest difference {result.max_abs:.3g}, non-finite at {result.non_finite}"
         )

@@ -96,6 +96,12 @@ RULE(ContextWithoutParallelFor) {
   EXPECT_TRUE(c.invalid("parallel_for_context is given, but parallel_for is null"));
 }
 
+RULE(PoolFunctionWithoutPool) {
+  CALL;
+  c.exec.parallel_for = gd_thread_pool_parallel_for;
+  EXPECT_TRUE(c.invalid("parallel_for_context is null: pass the pool"));
+}
+
 RULE(ReservedExec) {
   CALL;
   c.exec.reserved[3] = 1;

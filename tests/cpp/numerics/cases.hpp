@@ -72,7 +72,10 @@ inline Specs size_cases() {  // K and V
 
 inline Specs pack_cases() {
   std::string every_length;
-  for (int length = 0; length <= 130; ++length) every_length += (length ? "+" : "") + num(length);
+  for (int length = 0; length <= 130; ++length) {
+    if (length) every_length += '+';
+    every_length += num(length);
+  }
   Specs all;
   for (const std::string& dtype : kDtypeSpecs) {
     all.push_back("lengths=" + every_length + " pad=9 Hk=1 Hv=2 K=16 V=32 " + dtype);

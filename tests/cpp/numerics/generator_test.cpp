@@ -184,9 +184,9 @@ TEST(Tolerance, HoldsThePromisedBounds) {
                            Quantity::dbeta, Quantity::d_initial_state}) {
     EXPECT_EQ(bound(q, Compute::fp32, GD_F32), 1e-5);
   }
-  EXPECT_EQ(compute_of(GD_BF16, GD_ISA_AUTO), Compute::bf16);
-  EXPECT_EQ(compute_of(GD_F16, GD_ISA_AMX), Compute::fp32);
-  EXPECT_EQ(compute_of(GD_BF16, GD_ISA_AVX2), Compute::fp32);
+  EXPECT_EQ(chunk_compute(GD_BF16, GD_ISA_AUTO), Compute::bf16);
+  EXPECT_EQ(chunk_compute(GD_F16, GD_ISA_AMX), Compute::fp32);
+  EXPECT_EQ(chunk_compute(GD_BF16, GD_ISA_AVX2), Compute::fp32);
 }
 
 }  // namespace

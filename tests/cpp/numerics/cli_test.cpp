@@ -1,0 +1,160 @@
+// The command line tool as a user meets it: what it prints, how it exits, and that bad input never hurts.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <fstream>
+#include <sstream>
+#include <string>
+
+#include "cli/timing.hpp"
+
+namespace {
+
+struct Result {
+  int status;
+  std::string output;  // both streams
+};
+
+Result gatedelta(const std::string& arguments) {
+  std::FILE* pipe = popen((GD_CLI_COMMAND " " + arguments + " 2>&1").c_str(), "r");
+  if (!pipe) return {-1, "cannot start " GD_CLI_COMMAND};
+  std::string output;
+  char buffer[4096];
+  while (const size_t size = std::fread(buffer, 1, sizeof buffer, pipe)) output.append(buffer, size);
+  const int status = pclose(pipe);
+  return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, output};
+}
+
+void expect_refused(const std::string& arguments, const std::string& message) {
+  const Result r = gatedelta(arguments);
+  EXPECT_EQ(r.status, 2) << arguments << "\n" << r.output;
+  EXPECT_NE(r.output.find(message), std::string::npos) << arguments << " said:\n" << r.output;
+}
+
+std::string temporary(const std::string& name, const std::string& contents) {
+  const std::string path = testing::TempDir() + "gatedelta_cli_" + std::to_string(getpid()) + "_" + name;
+  std::ofstream(path, std::ios::binary) << contents;
+  return path;
+}
+
+std::string slurp(const std::string& path) {
+  std::ostringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
+TEST(Cli, Help) {
+  EXPECT_EQ(gatedelta("").status, 2);
+  for (const std::string command : {"", "info ", "run ", "check ", "bench "}) {
+    const Result r = gatedelta(command + "--help");
+    EXPECT_EQ(r.status, 0) << command;
+    EXPECT_EQ(r.output.rfind("usage: gatedelta", 0), 0u) << r.output;
+  }
+  EXPECT_NE(gatedelta("check --help").output.find("--shapes FILE"), std::string::npos);
+  EXPECT_NE(gatedelta("check --help").output.find("lengths"), std::string::npos);
+}
+
+TEST(Cli, RefusesBadArguments) {
+  expect_refused("frobnicate", "unknown command 'frobnicate'");
+  expect_refused("info extra", "'extra' is not understood");
+  expect_refused("check --frobnicate", "unknown flag --frobnicate");
+  expect_refused("check --isa", "--isa needs a value");
+  expect_refused("check --isa sse9", "'sse9' cannot run here");
+  expect_refused("check --op fwd,sideways", "unknown operation 'sideways'");
+  expect_refused("check --verbose=1", "--verbose takes no value");
+  expect_refused("check --threads 1 --threads 2", "--threads is given twice");
+  expect_refused("check T=many", "T=many: not a whole number");
+  expect_refused("check dtype=fp8", "expected one of fp32, bf16, fp16");
+  expect_refused("check colour=red", "unknown key 'colour'");
+  expect_refused("check Hk=2 Hv=3", "Hv must be a multiple of Hk");
+  expect_refused("bench T=99999999999", "more than 16 GiB");
+  expect_refused("bench --seconds never", "expected a number");
+  expect_refused("run --threads 0", "expected a whole number from 1");
+  expect_refused("run --isa all", "one instruction set");
+  expect_refused("info --json /no/such/folder/x.json", "cannot write /no/such/folder/x.json");
+}
+
+TEST(Cli, RefusesBadFiles) {
+  expect_refused("check --shapes /no/such/file", "cannot read /no/such/file");
+  expect_refused("check --shapes /", "");
+  expect_refused("check --shapes " + temporary("empty.csv", ""), "no shapes in it");
+  expect_refused("check --shapes " + temporary("head.csv", "name,T\n# nothing\n"), "no shapes in it");
+  expect_refused("check --shapes " + temporary("column.csv", "name,Tokens\na,1\n"), ":1: unknown column 'Tokens'");
+  expect_refused("check --shapes " + temporary("cells.csv", "# c\nname,T\na,1,2\n"), ":3: more cells than columns");
+  expect_refused("check --shapes " + temporary("value.csv", "name,T\na,\nb,1x\n"), ":3: T=1x: not a whole number");
+  expect_refused("check --shapes " + temporary("space.csv", "name,T\nb,1 dtype=bf16\n"), ":2: a space inside");
+  expect_refused("check --shapes " + temporary("noise.csv", std::string("\0\xff\x80,,\n\1\2\3", 9)), "unknown column");
+}
+
+TEST(Cli, Info) {
+  const Result r = gatedelta("info");
+  EXPECT_EQ(r.status, 0);
+  for (const char* text : {"gatedelta ", "backends ", "usable here ", "generic", "best here ", "CPUs ", "GPUs "}) {
+    EXPECT_NE(r.output.find(text), std::string::npos) << text;
+  }
+  const Result json = gatedelta("info --json -");
+  EXPECT_EQ(json.output.front(), '{');
+  EXPECT_NE(json.output.find("\"isas_usable\": ["), std::string::npos);
+}
+
+TEST(Cli, Check) {
+  const std::string csv = temporary("check.csv", "name,op,T,lengths,Hv,K,V,dtype\nshort,fwd+bwd,70,,2,16,32,bf16\n"
+                                                 "packed,rec,,3+0+1,,16,16,\n");
+  const Result r = gatedelta("check --isa generic,auto --threads 2 --shapes " + csv + " seed=4 --json " + csv + ".json");
+  EXPECT_EQ(r.status, 0) << r.output;
+  EXPECT_NE(r.output.find("8 calls checked, 0 failed"), std::string::npos) << r.output;
+  EXPECT_NE(r.output.find("short: T=70 Hk=1 Hv=2 K=16 V=32 dtype=bf16 seed=4"), std::string::npos) << r.output;
+  const std::string json = slurp(csv + ".json");
+  EXPECT_NE(json.find("\"failures\": 0"), std::string::npos) << json;
+  EXPECT_NE(json.find("\"quantity\": \"dbeta\""), std::string::npos) << json;
+}
+
+TEST(Cli, CheckFailsOnWhatTheLibraryRefuses) {
+  const Result r = gatedelta("check K=20 --isa generic --op fwd");
+  EXPECT_EQ(r.status, 1);
+  EXPECT_NE(r.output.find("K is 20"), std::string::npos) << r.output;
+  EXPECT_NE(r.output.find("1 calls checked, 1 failed"), std::string::npos) << r.output;
+}
+
+TEST(Cli, Bench) {
+  const std::string path = temporary("bench.json", "");
+  const Result r = gatedelta("bench T=64 K=16 V=16 --op fwd,bwd,train,rec --seconds 0 --scaling --threads 2 --json " + path);
+  EXPECT_EQ(r.status, 0) << r.output;
+  const std::string json = slurp(path);
+  for (const char* text : {"\"op\": \"train\"", "\"threads\": 1", "\"threads\": 2", "\"state_gbytes_per_s\"", "\"gflops\""}) {
+    EXPECT_NE(json.find(text), std::string::npos) << text << " in\n" << json;
+  }
+  const Result refused = gatedelta("bench T=64 K=20 --seconds 0");
+  EXPECT_EQ(refused.status, 1);
+  EXPECT_NE(refused.output.find("K is 20"), std::string::npos) << refused.output;
+}
+
+TEST(Cli, Run) {
+  const std::string path = temporary("run.json", "");
+  const Result r = gatedelta("run --tokens 300 --seconds 0 --verify 1 --threads 2 --json " + path);
+  EXPECT_EQ(r.status, 0) << r.output;
+  for (const char* text : {"tokens/s", "GFLOP/s", "error against the fp64 recurrence", "value heads 0 to 1 of 32", "checksum"}) {
+    EXPECT_NE(r.output.find(text), std::string::npos) << text << " in\n" << r.output;
+  }
+  EXPECT_NE(slurp(path).find("\"checksum_backward\""), std::string::npos);
+  // The same inputs give the same bits, whatever the thread count.
+  const Result again = gatedelta("run --tokens 300 --seconds 0 --verify 1 --threads 1");
+  const auto sum = [](const std::string& text) { return text.substr(text.find("checksum"), 60); };
+  EXPECT_EQ(sum(r.output), sum(again.output));
+}
+
+TEST(Cost, CountsTheProductsOfTheChunkForms) {
+  using gatedelta::cli::Op;
+  const double unit = 2.0 * 64 * 64 * 128;
+  const auto c = gatedelta::testing::parse_case("T=640 Hk=1 Hv=3 K=128 V=128");
+  EXPECT_DOUBLE_EQ(gatedelta::cli::flops_of(Op::forward, c), 10.5 * unit * 30);
+  EXPECT_DOUBLE_EQ(gatedelta::cli::flops_of(Op::backward, c), 29 * unit * 30);
+  EXPECT_DOUBLE_EQ(gatedelta::cli::flops_of(Op::train, c), 39.5 * unit * 30);
+  const auto packed = gatedelta::testing::parse_case("lengths=600+40 pad=99 Hk=1 Hv=3 K=128 V=128 state=bf16");
+  EXPECT_DOUBLE_EQ(gatedelta::cli::flops_of(Op::forward, packed), 10.5 * unit * 30);
+  EXPECT_DOUBLE_EQ(gatedelta::cli::state_bytes_of(packed), 2.0 * 3 * 128 * 128 * 2 * 2);
+}
+
+}  // namespace
