@@ -53,10 +53,17 @@ test: ## build and run every test: C++, examples, Python
 	$(TOTAL) C++=$(REPORTS)/test.xml Python=$(REPORTS)/pytest.xml || status=1
 	exit $$status
 
-bench: ## benchmark the CPU backend against transformers' reference
+bench: ## benchmark the CPU backend against transformers' torch code, and every instruction set, into build/bench
 	tools/require $(BASE) -- $(TEST_PACKAGES) transformers
 	$(call build,release)
-	$(PYTHON) bench/cpu.py
+	mkdir -p build/bench
+	$(PYTHON) bench/cpu_vs_transformers.py --output build/bench/transformers.json
+	$(PYTHON) bench/plot.py build/bench/transformers.json build/bench/transformers.png
+	build/release/cli/gatedelta bench --shapes bench/shapes/cpu.csv --isa all --scaling --seconds 0.3 \
+	  --json build/bench/isas.json
+
+record: bench ## benchmark, keep the outcome in results/ and rewrite the tables of README and docs
+	$(PYTHON) tools/render_results.py --record build/bench
 
 lint: ## formatting, clang-tidy, ruff, texts and generated tables
 	tools/require $(BASE) gtest clang-format clang-tidy -- $(LINT_PACKAGES)
@@ -113,4 +120,4 @@ fuzz: ## a short libFuzzer run on the C ABI (FUZZ_SECONDS=30 each)
 clean: ## remove build/ and dist/ (not .venv)
 	rm -rf build dist
 
-.PHONY: help run test bench lint format wheel sanitize cross oldcpu fuzz clean
+.PHONY: help run test bench record lint format wheel sanitize cross oldcpu fuzz clean

@@ -257,7 +257,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="where the JSON goes (results/cpu/<architecture>-<cpu>.json)")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes: shows that the benchmark runs, judges nothing")
     options = parser.parse_args()
-    shapes, matmul_size, steps, verified = SHAPES, 4096, 50, 4
+    shapes, matmul_size, steps, verified = SHAPES, 4096, 50, 2
     if options.smoke:
         shapes = [{"tokens": 192, "heads": 4}, {"tokens": 128, "heads": 4}]
         matmul_size, steps = 256, 2

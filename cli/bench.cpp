@@ -59,8 +59,8 @@ int bench_command(const std::vector<std::string>& arguments) {
 
   Json results = Json::array();
   bool failed = false;
-  std::fprintf(out, "%-*s %-5s %-12s %7s %12s %12s %13s %10s %9s\n", width, "case", "op", "isa", "threads", "median", "best",
-              "tokens/s", "GFLOP/s", "state GB/s");
+  std::fprintf(out, "%-*s %-5s %-12s %7s %12s %12s %13s %10s %9s\n", width, "case", "op", "isa", "threads", "median",
+               "best", "tokens/s", "GFLOP/s", "state GB/s");
   Progress progress(total);
   for (const Shape& shape : shapes) {
     const testing::Case& c = shape.spec;
@@ -86,9 +86,9 @@ int bench_command(const std::vector<std::string>& arguments) {
             failed = true;
             continue;
           }
-          std::fprintf(out, "%-*s %-5s %-12s %7d %12s %12s %13.0f %10.1f", width, name.c_str(), name_of(op), gd_isa_name(isa),
-                      count, format_seconds(timing.median).c_str(), format_seconds(timing.best).c_str(),
-                      tokens / timing.best, flops_of(op, c) / timing.best * 1e-9);
+          std::fprintf(out, "%-*s %-5s %-12s %7d %12s %12s %13.0f %10.1f", width, name.c_str(), name_of(op),
+                       gd_isa_name(isa), count, format_seconds(timing.median).c_str(),
+                       format_seconds(timing.best).c_str(), tokens / timing.best, flops_of(op, c) / timing.best * 1e-9);
           if (op == Op::recurrent) std::fprintf(out, " %9.1f", state_bytes_of(c) / timing.best * 1e-9);
           std::fprintf(out, "\n");
           std::fflush(out);

@@ -79,7 +79,7 @@ int check_command(const std::vector<std::string>& arguments) {
           std::fprintf(out, "  %-6s %-10s %-12s", judgement.ok() ? "ok" : "FAILED", label.c_str(), gd_isa_name(isa));
           if (worst) {
             std::fprintf(out, " worst %-15s error %.2e, %3.0f %% of its bound", worst->quantity.c_str(),
-                        worst->comparison.error, 100 * worst->comparison.margin);
+                         worst->comparison.error, 100 * worst->comparison.margin);
           }
           std::fprintf(out, "\n");
           for (const testing::Verdict& v : judgement.verdicts) {

@@ -6,7 +6,8 @@
 
 namespace gatedelta::cli {
 
-const std::vector<Flag> kInfoFlags = {{"--json", "FILE", "write the same as JSON (- = standard output, nothing else is printed)"}};
+const std::vector<Flag> kInfoFlags = {
+    {"--json", "FILE", "write the same as JSON (- = standard output, nothing else is printed)"}};
 
 namespace {
 

@@ -67,10 +67,8 @@ class Json {
   static std::string render(const char* value) { return quote(value); }
   static std::string render(bool value) { return value ? "true" : "false"; }
   template <class T>
-    requires std::is_integral_v<T>
-  static std::string render(T value) {
-    return std::to_string(value);
-  }
+  requires std::is_integral_v<T>
+  static std::string render(T value) { return std::to_string(value); }
   static std::string render(double value) {
     if (!std::isfinite(value)) return "null";
     char buffer[32];

@@ -37,8 +37,10 @@ void print_usage(const Command& command) {
     std::printf("  %-16s %s\n", left.c_str(), flag.help);
   }
   if (!command.words[0]) return;
-  std::printf("\nKeys of a case (and columns of a csv file), each with a default; a bare key means key=1.\n"
-              "Example: gatedelta %s T=130 Hk=2 Hv=4 K=64 V=32 dtype=bf16 gate=strong l2norm\n\n", command.name);
+  std::printf(
+      "\nKeys of a case (and columns of a csv file), each with a default; a bare key means key=1.\n"
+      "Example: gatedelta %s T=130 Hk=2 Hv=4 K=64 V=32 dtype=bf16 gate=strong l2norm\n\n",
+      command.name);
   for (const auto& [key, help] : testing::case_keys()) std::printf("  %-16s %s\n", key, help);
   std::printf("\nInputs are random, named by `seed`, and the same on every machine.\n");
 }

@@ -31,7 +31,7 @@ Options::Options(const std::vector<std::string>& arguments, const std::vector<Fl
     } else if (i + 1 < arguments.size() && arguments[i + 1].rfind("--", 0) != 0) {
       values_.emplace_back(name, arguments[++i]);
     } else {
-      throw UsageError(name + " needs a value: " + name + " " + flag->value);
+      throw UsageError(name + " needs a value");
     }
   }
 }
@@ -93,7 +93,8 @@ const char* name_of(Op op) {
 std::vector<Op> parse_ops(const std::string& list) {
   std::vector<Op> ops;
   for (const std::string& part : split(list)) {
-    const auto found = std::find_if(std::begin(kOps), std::end(kOps), [&](const auto& op) { return part == op.second; });
+    const auto found =
+        std::find_if(std::begin(kOps), std::end(kOps), [&](const auto& op) { return part == op.second; });
     if (found == std::end(kOps)) throw UsageError("unknown operation '" + part + "': expected fwd, bwd, train or rec");
     ops.push_back(found->first);
   }
@@ -101,21 +102,17 @@ std::vector<Op> parse_ops(const std::string& list) {
 }
 
 std::vector<gd_isa> parse_isas(const std::string& list) {
-  const auto usable = testing::usable_isas();
-  if (list == "all") return usable;
+  if (list == "all") return testing::usable_isas();
+  auto choices = testing::usable_isas();
+  choices.insert(choices.begin(), GD_ISA_AUTO);
+  std::string names = "all";
+  for (const gd_isa isa : choices) names.append(", ").append(gd_isa_name(isa));
   std::vector<gd_isa> isas;
   for (const std::string& part : split(list)) {
-    std::string choices = "auto";
-    bool known = part == "auto";
-    if (known) isas.push_back(GD_ISA_AUTO);
-    for (const gd_isa isa : usable) {
-      choices += std::string(", ") + gd_isa_name(isa);
-      if (part == gd_isa_name(isa)) {
-        isas.push_back(isa);
-        known = true;
-      }
-    }
-    if (!known) throw UsageError("instruction set '" + part + "' cannot run here: expected all, " + choices);
+    const auto found =
+        std::find_if(choices.begin(), choices.end(), [&](gd_isa isa) { return part == gd_isa_name(isa); });
+    if (found == choices.end()) throw UsageError("instruction set '" + part + "' cannot run here: expected " + names);
+    isas.push_back(*found);
   }
   return isas;
 }

@@ -60,16 +60,18 @@ int run_command(const std::vector<std::string>& arguments) {
   const testing::Exec exec{.isa = isa, .pool = pool.get(), .threads = threads};
   testing::Judge judge(c, {.key_heads = verified, .threads = threads});
 
-  std::fprintf(out, "layer      1 x %lld tokens, 16 query/key heads, 32 value heads, K = V = 128, bf16, l2norm and gate inside\n",
-              static_cast<long long>(tokens));
+  std::fprintf(
+      out,
+      "layer      1 x %lld tokens, 16 query/key heads, 32 value heads, K = V = 128, bf16, l2norm and gate inside\n",
+      static_cast<long long>(tokens));
   std::fprintf(out, "backend    cpu, %s, %d thread%s\n\n", gd_isa_name(isa), threads, threads == 1 ? "" : "s");
   std::fprintf(out, "%-10s %12s %14s %12s\n", "", "time", "tokens/s", "GFLOP/s");
 
   Json timings = Json::array();
   const auto time = [&](Op op, gd_thread_pool* on, int count, const char* label) {
     const Timing timing = Stopwatch(judge.problem(), op, {.isa = isa, .pool = on, .threads = count}).measure(seconds);
-    std::fprintf(out, "%-10s %12s %14.0f %12.1f\n", label, format_seconds(timing.best).c_str(), double(tokens) / timing.best,
-                flops_of(op, c) / timing.best * 1e-9);
+    std::fprintf(out, "%-10s %12s %14.0f %12.1f\n", label, format_seconds(timing.best).c_str(),
+                 double(tokens) / timing.best, flops_of(op, c) / timing.best * 1e-9);
     std::fflush(out);
     timings.add(to_json(timing, op, c, isa, count));
   };
@@ -89,12 +91,12 @@ int run_command(const std::vector<std::string>& arguments) {
       checksum({&b.dq, &b.dk, &b.dv, &b.dg, &b.dbeta, &b.dA_log, &b.d_dt_bias, &b.d_initial_state});
 
   std::fprintf(out, "\nerror against the fp64 recurrence (relative L2, worst head), value heads 0 to %lld of 32:\n",
-              static_cast<long long>(verified * 2 - 1));
+               static_cast<long long>(verified * 2 - 1));
   Json errors = Json::array();
   for (const testing::Judgement* judgement : {&forward, &backward}) {
     for (const testing::Verdict& v : judgement->verdicts) {
       std::fprintf(out, "  %-16s %.2e   bound %.1e   %s\n", v.quantity.c_str(), v.comparison.error, v.bound.relative,
-                  v.comparison.ok ? "ok" : "FAILED");
+                   v.comparison.ok ? "ok" : "FAILED");
       errors.add(Json::object()
                      .set("quantity", v.quantity)
                      .set("error", v.comparison.error)

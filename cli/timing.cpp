@@ -54,7 +54,11 @@ void share_workspace(const testing::Buffer& buffer, Args&... args) {
 }  // namespace
 
 Stopwatch::Stopwatch(testing::Problem& problem, Op op, const testing::Exec& exec)
-    : problem_(problem), op_(op), forward_(problem.forward), backward_(problem.backward), recurrent_(problem.recurrent) {
+    : problem_(problem),
+      op_(op),
+      forward_(problem.forward),
+      backward_(problem.backward),
+      recurrent_(problem.recurrent) {
   set_exec(forward_, exec);
   set_exec(backward_, exec);
   set_exec(recurrent_, exec);
@@ -88,7 +92,9 @@ void Stopwatch::call() {
 
 Timing Stopwatch::measure(double seconds) {
   using clock = std::chrono::steady_clock;
-  const auto elapsed = [](clock::time_point since) { return std::chrono::duration<double>(clock::now() - since).count(); };
+  const auto elapsed = [](clock::time_point since) {
+    return std::chrono::duration<double>(clock::now() - since).count();
+  };
   call();
   std::vector<double> times;
   const auto begin = clock::now();

@@ -34,8 +34,8 @@ Comparison compare(const std::vector<double>& got, const std::vector<double>& tr
       }
     }
     difference = std::sqrt(difference), norm = std::sqrt(norm);
-    const double allowed = tolerance.relative * norm +
-                           tolerance.absolute * std::sqrt(static_cast<double>(shape.outer * shape.inner));
+    const double allowed =
+        tolerance.relative * norm + tolerance.absolute * std::sqrt(static_cast<double>(shape.outer * shape.inner));
     const double margin = difference == 0 ? 0 : difference / allowed;  // allowed == 0: infinite
     if (result.head < 0 || margin > result.margin) {
       result.head = h;

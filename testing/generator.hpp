@@ -1,6 +1,4 @@
-// One generator for every test and tool. A Case is a line of text such as
-//     "T=130 Hk=2 Hv=4 K=64 V=32 dtype=bf16 gate=strong beta=two keys=correlated seed=3"
-// so that any failing case can be printed, pasted and run again in any language. A Problem owns its buffers.
+// One generator for every test and tool: a Problem owns the buffers of a case.
 //
 // Numbers come from a counter-based generator: value i of tensor s is a pure function of (seed, s, i).
 // Everything that must not be read is NaN: rows past the last offset, gaps of strided tensors, unused pool slots, guard
@@ -8,79 +6,13 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <string>
-#include <string_view>
-#include <utility>
 #include <vector>
 
 #include "gatedelta/gatedelta.h"
+#include "testing/case.hpp"
 
 namespace gatedelta::testing {
-
-enum class GateKind {
-  zero,           // g = 0
-  weak,           // about -0.01 per token
-  strong,         // -10 .. -30 per token
-  spiky,          // -A softplus(x), A from 0 to 16 over the heads, x in -9 .. 3: mostly open, sudden resets
-  mixed,          // the benchmark's: logsigmoid(randn) / 16, every fourth head at 0
-  infinite,       // mixed, with -inf on every eleventh token, at chunk borders and on whole runs
-  very_negative,  // mixed, with values down to -3e38 in the same places
-  raw             // raw `a`, A in [0, 16] and dt_bias as layers start; heads 5 and 7 of eight have A near 0 and exactly 0
-                  // and some inputs beyond softplus' threshold
-};
-enum class BetaKind {
-  unit,           // sigmoid(randn)
-  zeros,          // the same, every third token exactly 0
-  two,            // in [0, 2], every third token exactly 2
-  logit,          // logits for GD_BETA_LOGIT
-  logit_doubled,  // logits for GD_BETA_LOGIT_DOUBLED
-  constant_one    // exactly 1: each write replaces what its key read
-};
-enum class KeyKind {
-  random,      // random unit vectors
-  correlated,  // unit vectors with a common component (cosine about 0.64 with each other)
-  repeated,    // the same unit vector in runs of 40 tokens
-  loose        // not normalised: |k| about 0.2 .. 1.3 (with l2norm: any length from 1e-3 to 1e2, some rows all zero)
-};
-enum class StepKind { none, dense, pool };  // per-step states of a recurrent call
-
-struct Case {
-  int64_t B = 1, T = 64;
-  std::vector<int64_t> lengths;  // not empty: packed sequences; then B = 1 and T follows from them and pad
-  int64_t pad = 0;               // tokens past the last offset
-  int64_t Hk = 1, Hv = 1, K = 64, V = 64;
-  gd_dtype dtype = GD_F32;               // q, k, v, do and their gradients
-  gd_dtype odtype = GD_DTYPE_NONE;       // o; none = dtype
-  gd_dtype gdtype = GD_F32;              // g, beta
-  gd_dtype state = GD_F32;               // every state tensor
-  gd_state_layout layout = GD_STATE_KV;  // kv, vk
-  GateKind gate = GateKind::mixed;
-  BetaKind beta = BetaKind::unit;
-  KeyKind keys = KeyKind::random;
-  bool dt_bias = true;  // with gate=raw
-  bool l2norm = false;
-  std::optional<float> scale;
-  bool h0 = true, ht = true, dht = true;  // initial state, final state, gradient of the final state
-  bool pool = false;                      // states live in a pool and are found by read and write indices
-  bool inplace = false;                   // the final state goes where the initial state came from
-  bool i64 = false;                       // int64 offsets and indices instead of int32
-  bool strided = false;                   // gaps in every tensor, gates stored head first
-  int64_t every = 0;                      // checkpoint interval, 0 = none
-  bool accept = false;                    // recurrent: accept lengths
-  StepKind steps = StepKind::none;        // recurrent: per-step states
-  uint64_t seed = 1;
-
-  int64_t sequences() const { return lengths.empty() ? B : static_cast<int64_t>(lengths.size()); }
-  int64_t total_tokens() const;  // T, or what lengths and pad add up to
-};
-
-// Changes `c` by "key=value ..." (a bare key means key=1). Throws std::invalid_argument with a message.
-void apply_spec(Case& c, std::string_view spec);
-Case parse_case(std::string_view spec);
-std::string describe(const Case& c);  // the shortest spec that gives this case
-// Names of the keys with their values, for usage texts.
-const std::vector<std::pair<const char*, const char*>>& case_keys();
 
 double uniform(uint64_t seed, uint64_t stream, uint64_t index);  // [0, 1)
 double normal(uint64_t seed, uint64_t stream, uint64_t index);   // mean 0, variance 1, |x| < 6
@@ -92,7 +24,7 @@ class Buffer {
   explicit Buffer(size_t bytes, size_t misalign = 0);
   char* data() const { return const_cast<char*>(storage_.data()) + begin_; }
   size_t size() const { return size_; }
-  void poison();              // the payload; guards are left as they are
+  void poison();  // the payload; guards are left as they are
   bool guards_intact() const;
 
  private:
@@ -102,7 +34,7 @@ class Buffer {
 
 class Problem {
  public:
-  explicit Problem(const Case& c);  // throws std::invalid_argument for a case that makes no sense
+  explicit Problem(const Case& c);  // throws what check_case throws
   Problem(const Problem&) = delete;
   Problem& operator=(const Problem&) = delete;
 

@@ -54,8 +54,13 @@ struct Token {
 class Stream {
  public:
   Stream(const gd_inputs& in, Span span, int64_t head)
-      : in_(in), span_(span), head_(head), key_head_(head / (in.v.shape[2] / in.q.shape[2])), K(in.q.shape[3]),
-        V(in.v.shape[3]), scale(in.has_scale ? in.scale : 1 / std::sqrt(static_cast<double>(K))) {}
+      : in_(in),
+        span_(span),
+        head_(head),
+        key_head_(head / (in.v.shape[2] / in.q.shape[2])),
+        K(in.q.shape[3]),
+        V(in.v.shape[3]),
+        scale(in.has_scale ? in.scale : 1 / std::sqrt(static_cast<double>(K))) {}
 
   double raw_gate(int64_t t) const { return at(in_.g, span_.batch, span_.begin + t, head_); }
   double raw_beta(int64_t t) const { return at(in_.beta, span_.batch, span_.begin + t, head_); }
@@ -135,7 +140,9 @@ struct StateShape {
   gd_state_layout layout;
 
   explicit StateShape(const gd_inputs& in)
-      : heads(in.v.shape[2]), K(in.q.shape[3]), V(in.v.shape[3]),
+      : heads(in.v.shape[2]),
+        K(in.q.shape[3]),
+        V(in.v.shape[3]),
         layout(static_cast<gd_state_layout>(in.state_layout)) {}
   int64_t place(int64_t i, int64_t j) const { return layout == GD_STATE_KV ? i * V + j : j * K + i; }
   void put(const Vector& S, Vector& states, int64_t entry, int64_t head) const {
@@ -236,8 +243,7 @@ RecurrentTruth reference_recurrent(const gd_recurrent_args& args, const Referenc
   for_each_group(in, static_cast<int64_t>(spans.size()), options, [&](int64_t n, int64_t key_head) {
     if (is_nobody(in, args.final_indices, n)) return;
     const Span span = spans[n];
-    const int64_t accept =
-        args.accept_lengths.dtype == GD_DTYPE_NONE ? span.length : index_at(args.accept_lengths, n);
+    const int64_t accept = args.accept_lengths.dtype == GD_DTYPE_NONE ? span.length : index_at(args.accept_lengths, n);
     Token x;
     for (int64_t h = key_head * group; h < (key_head + 1) * group; ++h) {
       Stream stream(in, span, h);
@@ -299,8 +305,7 @@ struct Adjoint {
     stream.read(t, x);
     const int64_t position = span.batch * T + span.begin + t, key_head = head / (Hv / Hk);
     Vector d_out(V), dS_k(V, 0), dq(K), dk(K);
-    const int64_t d_o_row =
-        span.batch * d_o.stride[0] + (span.begin + t) * d_o.stride[1] + head * d_o.stride[2];
+    const int64_t d_o_row = span.batch * d_o.stride[0] + (span.begin + t) * d_o.stride[1] + head * d_o.stride[2];
     for (int64_t j = 0; j < V; ++j) {
       d_out[j] = stream.scale * load(d_o.data, d_o.dtype, d_o_row + j * d_o.stride[3]);
     }
@@ -309,9 +314,9 @@ struct Adjoint {
       double S_do = 0, dS_e = 0;
       for (int64_t j = 0; j < V; ++j) {
         const int64_t ij = i * V + j;
-        S_do += after[ij] * d_out[j];    // o = scale S_t^T q
+        S_do += after[ij] * d_out[j];  // o = scale S_t^T q
         dS[ij] += x.q[i] * d_out[j];
-        dS_e += dS[ij] * e[j];           // S_t = S' + beta k e^T
+        dS_e += dS[ij] * e[j];  // S_t = S' + beta k e^T
         dS_k[j] += dS[ij] * x.k[i];
       }
       dq[i] = S_do;
@@ -325,9 +330,9 @@ struct Adjoint {
       for (int64_t j = 0; j < V; ++j) {
         const int64_t ij = i * V + j;
         const double decayed = x.alpha * before[ij];
-        S_dv += decayed * dv[j];         // e = v - S'^T k
+        S_dv += decayed * dv[j];  // e = v - S'^T k
         dS[ij] -= x.k[i] * dv[j];
-        d_gate += dS[ij] * decayed;      // S' = exp(g) S_{t-1}
+        d_gate += dS[ij] * decayed;  // S' = exp(g) S_{t-1}
         dS[ij] *= x.alpha;
       }
       dk[i] -= S_dv;

@@ -37,8 +37,8 @@ constexpr Row kGradient[] = {/* fp32 */ {{1e-5, 1e-5, 1e-5, 1e-5}}, /* bf16 */ {
 // Relative L2 error of rounding to the stored dtype: 1.7e-3 and 2.1e-4 for many values, more for the few of short rows.
 double rounding(gd_dtype stored) { return stored == GD_BF16 ? 3.2e-3 : stored == GD_F16 ? 4.0e-4 : 0; }
 
-// With l2norm in the call and products in bf16 the normalised rows of q and k are rounded once more, which the truth does
-// not do: 1.7e-3 each. The promised bounds are about rows that came normalised.
+// With l2norm in the call and products in bf16 the normalised rows of q and k are rounded once more, which the truth
+// does not do: 1.7e-3 each. The promised bounds are about rows that came normalised.
 constexpr double kNormRounding = 2.4e-3;
 
 }  // namespace
@@ -89,8 +89,8 @@ Tolerance tolerance(Quantity quantity, Compute compute, gd_dtype stored, const C
   Tolerance bound{row.bound[static_cast<int>(inputs)], 0};
   // One number per head, summed over all tokens with either sign: errors are relative to the terms, not to the sum.
   if (token_sum) bound.relative *= 2;
-  // A gradient of one gate or one beta is a sum of K V or V products of order 1 with either sign. Where the sum is small
-  // by chance or by a reset, the rounding of its terms remains.
+  // A gradient of one gate or one beta is a sum of K V or V products of order 1 with either sign. Where the sum is
+  // small by chance or by a reset, the rounding of its terms remains.
   if (inputs != InputClass::benchmark) {
     const double unit = bf16 ? 1.25e-3 : 1e-7;
     if (quantity == Quantity::dg || token_sum) bound.absolute = unit * std::sqrt(static_cast<double>(c.K * c.V));

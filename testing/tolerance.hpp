@@ -4,7 +4,7 @@
 #include <string>
 
 #include "gatedelta/gatedelta.h"
-#include "testing/generator.hpp"
+#include "testing/case.hpp"
 
 namespace gatedelta::testing {
 
@@ -13,7 +13,20 @@ struct Tolerance {
   double relative = 0, absolute = 0;
 };
 
-enum class Quantity { o, final_state, checkpoints, step_states, dq, dk, dv, dg, dbeta, dA_log, d_dt_bias, d_initial_state };
+enum class Quantity {
+  o,
+  final_state,
+  checkpoints,
+  step_states,
+  dq,
+  dk,
+  dv,
+  dg,
+  dbeta,
+  dA_log,
+  d_dt_bias,
+  d_initial_state
+};
 const char* name_of(Quantity quantity);
 bool quantity_from(const std::string& name, Quantity& quantity);
 

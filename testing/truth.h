@@ -33,7 +33,7 @@ GD_API gd_forward_args* gdt_forward_args(gdt_problem* problem);
 GD_API gd_backward_args* gdt_backward_args(gdt_problem* problem);
 GD_API gd_recurrent_args* gdt_recurrent_args(gdt_problem* problem);
 
-GD_API void gdt_reset(gdt_problem* problem);             /* outputs NaN again, in-place states as at first */
+GD_API void gdt_reset(gdt_problem* problem);               /* outputs NaN again, in-place states as at first */
 GD_API const char* gdt_damage(const gdt_problem* problem); /* "" or what was written that must not be, by lines */
 
 /* ---- truth ------------------------------------------------------------------------------------------------------
@@ -44,8 +44,7 @@ GD_API const char* gdt_damage(const gdt_problem* problem); /* "" or what was wri
 GD_API int gdt_reference_forward(const gd_forward_args* args, double* o, double* final_state, double* checkpoints);
 GD_API int gdt_reference_backward(const gd_backward_args* args, double* dq, double* dk, double* dv, double* dg,
                                   double* dbeta, double* dA_log, double* d_dt_bias, double* d_initial_state);
-GD_API int gdt_reference_recurrent(const gd_recurrent_args* args, double* o, double* final_state,
-                                   double* step_states);
+GD_API int gdt_reference_recurrent(const gd_recurrent_args* args, double* o, double* final_state, double* step_states);
 
 /* ---- judgement --------------------------------------------------------------------------------------------------
  * Tolerance of a quantity ("o", "final_state", "checkpoints", "step_states", "dq", "dk", "dv", "dg", "dbeta", "dA_log",
@@ -66,8 +65,8 @@ typedef struct gdt_comparison {
   int32_t reserved;
 } gdt_comparison;
 
-/* Compares a tensor (any strides) with a truth array of its logical shape. head_axis: 2 for [B, T, H, ...], 1 for states,
- * 0 for vectors whose elements are each a head, -1: all of it is one head. Returns 0, or -1. */
+/* Compares a tensor (any strides) with a truth array of its logical shape. head_axis: 2 for [B, T, H, ...], 1 for
+ * states, 0 for vectors whose elements are each a head, -1: all of it is one head. Returns 0, or -1. */
 GD_API int gdt_compare(const gd_tensor* got, const double* truth, int32_t head_axis, double relative, double absolute,
                        gdt_comparison* result);
 

@@ -201,10 +201,6 @@ typedef struct gd_recurrent_args {
   uint64_t reserved[4];
 } gd_recurrent_args;
 
-#define GD_FORWARD_ARGS_INIT {sizeof(gd_forward_args)}
-#define GD_BACKWARD_ARGS_INIT {sizeof(gd_backward_args)}
-#define GD_RECURRENT_ARGS_INIT {sizeof(gd_recurrent_args)}
-
 GD_API gd_status gd_forward(const gd_forward_args* args);
 GD_API gd_status gd_forward_workspace(const gd_forward_args* args, size_t* bytes);
 GD_API gd_status gd_forward_saved_size(const gd_forward_args* args, size_t* bytes);
@@ -227,8 +223,6 @@ typedef struct gd_info {
   uint64_t reserved[4];
 } gd_info;
 
-#define GD_INFO_INIT {sizeof(gd_info)}
-
 GD_API gd_status gd_get_info(gd_info* info);
 GD_API const char* gd_isa_name(int32_t isa);       /* "amx", ...; null for a value that is none */
 GD_API const char* gd_status_name(gd_status status); /* "GD_OK", ... */
@@ -245,5 +239,21 @@ GD_API void gd_thread_pool_parallel_for(void* pool, int64_t count, gd_task_fn ru
 
 #ifdef __cplusplus
 }
+template <class Struct>
+constexpr Struct gd_initial() {
+  Struct initial{};
+  initial.struct_size = sizeof(Struct);
+  return initial;
+}
+#define GD_INITIAL(type) gd_initial<type>()
+#else
+#define GD_INITIAL(type) {.struct_size = sizeof(type)}
 #endif
+
+/* gd_forward_args args = GD_FORWARD_ARGS_INIT; */
+#define GD_FORWARD_ARGS_INIT GD_INITIAL(gd_forward_args)
+#define GD_BACKWARD_ARGS_INIT GD_INITIAL(gd_backward_args)
+#define GD_RECURRENT_ARGS_INIT GD_INITIAL(gd_recurrent_args)
+#define GD_INFO_INIT GD_INITIAL(gd_info)
+
 #endif

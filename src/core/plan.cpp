@@ -21,6 +21,10 @@ ForwardPlan plan_forward(const Layer& layer, int lanes) {
   return {false, 1, pairs};
 }
 
+bool backward_splits_groups(const Layer& layer, int lanes) {
+  return lanes > 1 && layer.group > 1 && layer.sequences.count * layer.key_heads < 2 * int64_t{lanes};
+}
+
 int64_t first_window(const Layer& layer, int64_t sequence, const SequenceSpan& span) {
   return layer.sequences.offsets ? span.begin / kWindowTokens + sequence : sequence * windows_of(layer.sequences.tokens);
 }

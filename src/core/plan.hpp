@@ -57,6 +57,9 @@ struct ForwardPlan {
 
 ForwardPlan plan_forward(const Layer& layer, int lanes);
 
+// Whether the backward gives the value heads of a group to different lanes, because there are too few groups.
+bool backward_splits_groups(const Layer& layer, int lanes);
+
 // Index of the first kept window state of a sequence, and a bound for how many there are; from offsets alone, so that no
 // table is needed: floor(begin / window) + n leaves every sequence room for its ceil(length / window).
 int64_t first_window(const Layer& layer, int64_t sequence, const SequenceSpan& span);

@@ -20,6 +20,8 @@ struct Context {
 // Bits of gd_isa values that are in this build / that this machine can also run.
 int compiled_isas();
 int usable_isas();
+// Whether this machine's bf16 dot product is no faster than fp32 (Intel).
+bool bf16_dot_is_slow();
 // Best usable ISA; it serves every dtype (bf16 ISAs run fp32 and fp16 inputs on their plain vector units).
 gd_isa best_isa();
 

@@ -13,7 +13,8 @@
 //
 // The states S before each chunk come from the window states the forward saved: an item walks its windows from the last
 // to the first, replays the window's states, then goes back through its chunks. The value heads of a group are summed
-// into dq and dk one after the other, by the same lane, in fp32.
+// into dq and dk one after the other in fp32: by the lane that computed them, or, where that would leave lanes idle,
+// after each window by another.
 #pragma once
 
 #include "cpu/forward.hpp"
@@ -27,7 +28,8 @@ template <class E>
 class Backward {
  public:
   Backward(const BackwardProblem& problem, const Context& context)
-      : problem_(problem), context_(context), in_(problem.in), dims_(padded_dims(problem.in)) {}
+      : problem_(problem), context_(context), in_(problem.in), dims_(padded_dims(problem.in)),
+        split_groups_(backward_splits_groups(problem.in, context.lanes)) {}
 
   size_t workspace() const {
     Carver carve;
@@ -58,10 +60,13 @@ class Backward {
       states_ = shared.states;
     }
     zero_unowned_rows();
-    for_each_item<typename E::Session>(context_, in_.sequences.count * in_.key_heads, [this](int lane, int64_t item) {
-      Carver carve_lane(lanes_ + lane_bytes_ * lane);
-      run_item(Lane(carve_lane, *this), item / in_.key_heads, item % in_.key_heads);
-    });
+    if (split_groups_) {
+      run_heads();
+    } else {
+      for_each_item<typename E::Session>(context_, in_.sequences.count * in_.key_heads, [this](int index, int64_t item) {
+        run_group(lane(index), item / in_.key_heads, item % in_.key_heads);
+      });
+    }
     sum_head_gradients();
   }
 
@@ -72,6 +77,7 @@ class Backward {
     float* states;       // window states, if the forward did not save them
     double* dA_log;      // [N][Hv], sums over one sequence
     double* d_dt_bias;   // [N][Hv]
+    float *G, *dq, *dk;  // with split groups: [N][Hv] states, and the window's gradients of every value head
     size_t bytes;
 
     Shared(Carver& carve, const Backward& b) {
@@ -79,6 +85,10 @@ class Backward {
       dA_log = carve.take<double>(b.problem_.dA_log ? heads : 0);
       d_dt_bias = carve.take<double>(b.problem_.d_dt_bias ? heads : 0);
       states = carve.take<float>(b.problem_.saved ? 0 : max_windows(b.in_) * b.in_.value_heads * b.dims_.state_size());
+      const int64_t split = b.split_groups_ ? heads : 0;
+      G = carve.take<float>(split * b.dims_.state_size());
+      dq = carve.take<float>(split * b.window_rows());
+      dk = carve.take<float>(split * b.window_rows());
       bytes = carve.used();
     }
   };
@@ -112,7 +122,7 @@ class Backward {
     float *dq_panel, *dkw_panel, *dkr_panel;  // [64][32]
     float* scratch;             // [max(Kp, 64)][32]
     // Per item.
-    float* G;        // states of the group's heads
+    float* G;        // states of the group's heads (unless groups are split)
     float* replay;   // state while a window is replayed, panel by panel
     float* window_states;        // [kWindow] states before each chunk
     float* window_T;             // [kWindow][64][64]
@@ -145,14 +155,21 @@ class Backward {
       Gtb = carve.take<Elem>(E::b_size(d.Vp) * d.key_panels());
       for (float** p : {&dq_panel, &dkw_panel, &dkr_panel}) *p = carve.take<float>(C * kPanel);
       scratch = carve.take<float>((d.Kp > C ? d.Kp : C) * kPanel);
-      G = carve.take<float>(d.state_size() * b.in_.group);
+      G = carve.take<float>(b.split_groups_ ? 0 : d.state_size() * b.in_.group);
       replay = carve.take<float>(d.state_size());
       window_states = carve.take<float>(d.state_size() * kWindow);
       window_T = carve.take<float>(C * C * kWindow);
-      dq = carve.take<float>(int64_t{C} * d.Kp * kWindow);
-      dk = carve.take<float>(int64_t{C} * d.Kp * kWindow);
+      dq = carve.take<float>(b.window_rows());
+      dk = carve.take<float>(b.window_rows());
     }
   };
+
+  int64_t window_rows() const { return int64_t{kWindow} * C * dims_.Kp; }
+
+  Lane lane(int index) const {
+    Carver carve(lanes_ + lane_bytes_ * index);
+    return Lane(carve, *this);
+  }
 
   ForwardProblem states_only(float* states) const {
     ForwardProblem replay;
@@ -178,37 +195,83 @@ class Backward {
     zero(problem_.dbeta, in_.value_heads, 1);
   }
 
-  void run_item(const Lane& w, int64_t n, int64_t key_head) {
-    const SequenceSpan sequence = in_.sequences[n];
-    const int64_t chunks = chunks_of(sequence.length), windows = (chunks + kWindow - 1) / kWindow;
-    const int64_t first_head = key_head * in_.group;
-    for (int64_t h = 0; h < in_.group; ++h) {
-      for (int p = 0; p < dims_.value_panels(); ++p)
-        load_state_panel(state_panel(w.G + h * dims_.state_size(), dims_, p), problem_.d_final, n, first_head + h,
-                         in_.layout, dims_, p);
-      if (problem_.dA_log) shared_->dA_log[n * in_.value_heads + first_head + h] = 0;
-      if (problem_.d_dt_bias) shared_->d_dt_bias[n * in_.value_heads + first_head + h] = 0;
+  // --- how heads are dealt out ---------------------------------------------------------------------------------------
+
+  int64_t windows_of(int64_t n) const { return (chunks_of(in_.sequences[n].length) + kWindow - 1) / kWindow; }
+
+  // One item does all value heads of a key head.
+  void run_group(const Lane& w, int64_t n, int64_t key_head) {
+    const int64_t first = key_head * in_.group;
+    const auto G = [&](int64_t h) { return w.G + h * dims_.state_size(); };
+    for (int64_t h = 0; h < in_.group; ++h) begin_head(G(h), n, first + h);
+    for (int64_t window = windows_of(n) - 1; window >= 0; --window) {
+      for (int64_t h = 0; h < in_.group; ++h) run_window(w, n, window, first + h, G(h), w.dq, w.dk, h == 0);
+      store_key_gradients(w, n, window, key_head, w.dq, w.dk);
     }
-    for (int64_t window = windows - 1; window >= 0; --window) {
-      const int64_t begin = window * kWindow;
-      const int count = static_cast<int>(chunks - begin < kWindow ? chunks - begin : kWindow);
-      for (int64_t h = 0; h < in_.group; ++h) {
-        replay_window(w, n, sequence, begin, count, key_head, first_head + h);
-        for (int c = count - 1; c >= 0; --c)
-          chunk_gradients(w, n, chunk_span(sequence, begin + c), c, key_head, first_head + h,
-                          w.G + h * dims_.state_size(), h == 0);
-      }
-      for (int c = 0; c < count; ++c) {
-        const ChunkSpan span = chunk_span(sequence, begin + c);
-        store_key_gradient(w, problem_.dq, in_.q, span, key_head, w.dq + int64_t{c} * C * dims_.Kp);
-        store_key_gradient(w, problem_.dk, in_.k, span, key_head, w.dk + int64_t{c} * C * dims_.Kp);
-      }
-    }
-    for (int64_t h = 0; h < in_.group; ++h)
-      for (int p = 0; p < dims_.value_panels(); ++p)
-        store_state_panel(problem_.d_initial, n, first_head + h, in_.layout, dims_, p,
-                          state_panel(w.G + h * dims_.state_size(), dims_, p));
+    for (int64_t h = 0; h < in_.group; ++h) end_head(G(h), n, first + h);
   }
+
+  // Value heads on their own, window by window; the group's sum, in the same order, once all of a window are done.
+  void run_heads() {
+    int64_t steps = 1;
+    for (int64_t n = 0; n < in_.sequences.count; ++n) steps = std::max(steps, windows_of(n));
+    for (int64_t step = 0; step < steps; ++step) {
+      for_each_item<typename E::Session>(context_, in_.sequences.count * in_.value_heads, [&](int index, int64_t item) {
+        const int64_t n = item / in_.value_heads, head = item % in_.value_heads, window = windows_of(n) - 1 - step;
+        float* G = shared_->G + item * dims_.state_size();
+        if (step == 0) begin_head(G, n, head);
+        if (window >= 0)
+          run_window(lane(index), n, window, head, G, shared_->dq + item * window_rows(),
+                     shared_->dk + item * window_rows(), true);
+        if (window == 0 || (window < 0 && step == 0)) end_head(G, n, head);
+      });
+      for_each_item<typename E::Session>(context_, in_.sequences.count * in_.key_heads, [&](int index, int64_t item) {
+        const int64_t n = item / in_.key_heads, key_head = item % in_.key_heads, window = windows_of(n) - 1 - step;
+        if (window < 0) return;
+        const int64_t first = (n * in_.value_heads + key_head * in_.group) * window_rows();
+        for (float* sum : {shared_->dq + first, shared_->dk + first})
+          for (int64_t h = 1; h < in_.group; ++h)
+            for (int64_t i = 0; i < window_rows(); i += kVector)
+              store(sum + i, load(sum + i) + load(sum + h * window_rows() + i));
+        store_key_gradients(lane(index), n, window, key_head, shared_->dq + first, shared_->dk + first);
+      });
+    }
+  }
+
+  void begin_head(float* G, int64_t n, int64_t head) {
+    for (int p = 0; p < dims_.value_panels(); ++p)
+      load_state_panel(state_panel(G, dims_, p), problem_.d_final, n, head, in_.layout, dims_, p);
+    if (problem_.dA_log) shared_->dA_log[n * in_.value_heads + head] = 0;
+    if (problem_.d_dt_bias) shared_->d_dt_bias[n * in_.value_heads + head] = 0;
+  }
+  void end_head(float* G, int64_t n, int64_t head) {
+    for (int p = 0; p < dims_.value_panels(); ++p)
+      store_state_panel(problem_.d_initial, n, head, in_.layout, dims_, p, state_panel(G, dims_, p));
+  }
+
+  int window_chunks(int64_t n, int64_t window) const {
+    return static_cast<int>(std::min<int64_t>(kWindow, chunks_of(in_.sequences[n].length) - window * kWindow));
+  }
+
+  void run_window(const Lane& w, int64_t n, int64_t window, int64_t head, float* G, float* dq, float* dk,
+                  bool first_of_group) {
+    const SequenceSpan sequence = in_.sequences[n];
+    const int count = window_chunks(n, window);
+    replay_window(w, n, sequence, window * kWindow, count, head / in_.group, head);
+    for (int c = count - 1; c >= 0; --c)
+      chunk_gradients(w, n, chunk_span(sequence, window * kWindow + c), c, head / in_.group, head, G, dq, dk,
+                      first_of_group);
+  }
+
+  void store_key_gradients(const Lane& w, int64_t n, int64_t window, int64_t key_head, float* dq, float* dk) {
+    for (int c = 0; c < window_chunks(n, window); ++c) {
+      const ChunkSpan span = chunk_span(in_.sequences[n], window * kWindow + c);
+      store_key_gradient(w, problem_.dq, in_.q, span, key_head, dq + int64_t{c} * C * dims_.Kp);
+      store_key_gradient(w, problem_.dk, in_.k, span, key_head, dk + int64_t{c} * C * dims_.Kp);
+    }
+  }
+
+  // --- one window of one head ----------------------------------------------------------------------------------------
 
   // The states before every chunk of a window, and their T.
   void replay_window(const Lane& w, int64_t n, const SequenceSpan& sequence, int64_t begin, int count,
@@ -254,7 +317,7 @@ class Backward {
   }
 
   void chunk_gradients(const Lane& w, int64_t n, const ChunkSpan& span, int c, int64_t key_head, int64_t head, float* G,
-                       bool first_of_group) {
+                       float* dq_window, float* dk_window, bool first_of_group) {
     const KeyScratch<E>& key = w.key_scratch;
     Gates& gates = *w.value_scratch.gates;
     const float s = in_.scale;
@@ -380,8 +443,8 @@ class Backward {
 
       for (int i = 0; i < C; ++i) {
         const float *dq = w.dq_panel + i * kPanel, *dkw = w.dkw_panel + i * kPanel, *dkr = w.dkr_panel + i * kPanel;
-        float* dq_sum = w.dq + (int64_t{c} * C + i) * Kp + kp * kPanel;
-        float* dk_sum = w.dk + (int64_t{c} * C + i) * Kp + kp * kPanel;
+        float* dq_sum = dq_window + (int64_t{c} * C + i) * Kp + kp * kPanel;
+        float* dk_sum = dk_window + (int64_t{c} * C + i) * Kp + kp * kPanel;
         for (int j = 0; j < kPanel; j += kVector) {
           const Vec dk = load(dkw + j) + load(dkr + j);
           store(dq_sum + j, first_of_group ? load(dq + j) : load(dq_sum + j) + load(dq + j));
@@ -490,6 +553,7 @@ class Backward {
   const Context& context_;
   const Layer& in_;
   const Dims dims_;
+  const bool split_groups_;
   Shared* shared_ = nullptr;
   const float* states_ = nullptr;
   char* lanes_ = nullptr;

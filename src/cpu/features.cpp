@@ -78,6 +78,15 @@ int compiled_isas() {
 #endif
 }
 
+bool bf16_dot_is_slow() {
+#if defined(__x86_64__)
+  uint32_t a, b, c, d;
+  return __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx;
+#else
+  return false;
+#endif
+}
+
 int usable_isas() {
   static const int isas = detect() & compiled_isas();  // a fact of the machine, read once
   return isas;

@@ -163,7 +163,8 @@ class Recurrent {
       write[n] = load(w.v + column + n * kVector);
     }
     if (!next) return;
-    for (int i = 0; i < K_; ++i)
+    // Backwards: the rows read last are the ones still in the first-level cache.
+    for (int i = K_ - 1; i >= 0; --i)
       for (int n = 0; n < kVectors; ++n) {
         const int64_t at = int64_t{i} * V_ + column + n * kVector;
         store(next + at, x.alpha * load(S + at) + w.k[i] * write[n]);
@@ -171,25 +172,34 @@ class Recurrent {
   }
 
   void step_vk(const float* S, float* next, const Lane& w, const Token& x) const {
+    constexpr int kRows = 4;  // rows that share a load of k and q
     for (int j = 0; j < V_; j += kVector) {
       Vec x_k[kVector], x_q[kVector];
-      for (int r = 0; r < kVector; ++r) {
-        const float* row = S + int64_t{j + r} * K_;
-        Vec a = {}, b = {};
+      for (int r = 0; r < kVector; r += kRows) {
+        Vec a[kRows] = {}, b[kRows] = {};
         for (int i = 0; i < K_; i += kVector) {
-          a += load(w.k + i) * load(row + i);
-          b += load(w.q + i) * load(row + i);
+          const Vec k = load(w.k + i), q = load(w.q + i);
+          for (int n = 0; n < kRows; ++n) {
+            const Vec s = load(S + int64_t{j + r + n} * K_ + i);
+            a[n] += k * s;
+            b[n] += q * s;
+          }
         }
-        x_k[r] = a;
-        x_q[r] = b;
+        for (int n = 0; n < kRows; ++n) {
+          x_k[r + n] = a[n];
+          x_q[r + n] = b[n];
+        }
       }
       finish(sum_rows(x_k), sum_rows(x_q), w, j, x);
       if (!next) continue;
-      for (int r = 0; r < kVector; ++r) {
-        const int64_t at = int64_t{j + r} * K_;
-        for (int i = 0; i < K_; i += kVector)
-          store(next + at + i, x.alpha * load(S + at + i) + w.v[j + r] * load(w.k + i));
-      }
+      for (int r = 0; r < kVector; r += kRows)
+        for (int i = 0; i < K_; i += kVector) {
+          const Vec k = load(w.k + i);
+          for (int n = 0; n < kRows; ++n) {
+            const int64_t at = int64_t{j + r + n} * K_ + i;
+            store(next + at, x.alpha * load(S + at) + w.v[j + r + n] * k);
+          }
+        }
     }
   }
 

@@ -91,6 +91,17 @@ def test_training_step_compiles_in_one_graph(backend):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_training_step_without_states_compiles():
+    tensors = [x.requires_grad_() for x in make()[:5]]
+
+    def loss(*x):
+        return gd.chunk_gated_delta_rule(*x)[0].square().sum()
+
+    want = torch.autograd.grad(loss(*tensors), tensors)
+    got = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*tensors), tensors)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
 def test_dynamic_lengths_compile_once(recompute):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

@@ -332,10 +332,10 @@ class _GatedDeltaRule(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, ctx.options, output_final_state, _, ctx.recompute, ctx.schedule = inputs
+        *tensors, ctx.options, ctx.has_final_state, _, ctx.recompute, ctx.schedule = inputs
         _, states, saved = output
         ctx.save_for_backward(*tensors, saved)
-        ctx.mark_non_differentiable(*((saved,) if output_final_state else (states, saved)))
+        ctx.mark_non_differentiable(*((saved,) if ctx.has_final_state else (states, saved)))
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -344,6 +344,8 @@ class _GatedDeltaRule(torch.autograd.Function):
         q, _, v = tensors[:3]
         if d_o is None:
             d_o = q.new_zeros(v.shape)
+        if not ctx.has_final_state:
+            d_final_state = None  # compiled graphs pass one of the empty tensor
         needs = ctx.needs_input_grad
         positions = (0, 1, 2, 3, 4, 5, 6, 8)  # of _ops.GRADIENTS among this function's arguments
         wanted = sum(1 << bit for bit, position in enumerate(positions) if needs[position])

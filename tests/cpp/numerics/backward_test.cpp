@@ -55,8 +55,10 @@ TEST(Backward, GradientsAreIndependentOfEachOther) {
       all.reset();
       ASSERT_EQ(run_backward(all.backward, exec), "");
       constexpr gd_tensor gd_backward_args::*kOutputs[] = {
-          &gd_backward_args::dq,    &gd_backward_args::dk,     &gd_backward_args::dv,        &gd_backward_args::dg,
-          &gd_backward_args::dbeta, &gd_backward_args::dA_log, &gd_backward_args::d_dt_bias, &gd_backward_args::d_initial_state};
+          &gd_backward_args::dq,        &gd_backward_args::dk,
+          &gd_backward_args::dv,        &gd_backward_args::dg,
+          &gd_backward_args::dbeta,     &gd_backward_args::dA_log,
+          &gd_backward_args::d_dt_bias, &gd_backward_args::d_initial_state};
       for (const auto wanted : kOutputs) {
         if ((one.backward.*wanted).dtype == GD_DTYPE_NONE) continue;
         one.reset();

@@ -24,22 +24,43 @@ inline Specs cross(const Specs& a, const Specs& b) {
 }
 
 inline Specs gate_cases() {
-  const Specs gates = {"gate=zero",  "gate=weak", "gate=strong", "gate=spiky", "gate=mixed",
-                       "gate=inf",   "gate=huge", "gate=raw",    "gate=raw dt_bias=0",
-                       "gate=raw gdtype=bf16 beta=logit", "gate=mixed gdtype=fp16", "gate=huge gdtype=bf16"};
+  const Specs gates = {"gate=zero",
+                       "gate=weak",
+                       "gate=strong",
+                       "gate=spiky",
+                       "gate=mixed",
+                       "gate=inf",
+                       "gate=huge",
+                       "gate=raw",
+                       "gate=raw dt_bias=0",
+                       "gate=raw gdtype=bf16 beta=logit",
+                       "gate=mixed gdtype=fp16",
+                       "gate=huge gdtype=bf16"};
   return cross(cross({"T=200 Hk=4 Hv=8 K=32 V=48"}, kDtypeSpecs), gates);
 }
 
 inline Specs beta_cases() {
-  const Specs betas = {"beta=unit", "beta=zeros", "beta=two", "beta=one", "beta=logit", "beta=logit2",
-                       "beta=logit gdtype=bf16", "beta=zeros keys=correlated gate=spiky"};
+  const Specs betas = {"beta=unit",
+                       "beta=zeros",
+                       "beta=two",
+                       "beta=one",
+                       "beta=logit",
+                       "beta=logit2",
+                       "beta=logit gdtype=bf16",
+                       "beta=zeros keys=correlated gate=spiky"};
   return cross(cross({"T=150 Hk=2 Hv=4 K=48 V=32 seed=2"}, kDtypeSpecs), betas);
 }
 
 inline Specs key_cases() {
-  const Specs keys = {"keys=correlated gate=zero", "keys=correlated beta=two gate=weak", "keys=correlated l2norm gate=raw",
-                      "keys=repeated beta=one", "keys=repeated beta=two gate=zero", "keys=repeated l2norm",
-                      "keys=loose", "keys=loose l2norm", "keys=random l2norm beta=logit2"};
+  const Specs keys = {"keys=correlated gate=zero",
+                      "keys=correlated beta=two gate=weak",
+                      "keys=correlated l2norm gate=raw",
+                      "keys=repeated beta=one",
+                      "keys=repeated beta=two gate=zero",
+                      "keys=repeated l2norm",
+                      "keys=loose",
+                      "keys=loose l2norm",
+                      "keys=random l2norm beta=logit2"};
   return cross(cross({"T=170 Hk=2 Hv=4 K=32 V=32 seed=3"}, kDtypeSpecs), keys);
 }
 
@@ -91,21 +112,26 @@ inline Specs pack_cases() {
 }
 
 inline Specs state_cases() {
-  Specs all = cross(cross({"lengths=70+0+64+1+129+30+20 pad=4 Hk=1 Hv=2 K=48 V=16"}, {"state=fp32", "state=bf16", "state=fp16"}),
-                    cross({"layout=kv", "layout=vk"}, {"pool=0", "pool=1", "pool=1 i64 strided", "h0=0", "ht=0", "dht=0"}));
+  Specs all = cross(
+      cross({"lengths=70+0+64+1+129+30+20 pad=4 Hk=1 Hv=2 K=48 V=16"}, {"state=fp32", "state=bf16", "state=fp16"}),
+      cross({"layout=kv", "layout=vk"}, {"pool=0", "pool=1", "pool=1 i64 strided", "h0=0", "ht=0", "dht=0"}));
   for (std::string& spec : all) spec += " " + kDtypeSpecs[(&spec - all.data()) % 3];
   return all;
 }
 
 inline Specs stride_cases() {
-  return cross({"B=2 T=75 Hk=2 Hv=4 K=32 V=48 strided", "lengths=70+3+0+66 pad=6 Hk=1 Hv=2 K=16 V=80 strided layout=vk"},
-               cross(kDtypeSpecs, {"gate=mixed", "gate=raw l2norm beta=logit"}));
+  return cross(
+      {"B=2 T=75 Hk=2 Hv=4 K=32 V=48 strided", "lengths=70+3+0+66 pad=6 Hk=1 Hv=2 K=16 V=80 strided layout=vk"},
+      cross(kDtypeSpecs, {"gate=mixed", "gate=raw l2norm beta=logit"}));
 }
 
 inline Specs scale_cases() {
-  return {"T=70 Hk=1 Hv=2 K=32 V=32 scale=0", "T=70 Hk=1 Hv=2 K=32 V=32 scale=-2.5",
-          "T=70 Hk=1 Hv=2 K=32 V=32 scale=1 dtype=bf16", "T=70 Hk=1 Hv=2 K=32 V=32 dtype=bf16 odtype=fp32",
-          "T=70 Hk=1 Hv=2 K=32 V=32 dtype=fp32 odtype=bf16", "T=70 Hk=1 Hv=2 K=32 V=32 dtype=fp16 odtype=fp32"};
+  return {"T=70 Hk=1 Hv=2 K=32 V=32 scale=0",
+          "T=70 Hk=1 Hv=2 K=32 V=32 scale=-2.5",
+          "T=70 Hk=1 Hv=2 K=32 V=32 scale=1 dtype=bf16",
+          "T=70 Hk=1 Hv=2 K=32 V=32 dtype=bf16 odtype=fp32",
+          "T=70 Hk=1 Hv=2 K=32 V=32 dtype=fp32 odtype=bf16",
+          "T=70 Hk=1 Hv=2 K=32 V=32 dtype=fp16 odtype=fp32"};
 }
 
 // What the promised bounds are about: the benchmark's inputs at the benchmark's head size.

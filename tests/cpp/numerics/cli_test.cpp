@@ -100,9 +100,11 @@ TEST(Cli, Info) {
 }
 
 TEST(Cli, Check) {
-  const std::string csv = temporary("check.csv", "name,op,T,lengths,Hv,K,V,dtype\nshort,fwd+bwd,70,,2,16,32,bf16\n"
-                                                 "packed,rec,,3+0+1,,16,16,\n");
-  const Result r = gatedelta("check --isa generic,auto --threads 2 --shapes " + csv + " seed=4 --json " + csv + ".json");
+  const std::string csv = temporary("check.csv",
+                                    "name,op,T,lengths,Hv,K,V,dtype\nshort,fwd+bwd,70,,2,16,32,bf16\n"
+                                    "packed,rec,,3+0+1,,16,16,\n");
+  const Result r =
+      gatedelta("check --isa generic,auto --threads 2 --shapes " + csv + " seed=4 --json " + csv + ".json");
   EXPECT_EQ(r.status, 0) << r.output;
   EXPECT_NE(r.output.find("8 calls checked, 0 failed"), std::string::npos) << r.output;
   EXPECT_NE(r.output.find("short: T=70 Hk=1 Hv=2 K=16 V=32 dtype=bf16 seed=4"), std::string::npos) << r.output;
@@ -120,10 +122,12 @@ TEST(Cli, CheckFailsOnWhatTheLibraryRefuses) {
 
 TEST(Cli, Bench) {
   const std::string path = temporary("bench.json", "");
-  const Result r = gatedelta("bench T=64 K=16 V=16 --op fwd,bwd,train,rec --seconds 0 --scaling --threads 2 --json " + path);
+  const Result r =
+      gatedelta("bench T=64 K=16 V=16 --op fwd,bwd,train,rec --seconds 0 --scaling --threads 2 --json " + path);
   EXPECT_EQ(r.status, 0) << r.output;
   const std::string json = slurp(path);
-  for (const char* text : {"\"op\": \"train\"", "\"threads\": 1", "\"threads\": 2", "\"state_gbytes_per_s\"", "\"gflops\""}) {
+  for (const char* text :
+       {"\"op\": \"train\"", "\"threads\": 1", "\"threads\": 2", "\"state_gbytes_per_s\"", "\"gflops\""}) {
     EXPECT_NE(json.find(text), std::string::npos) << text << " in\n" << json;
   }
   const Result refused = gatedelta("bench T=64 K=20 --seconds 0");
@@ -135,7 +139,8 @@ TEST(Cli, Run) {
   const std::string path = temporary("run.json", "");
   const Result r = gatedelta("run --tokens 300 --seconds 0 --verify 1 --threads 2 --json " + path);
   EXPECT_EQ(r.status, 0) << r.output;
-  for (const char* text : {"tokens/s", "GFLOP/s", "error against the fp64 recurrence", "value heads 0 to 1 of 32", "checksum"}) {
+  for (const char* text :
+       {"tokens/s", "GFLOP/s", "error against the fp64 recurrence", "value heads 0 to 1 of 32", "checksum"}) {
     EXPECT_NE(r.output.find(text), std::string::npos) << text << " in\n" << r.output;
   }
   EXPECT_NE(slurp(path).find("\"checksum_backward\""), std::string::npos);

@@ -33,16 +33,18 @@ TEST(Forward, EveryLength) {
 }
 
 TEST(Forward, InPlace) {
-  check(cross(cross({"lengths=70+0+64+1+129+30+20 Hk=1 Hv=2 K=16 V=48 inplace"}, {"layout=kv", "layout=vk"}),
-              cross({"pool=0", "pool=1", "pool=1 strided i64"}, {"state=fp32", "state=bf16 dtype=bf16", "state=fp16"})));
+  check(
+      cross(cross({"lengths=70+0+64+1+129+30+20 Hk=1 Hv=2 K=16 V=48 inplace"}, {"layout=kv", "layout=vk"}),
+            cross({"pool=0", "pool=1", "pool=1 strided i64"}, {"state=fp32", "state=bf16 dtype=bf16", "state=fp16"})));
 }
 
 TEST(Forward, Checkpoints) {
-  check(cross(cross({"B=2 T=400 Hk=1 Hv=2 K=16 V=48 every=64", "B=1 T=390 Hk=1 Hv=2 K=48 V=16 every=128",
-                     "lengths=64+63+0+200+130+128+65 pad=3 Hk=1 Hv=2 K=32 V=32 every=64",
-                     "lengths=64+63+0+400+130+192+65 Hk=1 Hv=1 K=32 V=32 every=192", "T=60 Hk=1 Hv=1 K=16 V=16 every=64"},
-                    {"pool=0", "pool=1", "pool=1 i64 strided"}),
-              {"dtype=bf16", "dtype=fp32 state=bf16 layout=vk", "dtype=fp16 state=fp16"}));
+  check(
+      cross(cross({"B=2 T=400 Hk=1 Hv=2 K=16 V=48 every=64", "B=1 T=390 Hk=1 Hv=2 K=48 V=16 every=128",
+                   "lengths=64+63+0+200+130+128+65 pad=3 Hk=1 Hv=2 K=32 V=32 every=64",
+                   "lengths=64+63+0+400+130+192+65 Hk=1 Hv=1 K=32 V=32 every=192", "T=60 Hk=1 Hv=1 K=16 V=16 every=64"},
+                  {"pool=0", "pool=1", "pool=1 i64 strided"}),
+            {"dtype=bf16", "dtype=fp32 state=bf16 layout=vk", "dtype=fp16 state=fp16"}));
 }
 
 }  // namespace

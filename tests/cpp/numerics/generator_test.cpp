@@ -61,14 +61,16 @@ TEST(Spec, RoundTrips) {
   for (const char* text :
        {"T=130 Hk=2 Hv=4 K=64 V=32 dtype=bf16 gate=strong beta=two keys=correlated l2norm seed=9",
         "lengths=3x64+0+130 pad=5 Hk=1 Hv=8 K=16 V=256 dtype=fp16 state=bf16 layout=vk pool inplace i64 strided",
-        "B=3 T=8 Hk=1 Hv=1 K=16 V=16 dtype=fp32 odtype=bf16 gdtype=fp16 accept steps=pool scale=0.5 h0=0 ht=0 every=64"}) {
+        "B=3 T=8 Hk=1 Hv=1 K=16 V=16 dtype=fp32 odtype=bf16 gdtype=fp16 accept steps=pool scale=0.5 h0=0 ht=0 "
+        "every=64"}) {
     const Case c = parse_case(text);
     EXPECT_EQ(describe(parse_case(describe(c))), describe(c));
   }
   const Case c = parse_case("lengths=2x3+1 pad=4");
   EXPECT_EQ(c.sequences(), 3);
   EXPECT_EQ(c.total_tokens(), 11);
-  for (const char* bad : {"T=x", "T=", "dtype=fp8", "nonsense=1", "l2norm=2", "lengths=a", "scale=big", "T=9999999999999999999"}) {
+  for (const char* bad :
+       {"T=x", "T=", "dtype=fp8", "nonsense=1", "l2norm=2", "lengths=a", "scale=big", "T=9999999999999999999"}) {
     EXPECT_THROW(parse_case(bad), std::invalid_argument) << bad;
   }
   for (const char* bad : {"Hk=2 Hv=3", "T=-1", "pad=3", "lengths=1 B=2", "inplace h0=0", "K=0", "lengths=-4",
@@ -121,21 +123,24 @@ TEST(Generator, FindsDamage) {
   EXPECT_EQ(damaged(spec, [](Problem& p) { static_cast<float*>(p.forward.o.data)[16] = 1; }), 1u);  // a gap
   EXPECT_EQ(damaged(spec, [](Problem& p) { static_cast<float*>(p.forward.o.data)[-1] = 1; }), 1u);
   EXPECT_EQ(damaged(spec, [](Problem& p) { static_cast<float*>(p.forward.in.q.data)[3] += 1; }), 1u);
-  EXPECT_EQ(damaged(spec, [](Problem& p) {
-              const gd_tensor& pool = p.forward.final_state;
-              const int32_t slot = static_cast<int32_t*>(p.forward.final_indices.data)[0];
-              static_cast<float*>(pool.data)[slot * pool.stride[0]] = 1;
-            }),
+  EXPECT_EQ(damaged(spec,
+                    [](Problem& p) {
+                      const gd_tensor& pool = p.forward.final_state;
+                      const int32_t slot = static_cast<int32_t*>(p.forward.final_indices.data)[0];
+                      static_cast<float*>(pool.data)[slot * pool.stride[0]] = 1;
+                    }),
             0u);
-  EXPECT_EQ(damaged(spec, [](Problem& p) {
-              const gd_tensor& pool = p.forward.final_state;
-              const auto* used = static_cast<int32_t*>(p.forward.final_indices.data);
-              int32_t slot = 0;
-              while (slot == used[0] || slot == used[1]) ++slot;
-              static_cast<float*>(pool.data)[slot * pool.stride[0]] = 1;
-            }),
+  EXPECT_EQ(damaged(spec,
+                    [](Problem& p) {
+                      const gd_tensor& pool = p.forward.final_state;
+                      const auto* used = static_cast<int32_t*>(p.forward.final_indices.data);
+                      int32_t slot = 0;
+                      while (slot == used[0] || slot == used[1]) ++slot;
+                      static_cast<float*>(pool.data)[slot * pool.stride[0]] = 1;
+                    }),
             1u);
-  EXPECT_EQ(damaged("T=4 Hk=1 Hv=1 K=16 V=16", [](Problem& p) { std::memset(p.forward.o.data, 0, 4 * 16 * 4 + 1); }), 1u);
+  EXPECT_EQ(damaged("T=4 Hk=1 Hv=1 K=16 V=16", [](Problem& p) { std::memset(p.forward.o.data, 0, 4 * 16 * 4 + 1); }),
+            1u);
 }
 
 TEST(Compare, NamesTheWorstHead) {
@@ -147,8 +152,8 @@ TEST(Compare, NamesTheWorstHead) {
   EXPECT_NEAR(c.error, 0.5 / std::sqrt(6.0), 1e-12);
   EXPECT_NEAR(c.margin, c.error / 0.1, 1e-9);
   EXPECT_EQ(c.max_abs, 0.5);
-  EXPECT_TRUE(compare(got, truth, {3, 4, 2}, {0.1, 0}, 2).ok);     // head 2 left out
-  EXPECT_TRUE(compare(got, truth, {3, 4, 2}, {0, 0.21}).ok);       // 0.5 <= 0.21 sqrt(6)
+  EXPECT_TRUE(compare(got, truth, {3, 4, 2}, {0.1, 0}, 2).ok);  // head 2 left out
+  EXPECT_TRUE(compare(got, truth, {3, 4, 2}, {0, 0.21}).ok);    // 0.5 <= 0.21 sqrt(6)
   EXPECT_FALSE(compare(got, truth, {3, 4, 2}, {0, 0.20}).ok);
 }
 

@@ -159,7 +159,8 @@ TEST(Invariance, InPlaceGivesTheSameBits) {
 
 // A call whose final state is fed to the next one ends where one call over all tokens ends.
 TEST(Invariance, ChainedCalls) {
-  Problem whole(parse_case("T=256 Hk=1 Hv=2 K=32 V=32 dtype=bf16")), parts(parse_case("T=256 Hk=1 Hv=2 K=32 V=32 dtype=bf16"));
+  Problem whole(parse_case("T=256 Hk=1 Hv=2 K=32 V=32 dtype=bf16")),
+      parts(parse_case("T=256 Hk=1 Hv=2 K=32 V=32 dtype=bf16"));
   for (const gd_isa isa : usable_isas()) {
     const Exec exec{.isa = isa, .pool = nullptr, .threads = 0};
     whole.reset(), parts.reset();

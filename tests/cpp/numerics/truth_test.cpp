@@ -27,8 +27,8 @@ void expect_close(const std::vector<double>& got, const std::vector<double>& exp
   ASSERT_EQ(got.size(), expected.size()) << what;
   const double scale = largest(expected) + 1e-300;
   for (size_t i = 0; i < got.size(); ++i) {
-    ASSERT_LE(std::fabs(got[i] - expected[i]), relative * scale) << what << " element " << i << ": " << got[i]
-                                                                 << " against " << expected[i];
+    ASSERT_LE(std::fabs(got[i] - expected[i]), relative * scale)
+        << what << " element " << i << ": " << got[i] << " against " << expected[i];
   }
 }
 
@@ -80,7 +80,8 @@ TEST(Truth, BackwardMatchesFiniteDifferences) {
     const Problem p(parse_case(spec));
     const auto g = reference_backward(p.backward);
     const gd_inputs& in = p.forward.in;
-    // Where l2norm meets rows of tiny length the loss is too steep for any step; loose rows are checked by identity below.
+    // Where l2norm meets rows of tiny length the loss is too steep for any step; loose rows are checked by identity
+    // below.
     const bool steep = p.spec.l2norm && p.spec.keys == KeyKind::loose;
     if (!steep) check_gradient(p, in.q, g.dq, 12, "dq");
     if (!steep) check_gradient(p, in.k, g.dk, 12, "dk");
@@ -95,7 +96,8 @@ TEST(Truth, BackwardMatchesFiniteDifferences) {
   }
 }
 
-// A row scaled by c has its l2norm gradient scaled by 1/c (up to the epsilon), and the gradient is orthogonal to the row.
+// A row scaled by c has its l2norm gradient scaled by 1/c (up to the epsilon), and the gradient is orthogonal to the
+// row.
 TEST(Truth, NormGradientIsOrthogonalToItsRow) {
   const Problem p(parse_case("T=40 Hk=1 Hv=2 K=8 V=4 l2norm"));
   const auto g = reference_backward(p.backward);
@@ -169,7 +171,12 @@ struct Chunk {
   Matrix Gamma, U;
 
   Chunk(const gd_inputs& in, int64_t begin, int64_t rows, int64_t head, double scale)
-      : Q(rows, in.q.shape[3]), K(rows, in.q.shape[3]), V(rows, in.v.shape[3]), n(rows), s(scale), Gamma(rows, rows),
+      : Q(rows, in.q.shape[3]),
+        K(rows, in.q.shape[3]),
+        V(rows, in.v.shape[3]),
+        n(rows),
+        s(scale),
+        Gamma(rows, rows),
         U(rows, in.v.shape[3]) {
     const auto row = [&](const gd_tensor& t, Matrix& m, int64_t h) {
       for (int64_t i = 0; i < rows; ++i) {
@@ -196,9 +203,8 @@ struct Chunk {
     Gamma = elementwise(Gamma, [&](int64_t i, int64_t j, double) { return i >= j ? std::exp(b[i] - b[j]) : 0; });
   }
   Matrix gated_lower(const Matrix& a, bool diagonal) const {
-    return elementwise(a, [&](int64_t i, int64_t j, double x) {
-      return i > j || (diagonal && i == j) ? x * Gamma(i, j) : 0;
-    });
+    return elementwise(
+        a, [&](int64_t i, int64_t j, double x) { return i > j || (diagonal && i == j) ? x * Gamma(i, j) : 0; });
   }
   // (I + stril(beta o KK^T o Gamma)) U = rhs by forward substitution; transposed: by backward substitution.
   Matrix solve(Matrix rhs, bool transposed) const {
@@ -231,14 +237,16 @@ struct Chunk {
   };
   // S: state before the chunk, G: gradient of the state after it. forward() must have run.
   Gradients backward(const Matrix& S, const Matrix& G, const Matrix& dO) const {
-    const Matrix P = elementwise(gated_lower(Q * transpose(K), true), [&](int64_t, int64_t, double x) { return s * x; });
+    const Matrix P =
+        elementwise(gated_lower(Q * transpose(K), true), [&](int64_t, int64_t, double x) { return s * x; });
     const Matrix KG = scale_rows(K * G, delta);
     const Matrix Z = solve(transpose(P) * dO + KG, true);
     const Matrix dV = scale_rows(Z, beta), Y = scale_rows(dV, gamma, -1), sdO = scale_rows(dO, gamma, s);
     const double last = gamma.back();
-    Matrix dS = elementwise(G, [&](int64_t, int64_t, double x) { return last * x; }) + transpose(K) * Y +
-                transpose(Q) * sdO;
-    const Matrix F = elementwise(gated_lower(dO * transpose(U), true), [&](int64_t, int64_t, double x) { return s * x; });
+    Matrix dS =
+        elementwise(G, [&](int64_t, int64_t, double x) { return last * x; }) + transpose(K) * Y + transpose(Q) * sdO;
+    const Matrix F =
+        elementwise(gated_lower(dO * transpose(U), true), [&](int64_t, int64_t, double x) { return s * x; });
     const Matrix E = elementwise(gated_lower(dV * transpose(U), false), [](int64_t, int64_t, double x) { return -x; });
     const Matrix dQ = sdO * transpose(S) + F * K;
     const Matrix read = Y * transpose(S) + E * K, carried = scale_rows(U * transpose(G), delta);
@@ -345,7 +353,8 @@ TEST(Truth, ThreadsAndLayoutDoNotMatter) {
       for (int64_t j = 0; j < 5; ++j) EXPECT_EQ(a.final_state[m * 30 + i * 5 + j], c.final_state[m * 30 + j * 6 + i]);
     }
   }
-  // Rows of no sequence are zero, a sequence without tokens keeps its state, a checkpoint at the end is the final state.
+  // Rows of no sequence are zero, a sequence without tokens keeps its state, a checkpoint at the end is the final
+  // state.
   for (size_t i = 135 * 4 * 5; i < a.o.size(); ++i) EXPECT_EQ(a.o[i], 0);
   const auto h0 = to_doubles(kv.forward.in.initial_state);
   for (int64_t i = 120; i < 240; ++i) EXPECT_EQ(a.final_state[i], h0[i]);
