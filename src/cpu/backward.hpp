@@ -120,7 +120,7 @@ class Backward {
     Pieces<Elem> Gb;            // B [Kp x 32]
     Elem *Stb, *Gtb;            // B [Vp x 32] of S^T, G^T per key panel
     float *dq_panel, *dkw_panel, *dkr_panel;  // [64][32]
-    float* scratch;             // [max(Kp, 64)][32]
+    float* scratch;             // [max(Kp, 128)][32], or [64][64]
     // Per item.
     float* G;        // states of the group's heads (unless groups are split)
     float* replay;   // state while a window is replayed, panel by panel
@@ -154,7 +154,7 @@ class Backward {
       Stb = carve.take<Elem>(E::b_size(d.Vp) * d.key_panels());
       Gtb = carve.take<Elem>(E::b_size(d.Vp) * d.key_panels());
       for (float** p : {&dq_panel, &dkw_panel, &dkr_panel}) *p = carve.take<float>(C * kPanel);
-      scratch = carve.take<float>((d.Kp > C ? d.Kp : C) * kPanel);
+      scratch = carve.take<float>((d.Kp > 2 * C ? d.Kp : 2 * C) * kPanel);
       G = carve.take<float>(b.split_groups_ ? 0 : d.state_size() * b.in_.group);
       replay = carve.take<float>(d.state_size());
       window_states = carve.take<float>(d.state_size() * kWindow);
@@ -286,7 +286,7 @@ class Backward {
       invert_unit_lower(w.value_scratch.T, w.key_scratch.KK, w.value_scratch.gates->beta);
       std::memcpy(w.window_T + c * C * C, w.value_scratch.T, sizeof(float) * C * C);
       if (c + 1 == count) return;
-      prepare_solve<E>(w.value, *w.value_scratch.gates, w.value_scratch.T);
+      prepare_solve<E>(w.value, *w.value_scratch.gates, w.key_scratch, w.value_scratch.T, in_.scale);
       for (int p = 0; p < dims_.value_panels(); ++p) {
         float* S = state_panel(w.replay, dims_, p);
         E::store_b(w.Sb, dims_.Kp, 0, dims_.Kp, S, kPanel);
@@ -300,6 +300,12 @@ class Backward {
   static void pack_square_turned(Elem* dst, const float* src, float* turned) {
     transpose(turned, C, src, C, C, C);
     pack_square<E>(dst, turned);
+  }
+
+  static void pack_square_scaled(Elem* dst, const float* src, const float* column_scale, float* scaled) {
+    for (int i = 0; i < C; ++i)
+      for (int j = 0; j < C; j += kVector) store(scaled + i * C + j, load(src + i * C + j) * load(column_scale + j));
+    pack_square<E>(dst, scaled);
   }
 
   static void scale_rows(float* c, const float* scale, float factor) {
@@ -334,7 +340,7 @@ class Backward {
 
     float* const square = w.value_scratch.square;
     const float* T = w.window_T + c * C * C;
-    prepare_solve<E>(w.value, gates, T);
+    prepare_solve<E>(w.value, gates, key, T, s);
     for (int i = 0; i < C * C; i += kVector) store(square + i, load(T + i) * load(gates.Gamma + i));
     transpose(w.turned, C, square, C, C, C);
     for (int i = 0; i < C; ++i) store_a_pieces<E>(w.TgtA, C, i, w.turned + i * C);
@@ -364,11 +370,11 @@ class Backward {
       store_b_pieces<E>(w.Gb, Kp, w.scratch, Gp);
       float* dU = pw.product;
       multiply_pieces<E>(w.key.Ka, w.Gb, Kp, C, dU);
-      scale_rows(dU, gates.delta, 1.0f);
+      scale_rows(dU, w.value.write_k, 1.0f);
       for (int i = 0; i < C; ++i) kappa[i] += dot(U + i * kPanel, dU + i * kPanel, kPanel);
       multiply_upper<E, true>({{w.PtA, w.dOb}}, dU);
       // Z, dV, Y; the state still needs s gamma o dO.
-      scale_rows(dO, gates.gamma, s);
+      scale_rows(dO, w.value.read_q, 1.0f);
       E::store_b(w.dOb, C, 0, C, dO, kPanel);
       float* Z = w.Z;
       store_b_pieces<E>(w.dUb, C, Z, dU);
@@ -380,7 +386,7 @@ class Backward {
         for (int j = 0; j < kPanel; j += kVector) {
           const Vec value = gates.beta[i] * load(Z + i * kPanel + j);
           store(dV + j, value);
-          store(Z + i * kPanel + j, value * -gates.gamma[i]);  // Y
+          store(Z + i * kPanel + j, value * -w.value.read_k[i]);  // Y, as it meets K
         }
       }
       store_b_pieces<E>(w.Yb, C, w.scratch, Z);
@@ -416,20 +422,23 @@ class Backward {
       store(w.E_ + i, -load(gates.Gamma + i) * load(w.E_ + i));
     }
     for (int i = 0; i < C; ++i) w.E_[i * C + i] = 0.0f;
-    pack_square<E>(w.FA, w.F);
-    pack_square<E>(w.EA, w.E_);
-    pack_square_turned(w.FtA, w.F, w.turned);
-    pack_square_turned(w.EtA, w.E_, w.turned);
-
     add_pairs(sigma, w.F, key.QK);
     add_pairs(sigma, w.E_, key.KK);
+    // As they meet Q and K: columns scaled by the norms of the rows they meet.
+    pack_square_scaled(w.FA, w.F, key.rk, w.turned);
+    pack_square_scaled(w.EA, w.E_, key.rk, w.turned);
+    transpose(w.scratch, C, w.F, C, C, C);
+    pack_square_scaled(w.FtA, w.scratch, key.rq, w.turned);
+    transpose(w.scratch, C, w.E_, C, C, C);
+    pack_square_scaled(w.EtA, w.scratch, key.rk, w.turned);
 
     for (int kp = 0; kp < dims_.key_panels(); ++kp) {
       const Elem *Kb = w.Kb + E::b_size(C) * kp, *Qb = w.Qb + E::b_size(C) * kp;
       const Elem *Stb = w.Stb + E::b_size(Vp) * kp, *Gtb = w.Gtb + E::b_size(Vp) * kp;
       E::multiply({{w.dOa, Stb}}, Vp, 0, C, 0, Vp, w.dq_panel, kPanel);
       scale_rows(w.dq_panel, gates.gamma, s);
-      for (int i = 0; i < C; ++i) sigma[i] += dot(key.Q + i * Kp + kp * kPanel, w.dq_panel + i * kPanel, kPanel);
+      for (int i = 0; i < C; ++i)
+        sigma[i] += key.rq[i] * dot(key.Q + i * Kp + kp * kPanel, w.dq_panel + i * kPanel, kPanel);
       multiply_lower<E, true>({{w.FA, Kb}}, w.dq_panel);
 
       E::multiply({{w.Ua, Gtb}}, Vp, 0, C, 0, Vp, w.dkw_panel, kPanel);
@@ -438,7 +447,8 @@ class Backward {
 
       E::multiply({{w.dVa, Stb}}, Vp, 0, C, 0, Vp, w.dkr_panel, kPanel);
       scale_rows(w.dkr_panel, gates.gamma, -1.0f);
-      for (int i = 0; i < C; ++i) sigma[i] += dot(key.K + i * Kp + kp * kPanel, w.dkr_panel + i * kPanel, kPanel);
+      for (int i = 0; i < C; ++i)
+        sigma[i] += key.rk[i] * dot(key.K + i * Kp + kp * kPanel, w.dkr_panel + i * kPanel, kPanel);
       multiply_lower<E, true>({{w.EA, Kb}}, w.dkr_panel);
 
       for (int i = 0; i < C; ++i) {
@@ -524,13 +534,13 @@ class Backward {
     if (!dst) return;
     const int Kp = dims_.Kp;
     if (in_.l2norm) {
-      float *y = w.key_scratch.K, *r = w.key_scratch.K_inverse_norm;
-      load_chunk(y, Kp, src, span, key_head, dims_.K, 0, Kp);
-      l2_normalise(y, Kp, span.rows, Kp, r);
+      float *x = w.key_scratch.K, *r = w.key_scratch.rk;
+      load_chunk(x, Kp, src, span, key_head, dims_.K, 0, Kp);
+      inverse_norms(r, true, x, Kp, span.rows, Kp);
       for (int i = 0; i < span.rows; ++i) {
         float* d = gradient + i * Kp;
-        const float along = dot(d, y + i * Kp, Kp);
-        for (int j = 0; j < Kp; j += kVector) store(d + j, r[i] * (load(d + j) - along * load(y + i * Kp + j)));
+        const float along = r[i] * r[i] * dot(d, x + i * Kp, Kp);  // (dy . y) y = along * x
+        for (int j = 0; j < Kp; j += kVector) store(d + j, r[i] * (load(d + j) - along * load(x + i * Kp + j)));
       }
     }
     store_chunk(dst, span, key_head, dims_.K, 0, Kp, gradient, Kp);

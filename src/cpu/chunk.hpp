@@ -64,12 +64,12 @@ inline float dot(const float* GD_RESTRICT x, const float* GD_RESTRICT y, int n) 
   return sum(acc);
 }
 
-// y = x r, r = (sum x^2 + 1e-6)^-1/2, row by row; r is kept for the backward if asked for.
-inline void l2_normalise(float* x, int ld, int rows, int width, float* inverse_norms) {
-  for (int i = 0; i < rows; ++i, x += ld) {
-    const float r = 1.0f / std::sqrt(dot(x, x, width) + 1e-6f);
-    for (int j = 0; j < width; j += kVector) store(x + j, load(x + j) * r);
-    if (inverse_norms) inverse_norms[i] = r;
+// r = (sum x^2 + 1e-6)^-1/2 of each row; 1 without l2norm. The norm is never applied to the rows themselves: the factors
+// join the fp32 row scales that every product with q or k has anyway, so bf16 rows take part unrounded.
+inline void inverse_norms(float* r, bool l2norm, const float* x, int ld, int rows, int width) {
+  for (int i = 0; i < C; ++i) {
+    const float* row = x + int64_t{i} * ld;
+    r[i] = l2norm && i < rows ? 1.0f / std::sqrt(dot(row, row, width) + 1e-6f) : 1.0f;
   }
 }
 
@@ -181,17 +181,17 @@ struct KeyOperands {
 template <class E>
 struct KeyScratch {
   using Elem = typename E::Elem;
-  float *K, *Q;     // [64][Kp], normalised if asked for
-  float *K_inverse_norm, *Q_inverse_norm;
+  float *K, *Q;     // [64][Kp], as given
+  float *rk, *rq;   // [64] inverse norms: k = rk o K, q = rq o Q
   float* Kt;        // [Kp][64]
   Elem* Ktb[2];     // B [Kp x 32] of K^T
-  float *KK, *QK;   // [64][64], lower triangle
+  float *KK, *QK;   // [64][64], lower triangle, of the normalised rows
 
   KeyScratch(Carver& carve, const Dims& dims) {
     K = carve.take<float>(C * dims.Kp);
     Q = carve.take<float>(C * dims.Kp);
-    K_inverse_norm = carve.take<float>(C);
-    Q_inverse_norm = carve.take<float>(C);
+    rk = carve.take<float>(C);
+    rq = carve.take<float>(C);
     Kt = carve.take<float>(C * dims.Kp);
     for (Elem*& panel : Ktb) panel = carve.take<Elem>(E::b_size(dims.Kp));
     KK = carve.take<float>(C * C);
@@ -207,21 +207,29 @@ void multiply_to_lower(const typename E::Elem* a, const typename E::Elem* b0, co
   E::multiply({{a, b1}}, k, kHalf, C, 0, k, c + kHalf, C);
 }
 
+inline void scale_square(float* square, const float* row_scale, const float* column_scale) {
+  for (int i = 0; i < C; ++i)
+    for (int j = 0; j < C; j += kVector)
+      store(square + i * C + j, load(square + i * C + j) * (row_scale[i] * load(column_scale + j)));
+}
+
 template <class E>
 void prepare_key(const KeyOperands<E>& out, const KeyScratch<E>& w, const Dims& dims, const Layer& in,
                  const ChunkSpan& span, int64_t key_head, bool want_q) {
   load_chunk(w.K, dims.Kp, in.k, span, key_head, dims.K, 0, dims.Kp);
-  if (in.l2norm) l2_normalise(w.K, dims.Kp, span.rows, dims.Kp, w.K_inverse_norm);
+  inverse_norms(w.rk, in.l2norm, w.K, dims.Kp, span.rows, dims.Kp);
   for (int i = 0; i < C; ++i) E::store_a_row(out.Ka, dims.Kp, i, w.K + i * dims.Kp);
   transpose(w.Kt, C, w.K, dims.Kp, C, dims.Kp);
   for (int i = 0; i < dims.Kp; ++i) E::store_a_row(out.Kta, C, i, w.Kt + i * C);
   for (int p = 0; p < 2; ++p) E::store_b(w.Ktb[p], dims.Kp, 0, dims.Kp, w.Kt + p * kPanel, C);
   multiply_to_lower<E>(out.Ka, w.Ktb[0], w.Ktb[1], dims.Kp, w.KK);
+  if (in.l2norm) scale_square(w.KK, w.rk, w.rk);
   if (!want_q) return;
   load_chunk(w.Q, dims.Kp, in.q, span, key_head, dims.K, 0, dims.Kp);
-  if (in.l2norm) l2_normalise(w.Q, dims.Kp, span.rows, dims.Kp, w.Q_inverse_norm);
+  inverse_norms(w.rq, in.l2norm, w.Q, dims.Kp, span.rows, dims.Kp);
   for (int i = 0; i < C; ++i) E::store_a_row(out.Qa, dims.Kp, i, w.Q + i * dims.Kp);
   multiply_to_lower<E>(out.Qa, w.Ktb[0], w.Ktb[1], dims.Kp, w.QK);
+  if (in.l2norm) scale_square(w.QK, w.rq, w.rk);
 }
 
 // --- products of operands kept in two pieces --------------------------------------------------------------------------
@@ -316,14 +324,16 @@ struct ValueOperands {
   using Elem = typename E::Elem;
   Pieces<Elem> Tg;  // A [64 x 64] Gamma o T o beta_j, lower
   Elem* Pa;         // A [64 x 64] P, lower
-  float* gamma;     // [64]
-  float* delta;     // [64]
+  float *read_k, *write_k, *read_q;  // [64] row scales: gamma rk, delta rk, s gamma rq
+  float* gamma_L;
 
   ValueOperands(Carver& carve, const Dims&) {
     Tg = take_pieces<E>(carve, E::a_size(C, C));
     Pa = carve.take<Elem>(E::a_size(C, C));
-    gamma = carve.take<float>(C);
-    delta = carve.take<float>(C);
+    read_k = carve.take<float>(C);
+    write_k = carve.take<float>(C);
+    read_q = carve.take<float>(C);
+    gamma_L = carve.take<float>(1);
   }
 };
 
@@ -339,17 +349,22 @@ struct ValueScratch {
   }
 };
 
-// T_g beta from T and the gates.
+// T_g beta from T and the gates, and the row scales.
 template <class E>
-void prepare_solve(const ValueOperands<E>& out, const Gates& gates, const float* T) {
+void prepare_solve(const ValueOperands<E>& out, const Gates& gates, const KeyScratch<E>& key, const float* T,
+                   float scale) {
   for (int i = 0; i < C; ++i) {
     float row[C];
     for (int j = 0; j < C; j += kVector)
       store(row + j, load(T + i * C + j) * load(gates.Gamma + i * C + j) * load(gates.beta + j));
     store_a_pieces<E>(out.Tg, C, i, row);
   }
-  std::memcpy(out.gamma, gates.gamma, sizeof gates.gamma);
-  std::memcpy(out.delta, gates.delta, sizeof gates.delta);
+  for (int i = 0; i < C; i += kVector) {
+    store(out.read_k + i, load(gates.gamma + i) * load(key.rk + i));
+    store(out.write_k + i, load(gates.delta + i) * load(key.rk + i));
+    store(out.read_q + i, load(gates.gamma + i) * load(key.rq + i) * scale);
+  }
+  *out.gamma_L = gates.gamma_L;
 }
 
 // P = s Gamma o tril(QK) into square [64][64].
@@ -369,7 +384,7 @@ void prepare_value(const ValueOperands<E>& out, const ValueScratch& w, const Key
                    const ChunkSpan& span, int64_t head, bool want_scores) {
   prepare_gates(*w.gates, in, span, head);
   invert_unit_lower(w.T, key.KK, w.gates->beta);
-  prepare_solve<E>(out, *w.gates, w.T);
+  prepare_solve<E>(out, *w.gates, key, w.T, in.scale);
   if (!want_scores) return;
   score_square<E>(w.square, *w.gates, key, in.scale);
   pack_square<E>(out.Pa, w.square);

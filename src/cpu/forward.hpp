@@ -64,7 +64,7 @@ void solve_panel(const PanelScratch<E>& w, float* V, const typename E::Elem* Ka,
   for (int i = 0; i < C; ++i)
     for (int j = 0; j < kPanel; j += kVector) {
       float* v = V + i * kPanel + j;
-      store(v, load(v) - value.gamma[i] * load(w.product + i * kPanel + j));
+      store(v, load(v) - value.read_k[i] * load(w.product + i * kPanel + j));
     }
   store_b_pieces<E>(w.Wb, C, w.product, V);
   multiply_lower<E, false>(PieceTerms<E>(value.Tg, w.Wb).terms, w.U);
@@ -76,9 +76,9 @@ void update_panel(float* S, const PanelScratch<E>& w, const typename E::Elem* Kt
                   const Dims& dims) {
   for (int i = 0; i < C; ++i)
     for (int j = 0; j < kPanel; j += kVector)
-      store(w.product + i * kPanel + j, value.delta[i] * load(w.U + i * kPanel + j));
+      store(w.product + i * kPanel + j, value.write_k[i] * load(w.U + i * kPanel + j));
   store_b_pieces<E>(w.dUb, C, w.scratch, w.product);
-  const float gamma_L = value.gamma[C - 1];
+  const float gamma_L = *value.gamma_L;
   for (int64_t i = 0; i < int64_t{dims.Kp} * kPanel; i += kVector) store(S + i, gamma_L * load(S + i));
   multiply_pieces<E, true>(Kta, w.dUb, C, dims.Kp, S);
 }
@@ -234,7 +234,7 @@ class Forward {
       E::store_b(w.Ub, C, 0, C, w.U, kPanel);
       multiply_lower<E, false>({{value.Pa, w.Ub}}, w.product);
       for (int i = 0; i < C; ++i) {
-        const float scale = in_.scale * value.gamma[i];
+        const float scale = value.read_q[i];
         for (int j = 0; j < kPanel; j += kVector) {
           float* o = VO + i * kPanel + j;
           store(o, scale * load(o) + load(w.product + i * kPanel + j));

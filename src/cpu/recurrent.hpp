@@ -127,10 +127,15 @@ class Recurrent {
     load_row(w.q, in_.q.data, in_.q.dtype, in_.q.offset(batch, token, key_head), K_);
     load_row(w.v, in_.v.data, in_.v.dtype, in_.v.offset(batch, token, head), V_);
     if (in_.l2norm) {
-      l2_normalise(w.k, K_, 1, K_, nullptr);
-      l2_normalise(w.q, K_, 1, K_, nullptr);
+      l2_normalise(w.k);
+      l2_normalise(w.q);
     }
     return {std::exp(token_gate(in_, batch, token, head)), token_beta(in_, batch, token, head), dot(w.k, w.q, K_)};
+  }
+
+  void l2_normalise(float* x) const {
+    const float r = 1.0f / std::sqrt(dot(x, x, K_) + 1e-6f);
+    for (int i = 0; i < K_; i += kVector) store(x + i, load(x + i) * r);
   }
 
   // From the products with the old state to the output, and to what is written in place of v: beta e.
