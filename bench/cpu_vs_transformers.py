@@ -3,7 +3,7 @@
 Measurements of the two sides take turns, so that both see the same machine. Prints a table with the project's bars and
 writes results/cpu/<architecture>-<cpu>.json.
 
-    python bench/cpu_vs_transformers.py [--repeats 7] [--output FILE] [--smoke]
+Usage: python bench/cpu_vs_transformers.py [--repeats 7] [--output FILE] [--smoke]
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def alternate(repeats: int, calls: dict[str, Callable], inner: dict[str, int] | 
             for _ in range(count):
                 call()
             times[name].append((time.perf_counter() - start) * 1e3 / count)
-    return {name: {"best_ms": min(t), "median_ms": statistics.median(t), "repeats": repeats} for name, t in times.items()}
+    return {name: {"best_ms": min(t), "median_ms": statistics.median(t)} for name, t in times.items()}
 
 
 def ratio(times: dict[str, dict]) -> dict:
@@ -132,25 +132,27 @@ def measure_decode(repeats: int, steps: int) -> dict:
 def measure_scaling(repeats: int, shapes: list[dict]) -> list[dict]:
     everything = torch.get_num_threads()
     counts = sorted({1, everything, *(n for n in (2, 4, 8, 16, 32, 64, 128) if n < everything)})
-    result = []
-    for shape in shapes:
+
+    def measure(shape: dict, threads: int) -> dict:
         inputs = benchmark_inputs(**shape)
-        for threads in counts:
-            torch.set_num_threads(threads)
-            with torch.no_grad():
-                times = alternate(repeats, {"ours": lambda: ours_chunk(*inputs[:6]),
-                                            "theirs": lambda: peer.chunk(*inputs[:6])})  # fmt: skip
-            step = alternate(repeats, {"ours": lambda: training_step(ours_chunk, inputs)})
-            result.append({
-                **shape,
-                "threads": threads,
-                "forward_ms": times["ours"]["best_ms"],
-                "forward_gflops": gflop(shape) / (times["ours"]["best_ms"] / 1e3),
-                "forward+backward_ms": step["ours"]["best_ms"],
-                "theirs_forward_ms": times["theirs"]["best_ms"],
+        torch.set_num_threads(threads)
+        with torch.no_grad():
+            times = alternate(repeats, {
+                "ours": lambda: ours_chunk(*inputs[:6]),
+                "theirs": lambda: peer.chunk(*inputs[:6]),
             })  # fmt: skip
+        step = alternate(repeats, {"ours": lambda: training_step(ours_chunk, inputs)})
         torch.set_num_threads(everything)
-    return result
+        return {
+            **shape,
+            "threads": threads,
+            "forward_ms": times["ours"]["best_ms"],
+            "forward_gflops": gflop(shape) / (times["ours"]["best_ms"] / 1e3),
+            "forward+backward_ms": step["ours"]["best_ms"],
+            "theirs_forward_ms": times["theirs"]["best_ms"],
+        }
+
+    return [measure(shape, threads) for shape in shapes for threads in counts]
 
 
 def measure_errors(shape: dict, verified_heads: int) -> list[dict]:
@@ -221,7 +223,8 @@ def print_report(result: dict) -> None:
     machine, versions = result["machine"], result["versions"]
     print(f"\n{machine['cpu']} ({machine['architecture']}), {result['threads']} threads, {machine['best_isa']}")
     print(", ".join(f"{name} {version}" for name, version in versions.items()))
-    print(f"\n{'':34}{'ours':>12}{'transformers':>14}{'speedup':>10}   (best of {result['repeats']}; median in brackets)")
+    heading = f"   (best of {result['repeats']}; median in brackets)"
+    print(f"\n{'':34}{'ours':>12}{'transformers':>14}{'speedup':>10}{heading}")
     rows = [
         (f"{kind}, 1x{shape['tokens']}, {shape['heads']} heads", shape[kind])
         for shape in result["shapes"]
@@ -230,8 +233,9 @@ def print_report(result: dict) -> None:
     rows.append((f"decode, {DECODE_HEADS} heads, per token", result["decode"]))
     for name, row in rows:
         unit, factor = ("us", 1e3) if row["ours"]["best_ms"] < 0.5 else ("ms", 1)
-        print(f"{name:34}{row['ours']['best_ms'] * factor:>9.2f} {unit}{row['theirs']['best_ms'] * factor:>11.2f} {unit}"
-              f"{row['speedup']:>9.1f}x   ({row['speedup_median']:.1f}x)")  # fmt: skip
+        ours, theirs = row["ours"]["best_ms"] * factor, row["theirs"]["best_ms"] * factor
+        print(f"{name:34}{ours:>9.2f} {unit}{theirs:>11.2f} {unit}{row['speedup']:>9.1f}x"
+              f"   ({row['speedup_median']:.1f}x)")  # fmt: skip
     fresh = result["decode"]["ours_new_state"]["best_ms"] * 1e3
     print(f"{'  the same, returning a new state':34}{fresh:>9.2f} us")
     print("\nforward against torch's bf16 matmul:")
@@ -245,7 +249,8 @@ def print_report(result: dict) -> None:
               f"{s['forward_gflops']:.0f} GFLOP/s; forward+backward {s['forward+backward_ms']:.1f} ms")  # fmt: skip
     print(f"\nerror against the fp64 recurrence, worst of {result['verified_heads']} heads:")
     for e in result["errors"]:
-        print(f"  1x{e['tokens']}, {e['heads']} heads, {e['quantity']:16} ours {e['ours']:.1e}, theirs {e['theirs']:.1e}")
+        case = f"1x{e['tokens']}, {e['heads']} heads"
+        print(f"  {case}, {e['quantity']:16} ours {e['ours']:.1e}, theirs {e['theirs']:.1e}")
     print()
     for bar in result["bars"]:
         print(f"{'PASS' if bar['passed'] else 'MISS'}  {bar['what']:44} {bar['value']:6.2f}  bar {bar['bar']:g}")
@@ -255,7 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=7, help="measurements of each side (7)")
     parser.add_argument("--output", type=Path, help="where the JSON goes (results/cpu/<architecture>-<cpu>.json)")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes: shows that the benchmark runs, judges nothing")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes: only shows that it runs, judges nothing")
     options = parser.parse_args()
     shapes, matmul_size, steps, verified = SHAPES, 4096, 50, 2
     if options.smoke:

@@ -1,6 +1,6 @@
 """Draws the results of `gatedelta run --json` or of bench/cpu_vs_transformers.py.
 
-    python bench/plot.py RESULTS.json PICTURE.png
+Usage: python bench/plot.py RESULTS.json PICTURE.png
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 OURS, THEIRS, GOOD, BAD, GREY = "#2a6f97", "#b8c4cc", "#4c956c", "#c1443c", "#5c677d"
 SHADES = {"fwd": "#2a6f97", "bwd": "#e09f3e"}
@@ -66,7 +66,8 @@ def draw_run(result: dict):
     )  # fmt: skip
     bars = times.barh(labels, [t["best_ms"] for t in timings], color=colours, height=0.65)
     label_bars(times, bars, [
-        f"{format_ms(t['best_ms'])}  ·  {t['tokens_per_s']:,.0f} tokens/s  ·  {t['gflops']:.0f} GFLOP/s" for t in timings
+        f"{format_ms(t['best_ms'])}  ·  {t['tokens_per_s']:,.0f} tokens/s  ·  {t['gflops']:.0f} GFLOP/s"
+        for t in timings
     ])  # fmt: skip
     times.margins(x=0.75)
     times.invert_yaxis()
@@ -95,9 +96,7 @@ def draw_comparison(result: dict):
     ]
     rows.append((f"decode\n{result['decode']['heads']} heads", result["decode"]))
     bars_of = {bar["what"]: bar for bar in result["bars"]}
-    figure, (speed, scaling) = plt.subplots(
-        1, 2, figsize=(11, 4.8), width_ratios=[1.55, 1], layout="constrained"
-    )
+    figure, (speed, scaling) = plt.subplots(1, 2, figsize=(11, 4.8), width_ratios=[1.55, 1], layout="constrained")
     bars = speed.barh([name for name, _ in rows], [row["speedup"] for _, row in rows], color=OURS, height=0.6)
     label_bars(speed, bars, [
         f"{row['speedup']:.1f}×  ({format_ms(row['ours']['best_ms'])} vs {format_ms(row['theirs']['best_ms'])})"

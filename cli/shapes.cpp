@@ -21,7 +21,7 @@ std::vector<std::string> cells(const std::string& line) {
   return result;
 }
 
-void apply(testing::Case& c, const std::string& words) {
+void set_words(testing::Case& c, const std::string& words) {
   try {
     testing::apply_spec(c, words);
   } catch (const std::invalid_argument& e) {
@@ -43,7 +43,7 @@ Shape read_row(const std::vector<std::string>& columns, const std::vector<std::s
     } else if (row[i].find_first_of(" \t") != std::string::npos) {
       throw UsageError("a space inside '" + row[i] + "'");
     } else {
-      apply(shape.spec, columns[i] + "=" + row[i]);
+      set_words(shape.spec, columns[i] + "=" + row[i]);
     }
   }
   return shape;
@@ -91,7 +91,7 @@ std::vector<Shape> chosen_shapes(const Options& options, const std::vector<Shape
   } else {
     return otherwise;
   }
-  for (Shape& shape : shapes) apply(shape.spec, options.words());
+  for (Shape& shape : shapes) set_words(shape.spec, options.words());
   return shapes;
 }
 

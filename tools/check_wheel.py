@@ -1,21 +1,18 @@
 #!/usr/bin/env python3
 """Builds the wheel into dist/ and uses it as a stranger would: in a fresh virtual environment, without torch.
 
-Checked: the tag is py3-none-<platform> (one wheel for every Python), the libraries inside need nothing but the run time
-of C and C++ (the binding also torch's library), the package imports without torch, a forward matches the recurrence.
+The package must import without torch and its forward must match the recurrence. What is inside the wheel is tested by
+tests/python/test_wheel.py.
 """
 
-import re
 import subprocess
 import sys
 import venv
-import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 FRESH = ROOT / "build/wheel-venv"
-ALLOWED_NEEDED = re.compile(r"^(libstdc\+\+|libm|libgcc_s|libc|libpthread|libdl|ld-linux.*)\.so|^libgatedelta\.so")
 
 # The recurrence by hand, in the installed package's own Python.
 SMOKE_TEST = """
@@ -58,22 +55,6 @@ def build_wheel() -> Path:
     return wheel
 
 
-def check_contents(wheel: Path) -> None:
-    assert re.fullmatch(r"gatedelta-[\d.]+-py3-none-\w+\.whl", wheel.name), f"tag of {wheel.name}"
-    unpacked = ROOT / "build/wheel-contents"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(unpacked)
-        libraries = [unpacked / name for name in archive.namelist() if ".so" in Path(name).name]
-    assert libraries, "no library in the wheel"
-    for library in libraries:
-        dynamic = run("readelf", "--dynamic", library, capture_output=True).stdout
-        needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
-        allowed_torch = {"libtorch_cpu.so"} if "torch" in library.name else set()
-        strangers = [name for name in needed if not ALLOWED_NEEDED.match(name) and name not in allowed_torch]
-        assert not strangers, f"{library.name} needs {strangers}"
-        print(f"{library.relative_to(unpacked)}: {library.stat().st_size // 1024} KiB, needs {', '.join(needed)}")
-
-
 def check_fresh_install(wheel: Path) -> None:
     venv.create(FRESH, clear=True, with_pip=True)
     python = FRESH / "bin/python"
@@ -84,7 +65,6 @@ def check_fresh_install(wheel: Path) -> None:
 def main() -> int:
     wheel = build_wheel()
     print(f"built {wheel.relative_to(ROOT)}")
-    check_contents(wheel)
     check_fresh_install(wheel)
     return 0
 

@@ -1,6 +1,6 @@
-// The torch operators of namespace `gatedelta`: schemas and boxed kernels over the C ABI, through torch's stable C shim.
-// One binary serves torch 2.10 and newer, of any build. The kernels read tensors, allocate outputs and workspace, and
-// lend torch's threads; what a call may look like is checked by the library itself.
+// The torch operators of namespace `gatedelta`: schemas and boxed kernels over the C ABI, through torch's stable C
+// shim. One binary serves torch 2.10 and newer, of any build. The kernels read tensors, allocate outputs and workspace,
+// and lend torch's threads; what a call may look like is checked by the library itself.
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
@@ -157,7 +157,8 @@ struct Device {
   gd_tensor describe(const Tensor& tensor, const char* name) const {
     gd_tensor result{};
     const int64_t rank = tensor.rank();
-    if (rank > GD_MAX_RANK) fail(std::string(name) + " has rank " + std::to_string(rank) + ", more than any tensor here");
+    if (rank > GD_MAX_RANK)
+      fail(std::string(name) + " has rank " + std::to_string(rank) + ", more than any tensor here");
     check(tensor, name);
     result.dtype = gd_dtype_of(tensor, name);
     result.rank = static_cast<int32_t>(rank);
@@ -289,8 +290,8 @@ void run_with_workspace(Args& args, const Device& device, gd_status (*workspace)
 
 // ---- what all operators share --------------------------------------------------------------------------------------
 
-#define GD_INPUT_SCHEMA                                                                                         \
-  "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, "   \
+#define GD_INPUT_SCHEMA                                                                                       \
+  "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, " \
   "Tensor? initial_state, Tensor? initial_indices, float? scale, int gate, int beta_kind, int state_layout, " \
   "bool l2norm, "
 
@@ -510,8 +511,7 @@ void chunk_bwd(StableIValue* stack, uint64_t, uint64_t) {
   for (size_t i = 0; i < std::size(gradients); ++i) stack[i] = returned(std::move(results[i]));
 }
 
-constexpr char kRecurrent[] = "recurrent(" GD_INPUT_SCHEMA
-                              "bool output_final_state) -> (Tensor o, Tensor final_state)";
+constexpr char kRecurrent[] = "recurrent(" GD_INPUT_SCHEMA "bool output_final_state) -> (Tensor o, Tensor final_state)";
 
 void recurrent(StableIValue* stack, uint64_t, uint64_t) {
   Arguments from(stack);
@@ -573,7 +573,7 @@ struct Operator {
   std::string name() const { return std::string(schema, std::strchr(schema, '(')); }
 };
 constexpr Operator kOperators[] = {
-    {kChunkFwd, chunk_fwd},   {kChunkFwdOut, chunk_fwd_out},   {kChunkBwd, chunk_bwd},
+    {kChunkFwd, chunk_fwd},  {kChunkFwdOut, chunk_fwd_out},  {kChunkBwd, chunk_bwd},
     {kRecurrent, recurrent}, {kRecurrentOut, recurrent_out},
 };
 

@@ -14,8 +14,8 @@ struct TorchLibraryOpaque;
 using TorchLibraryHandle = TorchLibraryOpaque*;
 using AOTITorchError = int32_t;  // 0 = success
 
-// One value on a boxed kernel's stack: bool, int64_t and double by their bytes, a tensor as an owned handle, an optional
-// as null or as a pointer to a value made with `new`.
+// One value on a boxed kernel's stack: bool, int64_t and double by their bytes, a tensor as an owned handle, an
+// optional as null or as a pointer to a value made with `new`.
 using StableIValue = uint64_t;
 
 // Registration.

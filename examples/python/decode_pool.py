@@ -2,16 +2,15 @@
 
 Every request owns one slot of the pool. The kernels read and write the slots themselves; nothing is gathered or copied.
 
-    python examples/python/decode_pool.py
+Usage: python examples/python/decode_pool.py
 """
 
 from __future__ import annotations
 
 import torch
+from gatedelta import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from torch import Tensor
 from torch.nn import functional as F
-
-from gatedelta import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 KEY_HEADS, VALUE_HEADS, K, V = 2, 4, 64, 64
 

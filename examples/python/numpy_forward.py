@@ -1,13 +1,12 @@
 """Forward and backward on numpy arrays, without torch, checked against the definition.
 
-    python examples/python/numpy_forward.py
+Usage: python examples/python/numpy_forward.py
 """
 
 from __future__ import annotations
 
-import numpy as np
-
 import gatedelta.numpy as gd
+import numpy as np
 
 
 def recurrence(q, k, v, g, beta):

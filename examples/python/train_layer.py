@@ -3,7 +3,7 @@
 Each sample shows key/value pairs and then asks for the values of the keys in another order. Several samples are packed
 into one row; cu_seqlens keeps them apart.
 
-    python examples/python/train_layer.py [--steps 60] [--compile]
+Usage: python examples/python/train_layer.py [--steps 60] [--compile]
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import argparse
 import time
 
 import torch
+from gatedelta import chunk_gated_delta_rule, cu_seqlens_from_positions
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from gatedelta import chunk_gated_delta_rule, cu_seqlens_from_positions
 
 KEYS, VALUES, PAIRS, SAMPLES = 16, 16, 8, 32
 

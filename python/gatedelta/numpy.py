@@ -1,9 +1,9 @@
 """The gated delta rule on numpy arrays, without torch.
 
 Arrays are float32, float16 or (with the ml_dtypes package) bfloat16, of any strides as long as the last dimension of q,
-k, v and the two last of a state are contiguous; nothing is copied. Arguments mean what they mean in ``gatedelta.torch``.
-A refused call raises ValueError, or gatedelta.numpy.UnsupportedError for what this build or machine cannot do, and has
-written nothing.
+k, v and the two last of a state are contiguous; nothing is copied. Arguments mean what they mean in
+``gatedelta.torch``. A refused call raises ValueError, or UnsupportedError for what this build or machine cannot do,
+and has written nothing.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ def backward(
         if saved.dtype != np.uint8 or saved.ndim != 1 or not saved.flags.c_contiguous:
             raise ValueError("saved is not what forward(..., save=True) returned")
         args.saved, args.saved_bytes = saved.ctypes.data, saved.size
-    gradients = Gradients(*(
-        None if x is None else np.empty(x.shape, x.dtype) for x in (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    ))
+    gradients = Gradients(
+        *(None if x is None else np.empty(x.shape, x.dtype) for x in (q, k, v, g, beta, A_log, dt_bias, initial_state))
+    )
     for name, array in gradients._asdict().items():
         setattr(args, name, _tensor(array, name, written=True))
     _set_threads(args, num_threads)

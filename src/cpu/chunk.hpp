@@ -45,16 +45,14 @@ inline void store_chunk(const TokenRows& dst, const ChunkSpan& span, int64_t hea
     store_row(dst.data, dst.dtype, dst.offset(span.batch, span.token + i, head) + first, src + i * ld, valid);
 }
 
-// Asks for the chunk's rows ahead of their use: rows of different tokens lie too far apart for the hardware to guess.
+// Asks the caches for one token's rows of heads [first, end).
 template <bool kWrite = false>
-inline void prefetch_chunk(const TokenRows& rows, const ChunkSpan& span, int64_t head, int columns, int first,
-                           int width) {
+inline void prefetch_rows(const TokenRows& rows, int64_t batch, int64_t token, int64_t first, int64_t end, int width) {
   constexpr int64_t kLine = 64;
   const int64_t bytes = dtype_bytes(rows.dtype);
-  const int64_t row_bytes = (columns - first < width ? columns - first : width) * bytes;
-  for (int i = 0; i < span.rows; ++i) {
-    const char* row = static_cast<const char*>(rows.data) + (rows.offset(span.batch, span.token + i, head) + first) * bytes;
-    for (int64_t at = 0; at < row_bytes; at += kLine) __builtin_prefetch(row + at, kWrite ? 1 : 0, 2);
+  for (int64_t head = first; head < end; ++head) {
+    const char* row = static_cast<const char*>(rows.data) + rows.offset(batch, token, head) * bytes;
+    for (int64_t at = 0; at < width * bytes; at += kLine) __builtin_prefetch(row + at, kWrite ? 1 : 0, 2);
   }
 }
 

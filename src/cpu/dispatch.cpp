@@ -23,6 +23,15 @@ const Kernels& kernels_of(gd_isa isa) {
   }
 }
 
+gd_isa choose_best_isa() {
+  // VDPBF16PS pays where it does twice the work of an FMA in the same time (AMD). Intel's runs at half that rate: plain
+  // AVX-512 is faster there and exact, and processors with AMX do not need it.
+  const int usable = usable_isas() & ~(bf16_dot_is_slow() ? 1 << GD_ISA_AVX512_BF16 : 0);
+  for (const gd_isa isa : {GD_ISA_AMX, GD_ISA_AVX512_BF16, GD_ISA_AVX512, GD_ISA_AVX2, GD_ISA_NEON_BF16, GD_ISA_NEON})
+    if (usable & (1 << isa)) return isa;
+  return GD_ISA_GENERIC;
+}
+
 size_t saved_bytes(const Layer& in) {
   return sizeof(float) * static_cast<size_t>(max_windows(in) * in.value_heads * padded_dims(in).state_size());
 }
@@ -30,12 +39,8 @@ size_t saved_bytes(const Layer& in) {
 }  // namespace
 
 gd_isa best_isa() {
-  // VDPBF16PS pays where it does twice the work of an FMA in the same time (AMD). Intel's runs at half that rate: plain
-  // AVX-512 is faster there and exact, and processors with AMX do not need it.
-  const int usable = usable_isas() & ~(bf16_dot_is_slow() ? 1 << GD_ISA_AVX512_BF16 : 0);
-  for (const gd_isa isa : {GD_ISA_AMX, GD_ISA_AVX512_BF16, GD_ISA_AVX512, GD_ISA_AVX2, GD_ISA_NEON_BF16, GD_ISA_NEON})
-    if (usable & (1 << isa)) return isa;
-  return GD_ISA_GENERIC;
+  static const gd_isa best = choose_best_isa();  // a fact of the machine, read once: CPUID is slow under a hypervisor
+  return best;
 }
 
 size_t forward_workspace(const ForwardProblem& problem, const Context& context) {

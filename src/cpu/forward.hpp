@@ -294,10 +294,11 @@ class Forward {
         // Whole rows of V in, whole rows of O out: a row is one piece of memory, a panel of it is not.
         const HeadState<E> head_state = state(h);
         load_panels(lane.VO, in_.v, span, first + h);
-        prefetch_next(sequence, chunk, first, h);
-        for (int p = 0; p < dims_.value_panels(); ++p)
+        for (int p = 0; p < dims_.value_panels(); ++p) {
+          prefetch_share(sequence, chunk + 1, first, h * dims_.value_panels() + p);
           advance_panel(head_state.panel(dims_, p), lane.panel, lane.VO + p * C * kPanel, lane.key, lane.value, n,
                         sequence, chunk, first + h, p);
+        }
         if (problem_.o) store_panels(problem_.o, span, first + h, lane.VO);
       }
     }
@@ -305,16 +306,22 @@ class Forward {
       for (int p = 0; p < dims_.value_panels(); ++p) end_panel(state(h).panel(dims_, p), n, first + h, p);
   }
 
-  // Rows the item needs next: those of the next head, or of the first head in the next chunk.
-  void prefetch_next(const SequenceSpan& sequence, int64_t chunk, int64_t first, int h) const {
-    const bool same_chunk = h + 1 < plan_.heads_per_item;
-    const int64_t next_chunk = same_chunk ? chunk : chunk + 1, head = same_chunk ? first + h + 1 : first;
-    if (next_chunk * C >= sequence.length) return;
-    const ChunkSpan span = chunk_span(sequence, next_chunk);
-    prefetch_chunk(in_.v, span, head, dims_.V, 0, dims_.V);
-    if (same_chunk && head % in_.group != 0) return;
-    prefetch_chunk(in_.k, span, head / in_.group, dims_.K, 0, dims_.K);
-    if (problem_.o) prefetch_chunk(in_.q, span, head / in_.group, dims_.K, 0, dims_.K);
+  // Asks for one share of what the item's heads need in `chunk`, one share per panel advanced in the chunk before: the
+  // memory system gets a steady stream in address order instead of bursts, and needs it: a token's rows are one piece of
+  // memory, but those of the next token may lie pages away.
+  void prefetch_share(const SequenceSpan& sequence, int64_t chunk, int64_t first, int share) const {
+    const int shares = plan_.heads_per_item * dims_.value_panels();
+    const int64_t begin = chunk * C + C * share / shares;
+    const int64_t end = std::min<int64_t>(chunk * C + C * (share + 1) / shares, sequence.length);
+    const int64_t first_key = first / in_.group, end_key = (first + plan_.heads_per_item - 1) / in_.group + 1;
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t token = sequence.begin + t;
+      prefetch_rows(in_.k, sequence.batch, token, first_key, end_key, dims_.K);
+      prefetch_rows(in_.v, sequence.batch, token, first, first + plan_.heads_per_item, dims_.V);
+      if (!problem_.o) continue;
+      prefetch_rows(in_.q, sequence.batch, token, first_key, end_key, dims_.K);
+      prefetch_rows<true>(problem_.o, sequence.batch, token, first, first + plan_.heads_per_item, dims_.V);
+    }
   }
 
   // --- split ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ extern size_t accepted_calls;
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
 int main(int argc, char** argv) {
-  const int calls = argc > 1 ? std::atoi(argv[1]) : 4000;
+  const int calls = argc > 1 ? std::atoi(argv[1]) : 3000;
   std::vector<uint8_t> bytes(400);
   for (int call = 0; call < calls; ++call) {
     std::mt19937 random(static_cast<uint32_t>(call));  // its numbers are the same everywhere

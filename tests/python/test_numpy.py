@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("ml_dtypes")
 
-import gatedelta.numpy as gd  # noqa: E402
-from truth import Case  # noqa: E402
+import gatedelta.numpy as gd
+from truth import Case
 
 CASES = [
     "B=2 T=130 Hk=2 Hv=4 K=64 V=32 dtype=fp32",
@@ -59,9 +59,7 @@ def test_recurrent(spec):
 def test_buffers_and_pools():
     case = Case("lengths=64+130+0+1+70 pad=9 Hk=1 Hv=2 K=64 V=32 dtype=bf16 pool=1 inplace=1 every=64", numpy=True)
     truth = case.forward_truth()
-    b = case.buffers(
-        case.forward_args, "o", "final_state", "final_indices", "checkpoints", "checkpoint_indices"
-    )
+    b = case.buffers(case.forward_args, "o", "final_state", "final_indices", "checkpoints", "checkpoint_indices")
     result = gd.forward(
         case.q, case.k, case.v, case.g, case.beta, initial_state=case.initial_state, out=b["o"],
         initial_state_indices=case.initial_indices, final_state=b["final_state"],

@@ -6,9 +6,8 @@ import os
 import re
 from pathlib import Path
 
-import pytest
-
 import gatedelta
+import pytest
 from gatedelta import _lib
 
 BLOCK_HEAVY = """

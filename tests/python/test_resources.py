@@ -141,9 +141,7 @@ def test_pool_of_more_than_two_to_the_31_elements():
     got, _ = gd.chunk_gated_delta_rule(q, k, v, g, beta, initial_state=pool, final_state=pool, **options)
     expected, _ = gd.chunk_gated_delta_rule(q, k, v, g, beta, initial_state=want, final_state=want)
     assert torch.equal(got, expected) and torch.equal(pool[indices], want)
-    got, _ = gd.fused_recurrent_gated_delta_rule(
-        q, k, v, g, beta=beta, initial_state=pool, final_state=pool, **options
-    )
+    got, _ = gd.fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, initial_state=pool, final_state=pool, **options)
     expected, _ = gd.fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, initial_state=want, final_state=want)
     assert torch.equal(got, expected) and torch.equal(pool[indices], want)
 

@@ -56,6 +56,7 @@ def test_needs_nothing_but_torch_and_the_c_runtime():
 def test_torch_abi_audit_calls_it_stable():
     pytest.importorskip("torch_abi_audit")
     tool = Path(sys.executable).with_name("torch-abi-audit")
-    result = subprocess.run([tool, "--check", "torch", _lib.library_path("gatedelta_torch")], capture_output=True, text=True)
+    command = [tool, "--check", "torch", _lib.library_path("gatedelta_torch")]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "min-torch=2.10.0" in result.stdout

@@ -1,4 +1,4 @@
-"""How the torch functions may be called: signatures, refusals and their messages, autograd's rules, packed sequences."""
+"""How the torch functions may be called: signatures, refusals with messages, autograd's rules, packed sequences."""
 
 from __future__ import annotations
 
@@ -13,25 +13,30 @@ torch = pytest.importorskip("torch")
 import gatedelta  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
 
+
+def names(text):
+    return text.split()
+
+
 # As published: flash-linear-attention 0.5.2 to 0.6.0 and FlashQLA c18a486.
-FLA_CHUNK = (
+FLA_CHUNK = names(
     "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_beta_sigmoid_in_kernel "
     "allow_neg_eigval state_v_first cu_seqlens cu_seqlens_cpu chunk_indices cp_context"
-).split()
-FLA_CHUNK_KEYWORDS = "use_gate_in_kernel A_log dt_bias chunk_size transpose_state_layout head_first".split()
-FLA_RECURRENT = (
-    "q k v g gk gv beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel A_log dt_bias "
-    "use_beta_sigmoid_in_kernel allow_neg_eigval state_v_first cu_seqlens"
-).split()
-QLA_CHUNK = (
+)
+FLA_CHUNK_KEYWORDS = names("use_gate_in_kernel A_log dt_bias chunk_size transpose_state_layout head_first")
+FLA_RECURRENT = names(
+    "q k v g gk gv beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel A_log "
+    "dt_bias use_beta_sigmoid_in_kernel allow_neg_eigval state_v_first cu_seqlens"
+)
+QLA_CHUNK = names(
     "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel cu_seqlens head_first state_v_first "
     "auto_cp enable_fwd_cp_cache"
-).split()
-QLA_FWD = (
+)
+QLA_FWD = names(
     "q k v g beta scale initial_state cu_seqlens output_final_state output_h auto_cp state_v_first enable_fwd_cp_cache"
-).split()
+)
 # FlashQLA: q k v g_cumsum beta A do ...; ours has g and saved in the places of g_cumsum and A.
-QLA_BWD = "q k v g beta saved do dht scale initial_state cu_seqlens state_v_first auto_cp".split()
+QLA_BWD = names("q k v g beta saved do dht scale initial_state cu_seqlens state_v_first auto_cp")
 
 
 def make(B=1, T=70, H=1, HV=2, K=32, V=16, dtype=torch.float32, N=None):
@@ -56,8 +61,8 @@ def test_signatures_follow_fla_and_flashqla():
     assert positional(gd.fused_recurrent_gated_delta_rule) == FLA_RECURRENT
     assert positional(gd.chunk_gated_delta_rule_fwd) == QLA_FWD
     assert positional(gd.chunk_gated_delta_rule_bwd) == QLA_BWD
-    names = set(inspect.signature(gd.chunk_gated_delta_rule).parameters)
-    assert names >= {*FLA_CHUNK_KEYWORDS, *QLA_CHUNK}
+    parameters = set(inspect.signature(gd.chunk_gated_delta_rule).parameters)
+    assert parameters >= {*FLA_CHUNK_KEYWORDS, *QLA_CHUNK}
     assert gd.recurrent_gated_delta_rule is gd.fused_recurrent_gated_delta_rule
 
 
@@ -98,7 +103,7 @@ def test_chunk_refuses(arguments, kind, message):
 
 
 def test_recurrent_refuses():
-    q, k, v, g, beta, h0 = make(T=2)
+    q, k, v, g, beta, _ = make(T=2)
     for name in ("gk", "gv"):
         with pytest.raises(NotImplementedError, match="gk and gv"):
             gd.fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, **{name: v})
@@ -382,9 +387,7 @@ def test_empty_batches_and_sequences():
         assert torch.equal(state, h0[: q.shape[0]])
         assert torch.autograd.grad(o.sum(), leaf)[0].shape == q.shape
     q, k, v, g, beta, _ = make(T=0)
-    o, state = gd.chunk_gated_delta_rule(
-        q, k, v, g, beta, cu_seqlens=torch.tensor([0]), output_final_state=True
-    )
+    o, state = gd.chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=torch.tensor([0]), output_final_state=True)
     assert state.shape == (0, 2, 32, 16)
 
 

@@ -6,10 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch._dynamo.testing  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
 from gatedelta.torch import _ops  # noqa: E402
 from test_torch_calls import make  # noqa: E402
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ IDS = ["dense", "packed", "raw", "pool"]
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=IDS)
 def test_opcheck_functional(variant):
-    common, _, h0 = arguments(**variant)
+    common, _, _ = arguments(**variant)
     for output_final_state, save in ((True, True), (False, False)):
         torch.library.opcheck(_ops.chunk_fwd, (*common, output_final_state, save, 0, False))
     torch.library.opcheck(_ops.recurrent, (*common, True))
@@ -104,7 +104,7 @@ def test_training_step_without_states_compiles():
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
 def test_dynamic_lengths_compile_once(recompute):
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
     for T in (70, 200, 513):
         inputs = layer_inputs(T=T, dtype=torch.bfloat16)
@@ -164,9 +164,7 @@ def test_recurrent_training_compiles():
     tensors = [x.requires_grad_() for x in make(B=2, T=4)]
 
     def loss(q, k, v, g, beta, h0):
-        o, state = gd.fused_recurrent_gated_delta_rule(
-            q, k, v, g, beta=beta, initial_state=h0, output_final_state=True
-        )
+        o, state = gd.fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, initial_state=h0, output_final_state=True)
         return o.square().sum() + state.sum()
 
     want = torch.autograd.grad(loss(*tensors), tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def recurrence(case: Case, q, k, v, g, beta, A_log=None, dt_bias=None, initial_s
         spans = [(n, 0, q.shape[1]) for n in range(q.shape[0])]
     else:
         offsets = case.cu_seqlens.tolist()
-        spans = [(0, begin, end) for begin, end in zip(offsets[:-1], offsets[1:])]
+        spans = [(0, begin, end) for begin, end in pairwise(offsets)]
     rows = [[torch.zeros_like(v[b, t]) for t in range(v.shape[1])] for b in range(v.shape[0])]
     states = []
     for n, (b, begin, end) in enumerate(spans):

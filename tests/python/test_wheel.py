@@ -61,7 +61,7 @@ def readelf(path: Path) -> str:
 
 
 def test_tag_is_for_any_python_on_this_platform(wheel):
-    name, version, python, abi, platform = wheel.stem.split("-")
+    name, _, python, abi, platform = wheel.stem.split("-")
     assert (name, python, abi) == ("gatedelta", "py3", "none") and platform != "any"
 
 
@@ -96,7 +96,8 @@ def test_metadata_requires_nothing(installed):
 
 def test_libraries_need_nothing_but_torch_and_the_c_runtime(installed):
     system = re.compile(r"^(libc|libm|libstdc\+\+|libgcc_s|libpthread|ld-linux.*)\.so")
-    for name, own in (("libgatedelta.so.0", set()), ("libgatedelta_torch.so", {"libtorch_cpu.so", "libgatedelta.so.0"})):
+    torch_needs = {"libtorch_cpu.so", "libgatedelta.so.0"}
+    for name, own in (("libgatedelta.so.0", set()), ("libgatedelta_torch.so", torch_needs)):
         dynamic = readelf(installed / "gatedelta" / "lib" / name)
         needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic))
         assert {each for each in needed if not system.match(each)} == own

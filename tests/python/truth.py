@@ -9,8 +9,8 @@ from ctypes import POINTER, byref, c_char_p, c_double, c_int, c_int32, c_int64, 
 
 import ml_dtypes
 import numpy as np
-from tree import BUILD
 from gatedelta import _lib
+from tree import BUILD
 
 NUMPY_DTYPES = {
     _lib.DTYPE_F32: np.dtype(np.float32),

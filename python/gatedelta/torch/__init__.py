@@ -66,8 +66,8 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule over whole sequences, for training and prefill. Returns (o, final_state or None).
 
-    o has q's dtype; the final state is float32, or whatever ``final_state`` is. Gradients reach q, k, v, g, beta, A_log,
-    dt_bias and initial_state, from o and from the final state.
+    o has q's dtype; the final state is float32, or whatever ``final_state`` is. Gradients reach q, k, v, g, beta,
+    A_log, dt_bias and initial_state, from o and from the final state.
 
     As in FLA and FlashQLA:
         scale: factor on q; None means ``K ** -0.5``.
@@ -88,8 +88,8 @@ def chunk_gated_delta_rule(
         recompute: keep nothing but the inputs for the backward, which then computes the rest again.
         batch_invariant: a sequence's bits do not depend on its neighbours (always so on the CPU).
         out: buffer for o.
-        initial_state_indices ``[N]``: initial_state is a pool ``[slots, HV, ...]``, and this the slot each sequence starts
-            from; negative = from zero.
+        initial_state_indices ``[N]``: initial_state is a pool ``[slots, HV, ...]``, and this the slot each sequence
+            starts from; negative = from zero.
         final_state, final_state_indices: buffer, or pool with slots ``[N]``, the final states go to; negative = not
             stored. It may be initial_state itself (in place). A sequence whose slots are both negative is skipped, with
             zero outputs.
@@ -112,8 +112,14 @@ def chunk_gated_delta_rule(
     schedule = (_lib.CP_AUTO if auto_cp else _lib.CP_OFF, batch_invariant)
     needs_grad = _needs_grad(q, k, v, g, beta, A_log, dt_bias, initial_state)
 
-    buffers = (out, final_state, final_state_indices, checkpoints, checkpoint_indices)
-    if any(buffer is not None for buffer in buffers) or checkpoint_every:
+    if (
+        out is not None
+        or final_state is not None
+        or final_state_indices is not None
+        or checkpoints is not None
+        or checkpoint_indices is not None
+        or checkpoint_every
+    ):
         if needs_grad:
             raise RuntimeError(_NO_GRADIENT)
         if out is None:
@@ -173,12 +179,12 @@ def fused_recurrent_gated_delta_rule(
     beta None means 1; gk and gv (decays per channel) are refused. Gradients work and cost a chunked backward.
 
     Beyond FLA:
-        out, initial_state_indices, final_state, final_state_indices: as in ``chunk_gated_delta_rule``; an engine decodes
-            with ``initial_state=pool, final_state=pool`` and the same slots for both.
+        out, initial_state_indices, final_state, final_state_indices: as in ``chunk_gated_delta_rule``; an engine
+            decodes with ``initial_state=pool, final_state=pool`` and the same slots for both.
         accept_lengths ``[N]``: the final state is the one after so many tokens of the sequence (0 = the initial state);
             o covers all tokens.
-        step_states: buffer ``[B, T, HV, ...]`` for the state after each token, or a pool ``[slots, HV, ...]`` with slots
-            ``step_indices [B, T]``, negative = not stored.
+        step_states: buffer ``[B, T, HV, ...]`` for the state after each token, or a pool ``[slots, HV, ...]`` with
+            slots ``step_indices [B, T]``, negative = not stored.
         output_o: False computes and returns no o: only the states move (commit of accepted tokens).
         Buffers that are written to have no gradient: with them, no other argument may require one.
     """
@@ -198,8 +204,15 @@ def fused_recurrent_gated_delta_rule(
                        use_qk_l2norm_in_kernel)  # fmt: skip
     needs_grad = _needs_grad(q, k, v, g, beta, A_log, dt_bias, initial_state)
 
-    buffers = (out, final_state, final_state_indices, accept_lengths, step_states, step_indices)
-    if any(buffer is not None for buffer in buffers) or not output_o:
+    if (
+        out is not None
+        or final_state is not None
+        or final_state_indices is not None
+        or accept_lengths is not None
+        or step_states is not None
+        or step_indices is not None
+        or not output_o
+    ):
         if needs_grad:
             raise RuntimeError(_NO_GRADIENT)
         if not output_o and out is not None:
@@ -292,10 +305,10 @@ def chunk_gated_delta_rule_bwd(
 def cu_seqlens_from_positions(position_ids: Tensor) -> Tensor:
     """Offsets of packed sequences, int32 ``[N + 1]``, from their position ids ``[T]`` or ``[B, T]``.
 
-    A sequence starts wherever a position does not continue the one before (``p[t] != p[t - 1] + 1``) and at every row of
-    a batch; rows are taken one after the other, as ``x.flatten(0, 1).unsqueeze(0)`` lays out their tokens. Packed
-    training without these offsets leaks the state of one sample into the next. Reads the positions on the host's behalf
-    (a synchronisation on a GPU).
+    A sequence starts wherever a position does not continue the one before (``p[t] != p[t - 1] + 1``) and at every row
+    of a batch; rows are taken one after the other, as ``x.flatten(0, 1).unsqueeze(0)`` lays out their tokens. Packed
+    training without these offsets leaks the state of one sample into the next. The number of sequences depends on the
+    data, so on a GPU this waits for it.
     """
     if position_ids.dim() not in (1, 2):
         raise ValueError(
@@ -312,8 +325,8 @@ def cu_seqlens_from_positions(position_ids: Tensor) -> Tensor:
 
 
 _NO_GRADIENT = (
-    "a call that writes to buffers of yours (out=, final_state=, checkpoints=, step_states=, ...) has no gradient, but an "
-    "input requires one: call it under torch.no_grad(), or without the buffers"
+    "a call that writes to buffers of yours (out=, final_state=, checkpoints=, step_states=, ...) has no gradient, but "
+    "an input requires one: call it under torch.no_grad(), or without the buffers"
 )
 
 
@@ -428,6 +441,4 @@ def _mark_written(*tensors: Tensor | None) -> None:
     """Tells autograd, so that a graph that saved one of these for its backward refuses to use the new contents."""
     if torch.compiler.is_compiling():
         return  # compiled graphs write back with copy_, which does it
-    for tensor in tensors:
-        if tensor is not None and not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+    torch.autograd.graph.increment_version([x for x in tensors if x is not None and not x.is_inference()])
