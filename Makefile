@@ -21,7 +21,8 @@ PYTHON := .venv/bin/python
 REPORTS := build/reports
 BASE := c++ cmake ninja python
 TORCH ?= torch>=2.10
-TEST_PACKAGES := numpy pytest ml_dtypes matplotlib $(if $(TORCH),'$(TORCH)')
+TEST_PACKAGES := numpy pytest ml_dtypes matplotlib scikit-build-core ninja \
+                 $(if $(TORCH),'$(TORCH)' torch-abi-audit transformers)
 LINT_PACKAGES := ruff
 
 # $(call build,<preset>[,<target>...])
@@ -56,7 +57,7 @@ test: ## build and run every test: C++, examples, Python
 	exit $$status
 
 bench: ## benchmark the CPU backend against transformers' torch code, and every instruction set, into build/bench
-	tools/require $(BASE) -- $(TEST_PACKAGES) transformers
+	tools/require $(BASE) -- $(TEST_PACKAGES)
 	$(call build,release)
 	mkdir -p build/bench
 	$(PYTHON) bench/cpu_vs_transformers.py --output build/bench/transformers.json

@@ -9,6 +9,7 @@
 namespace gatedelta {
 
 constexpr int kPanelColumns = 32;  // value columns advance in panels of this many; K and V are padded to it
+constexpr int kMaxPanels = 8;      // K, V <= 256
 constexpr int kWindow = 8;         // chunks between two states kept for the backward
 constexpr int kMaxHeadsPerItem = 8;  // their states should stay in the second-level cache
 

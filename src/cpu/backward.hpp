@@ -110,7 +110,7 @@ class Backward {
     Elem *FA, *FtA, *EA, *EtA;  // A [64 x 64]
     float *F, *E_;              // [64][64]
     float *dO, *U, *dV;         // [64][Vp]
-    float *W, *Z;               // [64][32]
+    float* Z;                   // [64][32]
     Elem *dOa, *Ua, *dVa;       // A [64 x Vp]
     Elem* Utb[2];               // B [Vp x 32] of U^T
     Pieces<Elem> dUb;           // B [64 x 32]
@@ -120,7 +120,7 @@ class Backward {
     Pieces<Elem> Gb;            // B [Kp x 32]
     Elem *Stb, *Gtb;            // B [Vp x 32] of S^T, G^T per key panel
     float *dq_panel, *dkw_panel, *dkr_panel;  // [64][32]
-    float* scratch;             // [max(Kp, 128)][32], or [64][64]
+    float* scratch;             // [64][64]
     // Per item.
     float* G;        // states of the group's heads (unless groups are split)
     float* replay;   // state while a window is replayed, panel by panel
@@ -142,7 +142,6 @@ class Backward {
       F = carve.take<float>(C * C);
       E_ = carve.take<float>(C * C);
       for (float** rows : {&dO, &U, &dV}) *rows = carve.take<float>(C * d.Vp);
-      W = carve.take<float>(C * kPanel);
       Z = carve.take<float>(C * kPanel);
       for (Elem** rows : {&dOa, &Ua, &dVa}) *rows = carve.take<Elem>(E::a_size(C, d.Vp));
       for (Elem*& p : Utb) p = carve.take<Elem>(E::b_size(d.Vp));
@@ -154,7 +153,7 @@ class Backward {
       Stb = carve.take<Elem>(E::b_size(d.Vp) * d.key_panels());
       Gtb = carve.take<Elem>(E::b_size(d.Vp) * d.key_panels());
       for (float** p : {&dq_panel, &dkw_panel, &dkr_panel}) *p = carve.take<float>(C * kPanel);
-      scratch = carve.take<float>((d.Kp > 2 * C ? d.Kp : 2 * C) * kPanel);
+      scratch = carve.take<float>(C * C);
       G = carve.take<float>(b.split_groups_ ? 0 : d.state_size() * b.in_.group);
       replay = carve.take<float>(d.state_size());
       window_states = carve.take<float>(d.state_size() * kWindow);
@@ -281,7 +280,7 @@ class Backward {
     for (int c = 0; c < count; ++c) {
       const ChunkSpan span = chunk_span(sequence, begin + c);
       std::memcpy(w.window_states + c * dims_.state_size(), w.replay, sizeof(float) * dims_.state_size());
-      prepare_key<E>(w.key, w.key_scratch, dims_, in_, span, key_head, false);
+      prepare_key<E>(w.key, w.key_scratch, dims_, in_, span, key_head, false, false);
       prepare_gates(*w.value_scratch.gates, in_, span, head);
       invert_unit_lower(w.value_scratch.T, w.key_scratch.KK, w.value_scratch.gates->beta);
       std::memcpy(w.window_T + c * C * C, w.value_scratch.T, sizeof(float) * C * C);
@@ -290,8 +289,8 @@ class Backward {
       for (int p = 0; p < dims_.value_panels(); ++p) {
         float* S = state_panel(w.replay, dims_, p);
         E::store_b(w.Sb, dims_.Kp, 0, dims_.Kp, S, kPanel);
-        load_chunk(w.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
-        solve_panel<E>(w.panel, w.W, w.key.Ka, w.Sb, w.value, dims_);
+        load_chunk(w.panel.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
+        solve_panel<E>(w.panel, w.key.Ka, w.Sb, w.value, dims_);
         update_panel<E>(S, w.panel, w.key.Kta, w.value, dims_);
       }
     }
@@ -329,7 +328,7 @@ class Backward {
     const float s = in_.scale;
     const int Kp = dims_.Kp, Vp = dims_.Vp;
 
-    prepare_key<E>(w.key, key, dims_, in_, span, key_head, true);
+    prepare_key<E>(w.key, key, dims_, in_, span, key_head, true, true);
     transpose(w.Qt, C, key.Q, Kp, C, Kp);
     for (int i = 0; i < Kp; ++i) E::store_a_row(w.Qta, C, i, w.Qt + i * C);
     for (int kp = 0; kp < dims_.key_panels(); ++kp) {
@@ -355,9 +354,9 @@ class Backward {
       const float* S = state_panel(w.window_states + c * dims_.state_size(), dims_, p);
       float* Gp = state_panel(G, dims_, p);
       // W and U.
-      load_chunk(w.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
+      load_chunk(w.panel.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
       E::store_b(w.Sb, Kp, 0, Kp, S, kPanel);
-      solve_panel<E>(pw, w.W, w.key.Ka, w.Sb, w.value, dims_);
+      solve_panel<E>(pw, w.key.Ka, w.Sb, w.value, dims_);
       const float* U = pw.U;
       // dU = P^T dO + delta o (K G).
       float* dO = w.Z;
@@ -367,7 +366,7 @@ class Backward {
         std::memcpy(w.U + i * Vp + p * kPanel, U + i * kPanel, sizeof(float) * kPanel);
       }
       E::store_b(w.dOb, C, 0, C, dO, kPanel);
-      store_b_pieces<E>(w.Gb, Kp, w.scratch, Gp);
+      store_b_pieces<E>(w.Gb, Kp, Gp, kOnes.value);
       float* dU = pw.product;
       multiply_pieces<E>(w.key.Ka, w.Gb, Kp, C, dU);
       scale_rows(dU, w.value.write_k, 1.0f);
@@ -377,11 +376,11 @@ class Backward {
       scale_rows(dO, w.value.read_q, 1.0f);
       E::store_b(w.dOb, C, 0, C, dO, kPanel);
       float* Z = w.Z;
-      store_b_pieces<E>(w.dUb, C, Z, dU);
+      store_b_pieces<E>(w.dUb, C, dU, kOnes.value);
       multiply_upper<E, false>(PieceTerms<E>(w.TgtA, w.dUb).terms, Z);
       for (int i = 0; i < C; ++i) {
         zu[i] += dot(Z + i * kPanel, U + i * kPanel, kPanel);
-        if (i < span.rows && std::fabs(gates.beta[i]) < kTinyBeta) ze[i] += error_product(w, gates, Z, U, w.W, i);
+        if (i < span.rows && std::fabs(gates.beta[i]) < kTinyBeta) ze[i] += error_product(w, gates, Z, U, pw.W, i);
         float* dV = w.dV + i * Vp + p * kPanel;
         for (int j = 0; j < kPanel; j += kVector) {
           const Vec value = gates.beta[i] * load(Z + i * kPanel + j);
@@ -389,7 +388,7 @@ class Backward {
           store(Z + i * kPanel + j, value * -w.value.read_k[i]);  // Y, as it meets K
         }
       }
-      store_b_pieces<E>(w.Yb, C, w.scratch, Z);
+      store_b_pieces<E>(w.Yb, C, Z, kOnes.value);
       // S^T and G^T for the key side, then G moves on.
       pack_turned_state(w, w.Stb, S, p);
       pack_turned_state(w, w.Gtb, Gp, p);

@@ -13,6 +13,15 @@ namespace gatedelta::cpu::GD_ISA {
 constexpr int C = kChunk;
 constexpr int kHalf = C / 2;  // triangular products skip their zero quarter
 
+// Row scales of 1.
+struct Ones {
+  float value[kMaxPanels * kPanelColumns];
+  constexpr Ones() : value() {
+    for (float& x : value) x = 1.0f;
+  }
+};
+inline constexpr Ones kOnes;
+
 // Where a chunk's tokens are: `rows` valid ones.
 struct ChunkSpan {
   int64_t batch, token;
@@ -211,9 +220,28 @@ inline void scale_square(float* square, const float* row_scale, const float* col
       store(square + i * C + j, load(square + i * C + j) * (row_scale[i] * load(column_scale + j)));
 }
 
+// A form of rows that are bf16 in memory and stay so.
+template <class E>
+void pack_bf16_rows(typename E::Elem* a, const Dims& dims, const TokenRows& src, const ChunkSpan& span, int64_t head) {
+  if constexpr (!E::kExact) {
+    uint16_t padded[kMaxPanels * kPanelColumns] = {};
+    for (int i = 0; i < C; ++i) {
+      const uint16_t* row = padded;
+      if (i < span.rows) row = static_cast<const uint16_t*>(src.data) + src.offset(span.batch, span.token + i, head);
+      if (i == span.rows) std::memset(padded, 0, sizeof padded);
+      if (i < span.rows && dims.K < dims.Kp) {
+        std::memcpy(padded, row, sizeof(uint16_t) * dims.K);
+        row = padded;
+      }
+      E::copy_a_row(a, dims.Kp, i, row);
+    }
+  }
+}
+
+// K, Q and their products. The fp32 rows of Q are left in w.Q if want_rows.
 template <class E>
 void prepare_key(const KeyOperands<E>& out, const KeyScratch<E>& w, const Dims& dims, const Layer& in,
-                 const ChunkSpan& span, int64_t key_head, bool want_q) {
+                 const ChunkSpan& span, int64_t key_head, bool want_q, bool want_rows) {
   load_chunk(w.K, dims.Kp, in.k, span, key_head, dims.K, 0, dims.Kp);
   inverse_norms(w.rk, in.l2norm, w.K, dims.Kp, span.rows, dims.Kp);
   for (int i = 0; i < C; ++i) E::store_a_row(out.Ka, dims.Kp, i, w.K + i * dims.Kp);
@@ -223,6 +251,12 @@ void prepare_key(const KeyOperands<E>& out, const KeyScratch<E>& w, const Dims& 
   multiply_to_lower<E>(out.Ka, w.Ktb[0], w.Ktb[1], dims.Kp, w.KK);
   if (in.l2norm) scale_square(w.KK, w.rk, w.rk);
   if (!want_q) return;
+  if (!E::kExact && !want_rows && !in.l2norm) {
+    pack_bf16_rows<E>(out.Qa, dims, in.q, span, key_head);
+    multiply_to_lower<E>(out.Qa, w.Ktb[0], w.Ktb[1], dims.Kp, w.QK);
+    for (int i = 0; i < C; ++i) w.rq[i] = 1.0f;
+    return;
+  }
   load_chunk(w.Q, dims.Kp, in.q, span, key_head, dims.K, 0, dims.Kp);
   inverse_norms(w.rq, in.l2norm, w.Q, dims.Kp, span.rows, dims.Kp);
   for (int i = 0; i < C; ++i) E::store_a_row(out.Qa, dims.Kp, i, w.Q + i * dims.Kp);
@@ -265,17 +299,15 @@ void store_a_pieces(const Pieces<typename E::Elem>& a, int k, int m, const float
   }
 }
 
-// src [rows][32]; scratch of the same size.
+// B form of scale_r src_r, src [rows][32].
 template <class E>
-void store_b_pieces(const Pieces<typename E::Elem>& b, int rows, float* GD_RESTRICT scratch,
-                    const float* GD_RESTRICT src) {
+void store_b_pieces(const Pieces<typename E::Elem>& b, int rows, const float* src, const float* scale) {
   if constexpr (E::kExact) {
-    E::store_b(b.high, rows, 0, rows, src, kPanel);
+    for (int r = 0; r < rows; ++r)
+      for (int j = 0; j < kPanel; j += kVector)
+        store(b.high + r * kPanel + j, scale[r] * load(src + r * kPanel + j));
   } else {
-    for (int i = 0; i < rows * kPanel; i += kVector) store(scratch + i, high_piece(load(src + i)));
-    E::store_b(b.high, rows, 0, rows, scratch, kPanel);
-    for (int i = 0; i < rows * kPanel; i += kVector) store(scratch + i, load(src + i) - load(scratch + i));
-    E::store_b(b.low, rows, 0, rows, scratch, kPanel);
+    E::store_b_pieces(b.high, b.low, rows, rows, src, scale);
   }
 }
 

@@ -26,20 +26,47 @@ struct NeonBf16Engine {
     for (int kk = 0; kk < k; kk += 4, dst += 8) put4(dst, vld1q_f32(row + kk));
   }
 
-  static GD_ALWAYS_INLINE void store_b(uint16_t* GD_RESTRICT b, int k, int k0, int rows, const float* GD_RESTRICT src, int ld) {
+  // Rows [row, row + 4) of columns [n, n + 4).
+  static GD_ALWAYS_INLINE void store_block(uint16_t* b, int k, int row, int n, float32x4_t r0, float32x4_t r1,
+                                           float32x4_t r2, float32x4_t r3) {
+    const float32x4_t a = vzip1q_f32(r0, r2), c = vzip2q_f32(r0, r2), d = vzip1q_f32(r1, r3), e = vzip2q_f32(r1, r3);
+    uint16_t* first = b + int64_t{n / 2} * k * 2 + int64_t{row / 4} * 8;
+    uint16_t* second = first + int64_t{k} * 2;  // the next pair of columns
+    put4(first, vzip1q_f32(a, d));
+    put4(first + 4, vzip2q_f32(a, d));
+    put4(second, vzip1q_f32(c, e));
+    put4(second + 4, vzip2q_f32(c, e));
+  }
+
+  static GD_ALWAYS_INLINE void store_b(uint16_t* GD_RESTRICT b, int k, int k0, int rows, const float* GD_RESTRICT src,
+                                       int ld) {
     for (int r = 0; r < rows; r += 4)
       for (int n = 0; n < kPanel; n += 4) {
         const float* p = src + r * ld + n;
-        const float32x4_t r0 = vld1q_f32(p), r1 = vld1q_f32(p + ld), r2 = vld1q_f32(p + 2 * ld),
-                          r3 = vld1q_f32(p + 3 * ld);
-        const float32x4_t a = vzip1q_f32(r0, r2), c = vzip2q_f32(r0, r2), d = vzip1q_f32(r1, r3),
-                          e = vzip2q_f32(r1, r3);
-        uint16_t* first = b + int64_t{n / 2} * k * 2 + int64_t{(k0 + r) / 4} * 8;
-        uint16_t* second = first + int64_t{k} * 2;  // the next pair of columns
-        put4(first, vzip1q_f32(a, d));
-        put4(first + 4, vzip2q_f32(a, d));
-        put4(second, vzip1q_f32(c, e));
-        put4(second + 4, vzip2q_f32(c, e));
+        store_block(b, k, k0 + r, n, vld1q_f32(p), vld1q_f32(p + ld), vld1q_f32(p + 2 * ld), vld1q_f32(p + 3 * ld));
+      }
+  }
+
+  // A row that is bf16 already.
+  static GD_ALWAYS_INLINE void copy_a_row(uint16_t* GD_RESTRICT a, int k, int m, const uint16_t* GD_RESTRICT row) {
+    uint16_t* dst = a + int64_t{m / 2} * k * 2 + (m % 2) * 4;
+    for (int kk = 0; kk < k; kk += 4, dst += 8) vst1_u16(dst, vld1_u16(row + kk));
+  }
+
+  // scale_r src_r in two pieces, rows of src [rows][32]. The first piece is cut, so that it is exact.
+  static GD_ALWAYS_INLINE void store_b_pieces(uint16_t* GD_RESTRICT high, uint16_t* GD_RESTRICT low, int k, int rows,
+                                              const float* GD_RESTRICT src, const float* GD_RESTRICT scale) {
+    const uint32x4_t upper = vdupq_n_u32(0xffff0000u);
+    for (int r = 0; r < rows; r += 4)
+      for (int n = 0; n < kPanel; n += 4) {
+        float32x4_t x[4], h[4];
+        for (int i = 0; i < 4; ++i) {
+          x[i] = vmulq_n_f32(vld1q_f32(src + (r + i) * kPanel + n), scale[r + i]);
+          h[i] = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x[i]), upper));
+          x[i] = vsubq_f32(x[i], h[i]);
+        }
+        store_block(high, k, r, n, h[0], h[1], h[2], h[3]);
+        store_block(low, k, r, n, x[0], x[1], x[2], x[3]);
       }
   }
 

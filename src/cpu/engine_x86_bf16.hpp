@@ -39,6 +39,36 @@ struct X86Bf16Packing {
       }
     }
   }
+
+  // A row that is bf16 already.
+  static GD_ALWAYS_INLINE void copy_a_row(uint16_t* GD_RESTRICT a, int k, int m, const uint16_t* GD_RESTRICT row) {
+    uint16_t* dst = a + int64_t{m / 16} * (k / 32) * kTile + (m % 16) * 32;
+    for (int kk = 0; kk < k; kk += 32, dst += kTile) _mm512_storeu_si512(dst, _mm512_loadu_si512(row + kk));
+  }
+
+  // scale_r src_r in two pieces, rows of src [rows][32]. Pieces are cut, not rounded: both then lie in the upper half of
+  // a float, where interleaving two rows is a shift and a merge.
+  static GD_ALWAYS_INLINE void store_b_pieces(uint16_t* GD_RESTRICT high, uint16_t* GD_RESTRICT low, int /*k*/, int rows,
+                                              const float* GD_RESTRICT src, const float* GD_RESTRICT scale) {
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u)), half = _mm512_set1_epi32(0x8000);
+    const auto merge = [&](__m512i even, __m512i odd) {
+      return _mm512_mask_mov_epi16(_mm512_srli_epi32(even, 16), 0xaaaaaaaau, odd);
+    };
+    for (int r = 0; r < rows; r += 2) {
+      const int64_t at = int64_t{r / 32} * 2 * kTile + (r % 32) * 16;
+      for (int n = 0; n < kPanel; n += 16) {
+        const __m512 even = _mm512_mul_ps(_mm512_loadu_ps(src + r * kPanel + n), _mm512_set1_ps(scale[r]));
+        const __m512 odd = _mm512_mul_ps(_mm512_loadu_ps(src + (r + 1) * kPanel + n), _mm512_set1_ps(scale[r + 1]));
+        const __m512i even_bits = _mm512_castps_si512(even), odd_bits = _mm512_castps_si512(odd);
+        const __m512 even_rest = _mm512_sub_ps(even, _mm512_castsi512_ps(_mm512_and_si512(even_bits, upper)));
+        const __m512 odd_rest = _mm512_sub_ps(odd, _mm512_castsi512_ps(_mm512_and_si512(odd_bits, upper)));
+        const int64_t tile = at + n / 16 * kTile;
+        _mm512_storeu_si512(high + tile, merge(even_bits, odd_bits));
+        _mm512_storeu_si512(low + tile, merge(_mm512_add_epi32(_mm512_castps_si512(even_rest), half),
+                                              _mm512_add_epi32(_mm512_castps_si512(odd_rest), half)));
+      }
+    }
+  }
 };
 
 struct Avx512Bf16Engine : X86Bf16Packing {

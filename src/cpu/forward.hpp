@@ -38,35 +38,34 @@ struct HeadState {
 template <class E>
 struct PanelScratch {
   using Elem = typename E::Elem;
-  float* U;        // [64][32]
+  float *W, *U;    // [64][32]
   float* product;  // [max(Kp, 64)][32]
-  float* scratch;  // [64][32]
   Pieces<Elem> Wb;  // B [64 x 32]
   Elem* Ub;         // B [64 x 32]
   Pieces<Elem> dUb;  // B [64 x 32] delta o U
 
   PanelScratch(Carver& carve, const Dims& dims) {
+    W = carve.take<float>(C * kPanel);
     U = carve.take<float>(C * kPanel);
     product = carve.take<float>((dims.Kp > C ? dims.Kp : C) * kPanel);
-    scratch = carve.take<float>(C * kPanel);
     Wb = take_pieces<E>(carve, E::b_size(C));
     Ub = carve.take<Elem>(E::b_size(C));
     dUb = take_pieces<E>(carve, E::b_size(C));
   }
 };
 
-// W = V - gamma o (K S) in place of V, and U = T_g (beta o W). What is written into the state stays there, so T_g, W and
+// W = V - gamma o (K S) in place of V in w.W, and U = T_g (beta o W). What is written into the state stays there, so T_g, W and
 // U take part in two pieces each: see docs/numerics.md for what every rounding costs.
 template <class E>
-void solve_panel(const PanelScratch<E>& w, float* V, const typename E::Elem* Ka, const typename E::Elem* Sb,
+void solve_panel(const PanelScratch<E>& w, const typename E::Elem* Ka, const typename E::Elem* Sb,
                  const ValueOperands<E>& value, const Dims& dims) {
   E::multiply({{Ka, Sb}}, dims.Kp, 0, C, 0, dims.Kp, w.product, kPanel);
   for (int i = 0; i < C; ++i)
     for (int j = 0; j < kPanel; j += kVector) {
-      float* v = V + i * kPanel + j;
+      float* v = w.W + i * kPanel + j;
       store(v, load(v) - value.read_k[i] * load(w.product + i * kPanel + j));
     }
-  store_b_pieces<E>(w.Wb, C, w.product, V);
+  store_b_pieces<E>(w.Wb, C, w.W, kOnes.value);
   multiply_lower<E, false>(PieceTerms<E>(value.Tg, w.Wb).terms, w.U);
 }
 
@@ -74,10 +73,7 @@ void solve_panel(const PanelScratch<E>& w, float* V, const typename E::Elem* Ka,
 template <class E>
 void update_panel(float* S, const PanelScratch<E>& w, const typename E::Elem* Kta, const ValueOperands<E>& value,
                   const Dims& dims) {
-  for (int i = 0; i < C; ++i)
-    for (int j = 0; j < kPanel; j += kVector)
-      store(w.product + i * kPanel + j, value.write_k[i] * load(w.U + i * kPanel + j));
-  store_b_pieces<E>(w.dUb, C, w.scratch, w.product);
+  store_b_pieces<E>(w.dUb, C, w.U, value.write_k);
   const float gamma_L = *value.gamma_L;
   for (int64_t i = 0; i < int64_t{dims.Kp} * kPanel; i += kVector) store(S + i, gamma_L * load(S + i));
   multiply_pieces<E, true>(Kta, w.dUb, C, dims.Kp, S);
@@ -149,12 +145,11 @@ class Forward {
     ValueOperands<E> value;
     ValueScratch value_scratch;
     PanelScratch<E> panel;
-    float* VO;     // [Vp / 32][64][32]
     char* states;  // HeadState of each head of the item
 
     Lane(Carver& carve, const Forward& f)
         : key(carve, f.dims_), key_scratch(carve, f.dims_), value(carve, f.dims_), value_scratch(carve, f.dims_),
-          panel(carve, f.dims_), VO(carve.take<float>(C * f.dims_.Vp)), states(carve.take<char>(f.plan_.split ? 0 : f.head_state_bytes() * f.plan_.heads_per_item)) {}
+          panel(carve, f.dims_), states(carve.take<char>(f.plan_.split ? 0 : f.head_state_bytes() * f.plan_.heads_per_item)) {}
   };
 
   // Split mode: a window's operands of one (sequence, key head), and of one (sequence, value head) with its state.
@@ -219,8 +214,7 @@ class Forward {
     store_state_panel(problem_.final, problem_.final_slot(n), head, in_.layout, dims_, p, state.S);
   }
 
-  // VO [64][32] holds the panel of V and receives that of O.
-  void advance_panel(const PanelState<E>& state, const PanelScratch<E>& w, float* VO, const KeyOperands<E>& key,
+  void advance_panel(const PanelState<E>& state, const PanelScratch<E>& w, const KeyOperands<E>& key,
                      const ValueOperands<E>& value, int64_t n, const SequenceSpan& sequence, int64_t chunk,
                      int64_t head, int p) {
     if (problem_.saved && chunk % kWindow == 0) {
@@ -228,18 +222,22 @@ class Forward {
       float* kept = static_cast<float*>(problem_.saved) + slot * dims_.state_size();
       std::memcpy(state_panel(kept, dims_, p), state.S, sizeof(float) * dims_.Kp * kPanel);
     }
-    solve_panel<E>(w, VO, key.Ka, state.Sb, value, dims_);
+    const ChunkSpan span = chunk_span(sequence, chunk);
+    load_chunk(w.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
+    solve_panel<E>(w, key.Ka, state.Sb, value, dims_);
     if (problem_.o) {
-      E::multiply({{key.Qa, state.Sb}}, dims_.Kp, 0, C, 0, dims_.Kp, VO, kPanel);
+      float* O = w.W;
+      E::multiply({{key.Qa, state.Sb}}, dims_.Kp, 0, C, 0, dims_.Kp, O, kPanel);
       E::store_b(w.Ub, C, 0, C, w.U, kPanel);
       multiply_lower<E, false>({{value.Pa, w.Ub}}, w.product);
       for (int i = 0; i < C; ++i) {
         const float scale = value.read_q[i];
         for (int j = 0; j < kPanel; j += kVector) {
-          float* o = VO + i * kPanel + j;
+          float* o = O + i * kPanel + j;
           store(o, scale * load(o) + load(w.product + i * kPanel + j));
         }
       }
+      store_chunk(problem_.o, span, head, dims_.V, p * kPanel, kPanel, O, kPanel);
     }
     update_panel<E>(state.S, w, key.Kta, value, dims_);
     E::store_b(state.Sb, dims_.Kp, 0, dims_.Kp, state.S, kPanel);
@@ -250,23 +248,6 @@ class Forward {
       const int64_t slot = problem_.checkpoint_indices ? problem_.checkpoint_indices[entry] : entry;
       store_state_panel(problem_.checkpoints, slot, head, in_.layout, dims_, p, state.S);
     }
-  }
-
-  void load_panels(float* panels, const TokenRows& src, const ChunkSpan& span, int64_t head) {
-    for (int i = 0; i < C; ++i)
-      for (int p = 0; p < dims_.value_panels(); ++p) {
-        float* dst = panels + (p * C + i) * kPanel;
-        const int valid = std::min(dims_.V - p * kPanel, kPanel);
-        if (i >= span.rows || valid < kPanel) std::memset(dst, 0, sizeof(float) * kPanel);
-        if (i < span.rows)
-          load_row(dst, src.data, src.dtype, src.offset(span.batch, span.token + i, head) + p * kPanel, valid);
-      }
-  }
-  void store_panels(const TokenRows& dst, const ChunkSpan& span, int64_t head, const float* panels) {
-    for (int i = 0; i < span.rows; ++i)
-      for (int p = 0; p < dims_.value_panels(); ++p)
-        store_row(dst.data, dst.dtype, dst.offset(span.batch, span.token + i, head) + p * kPanel,
-                  panels + (p * C + i) * kPanel, std::min(dims_.V - p * kPanel, kPanel));
   }
 
   // --- fused ---------------------------------------------------------------------------------------------------------
@@ -288,18 +269,14 @@ class Forward {
       const ChunkSpan span = chunk_span(sequence, chunk);
       for (int h = 0; h < heads; ++h) {
         if (h == 0 || (first + h) % in_.group == 0)
-          prepare_key<E>(lane.key, lane.key_scratch, dims_, in_, span, (first + h) / in_.group, bool(problem_.o));
+          prepare_key<E>(lane.key, lane.key_scratch, dims_, in_, span, (first + h) / in_.group, bool(problem_.o), false);
         prepare_value<E>(lane.value, lane.value_scratch, lane.key_scratch, in_, span, first + h,
                          bool(problem_.o));
-        // Whole rows of V in, whole rows of O out: a row is one piece of memory, a panel of it is not.
         const HeadState<E> head_state = state(h);
-        load_panels(lane.VO, in_.v, span, first + h);
         for (int p = 0; p < dims_.value_panels(); ++p) {
           prefetch_share(sequence, chunk + 1, first, h * dims_.value_panels() + p);
-          advance_panel(head_state.panel(dims_, p), lane.panel, lane.VO + p * C * kPanel, lane.key, lane.value, n,
-                        sequence, chunk, first + h, p);
+          advance_panel(head_state.panel(dims_, p), lane.panel, lane.key, lane.value, n, sequence, chunk, first + h, p);
         }
-        if (problem_.o) store_panels(problem_.o, span, first + h, lane.VO);
       }
     }
     for (int h = 0; h < heads; ++h)
@@ -362,7 +339,7 @@ class Forward {
         const Lane lane = this->lane(lane_index);
         const ChunkSpan span = chunk_span(sequence, chunk);
         prepare_key<E>(key_operands(n, key_head, slot), lane.key_scratch, dims_, in_, span, key_head,
-                       bool(problem_.o));
+                       bool(problem_.o), false);
         for (int64_t h = key_head * in_.group; h < (key_head + 1) * in_.group; ++h)
           prepare_value<E>(value_operands(n, h, slot), lane.value_scratch, lane.key_scratch, in_, span, h,
                            bool(problem_.o));
@@ -378,11 +355,7 @@ class Forward {
         const int64_t chunks = chunks_of(sequence.length);
         for (int64_t slot = 0; slot < slots && begin + slot < chunks; ++slot) {
           const KeyOperands<E> key = key_operands(n, head / in_.group, slot);
-          const ChunkSpan span = chunk_span(sequence, begin + slot);
-          load_chunk(lane.VO, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
-          advance_panel(state, lane.panel, lane.VO, key, value_operands(n, head, slot), n, sequence, begin + slot, head,
-                        p);
-          if (problem_.o) store_chunk(problem_.o, span, head, dims_.V, p * kPanel, kPanel, lane.VO, kPanel);
+          advance_panel(state, lane.panel, key, value_operands(n, head, slot), n, sequence, begin + slot, head, p);
         }
         const bool last = chunks == 0 ? begin == 0 : begin < chunks && chunks <= begin + kSplitWindow;
         if (last) end_panel(state, n, head, p);
