@@ -105,13 +105,15 @@ std::vector<gd_isa> parse_isas(const std::string& list) {
   if (list == "all") return testing::usable_isas();
   auto choices = testing::usable_isas();
   choices.insert(choices.begin(), GD_ISA_AUTO);
-  std::string names = "all";
-  for (const gd_isa isa : choices) names.append(", ").append(gd_isa_name(isa));
   std::vector<gd_isa> isas;
   for (const std::string& part : split(list)) {
     const auto found =
         std::find_if(choices.begin(), choices.end(), [&](gd_isa isa) { return part == gd_isa_name(isa); });
-    if (found == choices.end()) throw UsageError("instruction set '" + part + "' cannot run here: expected " + names);
+    if (found == choices.end()) {
+      std::string message = "instruction set '" + part + "' cannot run here: expected all";
+      for (const gd_isa isa : choices) message.append(", ").append(gd_isa_name(isa));
+      throw UsageError(message);
+    }
     isas.push_back(*found);
   }
   return isas;

@@ -1,7 +1,8 @@
 // Token-by-token steps over states in memory: decode and draft verification. An item is one (sequence, value head):
 //   [x_k x_q] = S^T [k q],  e = v - alpha x_k,  o = s (alpha x_q + beta (k.q) e),  S <- alpha S + beta k e^T
 // A step reads the state from where it is and writes it to where it goes: fp32 states are never copied, others pass
-// through one fp32 copy per lane.
+// through one fp32 copy per lane. Value columns are independent, so they go through a group of tokens block by block,
+// each block small enough for the first-level cache.
 #pragma once
 
 #include "cpu/chunk.hpp"
@@ -36,22 +37,35 @@ class Recurrent {
   }
 
  private:
+  static constexpr int kTokens = 16;  // tokens that pass a block together
+
   struct Lane {
-    float *k, *q, *v, *o;  // one token
-    float* state;          // [K][V] or [V][K]
+    float *k, *q;                    // [kTokens][K]
+    float *v, *o;                    // [kTokens][V]
+    float *alpha, *beta, *kq;        // [kTokens]
+    float* state;                    // [K][V] or [V][K]
 
     Lane(Carver& carve, const Recurrent& r) {
-      k = carve.take<float>(r.K_);
-      q = carve.take<float>(r.K_);
-      v = carve.take<float>(r.V_);
-      o = carve.take<float>(r.V_);
+      k = carve.take<float>(kTokens * r.K_);
+      q = carve.take<float>(kTokens * r.K_);
+      v = carve.take<float>(kTokens * r.V_);
+      o = carve.take<float>(kTokens * r.V_);
+      alpha = carve.take<float>(kTokens);
+      beta = carve.take<float>(kTokens);
+      kq = carve.take<float>(kTokens);
       state = carve.take<float>(int64_t{r.K_} * r.V_);
     }
   };
 
+  // One token's part of a lane.
   struct Token {
+    const float *k, *q;
+    float *v, *o;
     float alpha, beta, kq;
   };
+  Token token(const Lane& w, int t) const {
+    return {w.k + t * K_, w.q + t * K_, w.v + t * V_, w.o + t * V_, w.alpha[t], w.beta[t], w.kq[t]};
+  }
 
   void zero_row(int64_t batch, int64_t token, int64_t head) {
     const TokenRows& o = problem_.o;
@@ -70,8 +84,18 @@ class Recurrent {
       for (int i = 0; i < K_ * V_; i += kVector) store(dst + i, Vec{});
     }
   }
-  void store_state(const StateRows& rows, int64_t slot, int64_t head, const float* src) const {
-    if (rows && slot >= 0) store_row(rows.data, rows.dtype, rows.offset(slot, head), src, K_ * V_);
+  // Value columns [first, first + count) of a state to where they are stored.
+  void store_columns(const StateRows& rows, int64_t slot, int64_t head, const float* S, int first, int count) const {
+    if (!rows || slot < 0) return;
+    const int64_t base = rows.offset(slot, head);
+    if (in_.layout == GD_STATE_KV) {
+      for (int i = 0; i < K_; ++i) {
+        const int64_t at = int64_t{i} * V_ + first;
+        store_row(rows.data, rows.dtype, base + at, S + at, count);
+      }
+    } else {
+      store_row(rows.data, rows.dtype, base + int64_t{first} * K_, S + int64_t{first} * K_, count * K_);
+    }
   }
 
   void run_item(const Lane& w, int64_t n, int64_t head) {
@@ -81,56 +105,66 @@ class Recurrent {
         for (int64_t t = 0; t < span.length; ++t) zero_row(span.batch, span.begin + t, head);
       return;
     }
-    const int64_t final_slot = problem_.final_slot(n);
     const int64_t accepted = problem_.accept_lengths ? problem_.accept_lengths[n] : span.length;
+    float* const place = direct(problem_.final, problem_.final_slot(n), head);
     const float* S = direct(in_.initial, in_.initial_slot(n), head);
     if (!S) {
       load_state(w.state, in_.initial, in_.initial_slot(n), head);
       S = w.state;
     }
-    if (accepted == 0 && S != direct(problem_.final, final_slot, head)) store_state(problem_.final, final_slot, head, S);
+    if (accepted == 0 && S != place) store_columns(problem_.final, problem_.final_slot(n), head, S, 0, V_);
 
-    for (int64_t t = 0; t < span.length; ++t) {
-      const int64_t token = span.begin + t;
-      const Token x = load_token(w, span.batch, token, head);
-      const bool is_final = t + 1 == accepted, is_last = t + 1 == span.length;
-      // The state after the last token may go straight to its place; earlier ones are still needed here.
-      float* next = is_final && is_last ? direct(problem_.final, final_slot, head) : nullptr;
-      if (!next) next = w.state;
-      const bool wanted = !is_last || is_final || problem_.step_states;
-      if (in_.layout == GD_STATE_KV) {
-        step_kv(S, wanted ? next : nullptr, w, x);
-      } else {
-        step_vk(S, wanted ? next : nullptr, w, x);
+    for (int64_t begin = 0; begin < span.length; begin += kTokens) {
+      const int count = static_cast<int>(span.length - begin < kTokens ? span.length - begin : kTokens);
+      const bool last = begin + count == span.length;
+      for (int t = 0; t < count; ++t) load_token(w, t, span.batch, span.begin + begin + t, head);
+      // Only the state after the very last token may be built in its place: earlier ones are still read here.
+      float* const next = last && accepted == span.length && place ? place : w.state;
+      const bool kept = !last || accepted == span.length || problem_.step_states;
+      for (int first = 0, columns; first < V_; first += columns) {
+        columns = block_columns(first);
+        const float* from = S;
+        for (int t = 0; t < count; ++t) {
+          const int64_t done = begin + t + 1;
+          const bool wanted = kept || t + 1 < count || done == accepted;
+          step(from, wanted ? next : nullptr, token(w, t), first, columns);
+          from = next;
+          if (problem_.step_states) store_step(span.batch, span.begin + begin + t, head, next, first, columns);
+          if (done == accepted && next != place)
+            store_columns(problem_.final, problem_.final_slot(n), head, next, first, columns);
+        }
       }
-      if (problem_.o)
-        store_row(problem_.o.data, problem_.o.dtype, problem_.o.offset(span.batch, token, head), w.o, V_);
-      if (problem_.step_states) store_step(span.batch, token, head, next);
-      if (is_final && next == w.state) store_state(problem_.final, final_slot, head, next);
       S = next;
+      if (problem_.o)
+        for (int t = 0; t < count; ++t)
+          store_row(problem_.o.data, problem_.o.dtype, problem_.o.offset(span.batch, span.begin + begin + t, head),
+                    w.o + t * V_, V_);
     }
   }
 
-  void store_step(int64_t batch, int64_t token, int64_t head, const float* S) const {
+  void store_step(int64_t batch, int64_t token, int64_t head, const float* S, int first, int count) const {
     StateRows rows = problem_.step_states;
     if (problem_.step_indices) {
-      store_state(rows, problem_.step_indices[batch * in_.sequences.tokens + token], head, S);
+      store_columns(rows, problem_.step_indices[batch * in_.sequences.tokens + token], head, S, first, count);
     } else {
       rows.slot_stride = 1;  // the slot is the element offset of the token's state
-      store_state(rows, batch * problem_.step_batch_stride + token * problem_.step_token_stride, head, S);
+      store_columns(rows, batch * problem_.step_batch_stride + token * problem_.step_token_stride, head, S, first, count);
     }
   }
 
-  Token load_token(const Lane& w, int64_t batch, int64_t token, int64_t head) const {
+  void load_token(const Lane& w, int t, int64_t batch, int64_t token, int64_t head) const {
     const int64_t key_head = head / in_.group;
-    load_row(w.k, in_.k.data, in_.k.dtype, in_.k.offset(batch, token, key_head), K_);
-    load_row(w.q, in_.q.data, in_.q.dtype, in_.q.offset(batch, token, key_head), K_);
-    load_row(w.v, in_.v.data, in_.v.dtype, in_.v.offset(batch, token, head), V_);
+    float *k = w.k + t * K_, *q = w.q + t * K_;
+    load_row(k, in_.k.data, in_.k.dtype, in_.k.offset(batch, token, key_head), K_);
+    load_row(q, in_.q.data, in_.q.dtype, in_.q.offset(batch, token, key_head), K_);
+    load_row(w.v + t * V_, in_.v.data, in_.v.dtype, in_.v.offset(batch, token, head), V_);
     if (in_.l2norm) {
-      l2_normalise(w.k);
-      l2_normalise(w.q);
+      l2_normalise(k);
+      l2_normalise(q);
     }
-    return {std::exp(token_gate(in_, batch, token, head)), token_beta(in_, batch, token, head), dot(w.k, w.q, K_)};
+    w.alpha[t] = std::exp(token_gate(in_, batch, token, head));
+    w.beta[t] = token_beta(in_, batch, token, head);
+    w.kq[t] = dot(k, q, K_);
   }
 
   void l2_normalise(float* x) const {
@@ -138,74 +172,83 @@ class Recurrent {
     for (int i = 0; i < K_; i += kVector) store(x + i, load(x + i) * r);
   }
 
-  // From the products with the old state to the output, and to what is written in place of v: beta e.
-  GD_ALWAYS_INLINE void finish(Vec x_k, Vec x_q, const Lane& w, int j, const Token& x) const {
-    const Vec e = load(w.v + j) - x.alpha * x_k;
-    store(w.o + j, in_.scale * (x.alpha * x_q + (x.beta * x.kq) * e));
-    store(w.v + j, x.beta * e);
+  // --- one block of value columns through one token ------------------------------------------------------------------
+
+  // KV: as many columns as the registers hold sums for. VK: as many as lie in one vector of sums.
+  static constexpr int kVectorsKV = GD_VECTOR_BYTES == 64 ? 8 : 4;
+  int block_columns(int first) const {
+    if (in_.layout == GD_STATE_VK) return kVector;
+    return first + kVectorsKV * kVector <= V_ ? kVectorsKV * kVector : kVector;
   }
 
-  void step_kv(const float* S, float* next, const Lane& w, const Token& x) const {
-    // As many columns at once as the registers hold sums for: whole rows of 128 with 512-bit vectors.
-    constexpr int kVectors = GD_VECTOR_BYTES == 64 ? 8 : 4;
-    int j = 0;
-    for (; j + kVectors * kVector <= V_; j += kVectors * kVector) step_columns<kVectors>(S, next, w, x, j);
-    for (; j < V_; j += kVector) step_columns<1>(S, next, w, x, j);
+  void step(const float* S, float* next, const Token& x, int first, int columns) const {
+    if (in_.layout == GD_STATE_VK) {
+      step_vk(S, next, x, first);
+    } else if (columns == kVector) {
+      step_kv<1>(S, next, x, first);
+    } else {
+      step_kv<kVectorsKV>(S, next, x, first);
+    }
+  }
+
+  // From the products with the old state to the output, and to what is written in place of v: beta e.
+  GD_ALWAYS_INLINE void finish(Vec x_k, Vec x_q, const Token& x, int j) const {
+    const Vec e = load(x.v + j) - x.alpha * x_k;
+    store(x.o + j, in_.scale * (x.alpha * x_q + (x.beta * x.kq) * e));
+    store(x.v + j, x.beta * e);
   }
 
   template <int kVectors>
-  GD_ALWAYS_INLINE void step_columns(const float* S, float* next, const Lane& w, const Token& x, int column) const {
+  void step_kv(const float* S, float* next, const Token& x, int column) const {
     Vec x_k[kVectors] = {}, x_q[kVectors] = {};
     for (int i = 0; i < K_; ++i)
       for (int n = 0; n < kVectors; ++n) {
         const Vec s = load(S + int64_t{i} * V_ + column + n * kVector);
-        x_k[n] += w.k[i] * s;
-        x_q[n] += w.q[i] * s;
+        x_k[n] += x.k[i] * s;
+        x_q[n] += x.q[i] * s;
       }
     Vec write[kVectors];
     for (int n = 0; n < kVectors; ++n) {
-      finish(x_k[n], x_q[n], w, column + n * kVector, x);
-      write[n] = load(w.v + column + n * kVector);
+      finish(x_k[n], x_q[n], x, column + n * kVector);
+      write[n] = load(x.v + column + n * kVector);
     }
     if (!next) return;
     // Backwards: the rows read last are the ones still in the first-level cache.
     for (int i = K_ - 1; i >= 0; --i)
       for (int n = 0; n < kVectors; ++n) {
         const int64_t at = int64_t{i} * V_ + column + n * kVector;
-        store(next + at, x.alpha * load(S + at) + w.k[i] * write[n]);
+        store(next + at, x.alpha * load(S + at) + x.k[i] * write[n]);
       }
   }
 
-  void step_vk(const float* S, float* next, const Lane& w, const Token& x) const {
+  void step_vk(const float* S, float* next, const Token& x, int column) const {
     constexpr int kRows = 4;  // rows that share a load of k and q
-    for (int j = 0; j < V_; j += kVector) {
-      Vec x_k[kVector], x_q[kVector];
-      for (int r = 0; r < kVector; r += kRows) {
-        Vec a[kRows] = {}, b[kRows] = {};
-        for (int i = 0; i < K_; i += kVector) {
-          const Vec k = load(w.k + i), q = load(w.q + i);
-          for (int n = 0; n < kRows; ++n) {
-            const Vec s = load(S + int64_t{j + r + n} * K_ + i);
-            a[n] += k * s;
-            b[n] += q * s;
-          }
-        }
+    Vec x_k[kVector], x_q[kVector];
+    for (int r = 0; r < kVector; r += kRows) {
+      Vec a[kRows] = {}, b[kRows] = {};
+      for (int i = 0; i < K_; i += kVector) {
+        const Vec k = load(x.k + i), q = load(x.q + i);
         for (int n = 0; n < kRows; ++n) {
-          x_k[r + n] = a[n];
-          x_q[r + n] = b[n];
+          const Vec s = load(S + int64_t{column + r + n} * K_ + i);
+          a[n] += k * s;
+          b[n] += q * s;
         }
       }
-      finish(sum_rows(x_k), sum_rows(x_q), w, j, x);
-      if (!next) continue;
-      for (int r = 0; r < kVector; r += kRows)
-        for (int i = 0; i < K_; i += kVector) {
-          const Vec k = load(w.k + i);
-          for (int n = 0; n < kRows; ++n) {
-            const int64_t at = int64_t{j + r + n} * K_ + i;
-            store(next + at, x.alpha * load(S + at) + w.v[j + r + n] * k);
-          }
-        }
+      for (int n = 0; n < kRows; ++n) {
+        x_k[r + n] = a[n];
+        x_q[r + n] = b[n];
+      }
     }
+    finish(sum_rows(x_k), sum_rows(x_q), x, column);
+    if (!next) return;
+    for (int r = 0; r < kVector; r += kRows)
+      for (int i = 0; i < K_; i += kVector) {
+        const Vec k = load(x.k + i);
+        for (int n = 0; n < kRows; ++n) {
+          const int64_t at = int64_t{column + r + n} * K_ + i;
+          store(next + at, x.alpha * load(S + at) + x.v[column + r + n] * k);
+        }
+      }
   }
 
   // Lane r of the result is the sum of rows[r].
