@@ -69,8 +69,8 @@ record: bench ## benchmark, keep the outcome in results/ and rewrite the tables 
 	$(PYTHON) tools/render_results.py --record build/bench
 
 lint: ## formatting, clang-tidy, ruff, texts and generated tables
-	tools/require $(BASE) gtest clang-format clang-tidy -- $(LINT_PACKAGES)
-	cmake --preset test --log-level=WARNING >/dev/null
+	tools/require $(BASE) gtest clang clang-format clang-tidy -- $(LINT_PACKAGES)
+	cmake --preset lint --log-level=WARNING >/dev/null
 	$(PYTHON) tools/lint.py
 
 format: ## reformat C, C++ and Python sources in place

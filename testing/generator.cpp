@@ -443,7 +443,8 @@ std::vector<std::string> Problem::damage() const {
       if (e.hash != hash_bytes(e.buffer.data(), e.buffer.size())) found.push_back(e.name + ": an input was changed");
       continue;
     }
-    const int64_t bytes = std::max<int64_t>(element_bytes(e.tensor.dtype), 1), elements = static_cast<int64_t>(e.buffer.size()) / bytes;
+    const int64_t bytes = std::max<int64_t>(element_bytes(e.tensor.dtype), 1),
+                  elements = static_cast<int64_t>(e.buffer.size()) / bytes;
     if (e.role == Role::output && elements == element_count(e.tensor)) continue;  // no gaps
     std::vector<bool> may_change(elements, false);
     if (elements == 0) continue;

@@ -91,7 +91,7 @@ int main(void) {
   gd_thread_pool* threads = NULL;
   void* block;
   int step, i;
-  double worst = 0;
+  float worst = 0;
 
   fill(&q[0][0][0][0], sizeof q / sizeof(float));
   fill(&k[0][0][0][0], sizeof k / sizeof(float));
@@ -135,11 +135,11 @@ int main(void) {
   block = allocate_workspace(&replay);
   check(gd_recurrent(&replay));
   free(block);
-  for (i = 0; i < STEPS * HV * V; ++i) worst = fmax(worst, fabs((&replayed[0][0][0])[i] - (&o[0][0][0][0])[i]));
+  for (i = 0; i < STEPS * HV * V; ++i) worst = fmaxf(worst, fabsf((&replayed[0][0][0])[i] - (&o[0][0][0][0])[i]));
   for (i = 0; i < HV * K * V; ++i)
-    worst = fmax(worst, fabs((&final_state[0][0][0])[i] - (&pool[slots[0]][0][0][0])[i]));
+    worst = fmaxf(worst, fabsf((&final_state[0][0][0])[i] - (&pool[slots[0]][0][0][0])[i]));
 
   printf("%d steps of %d requests over %d slots; against one call of %d tokens: largest difference %g\n", STEPS, BATCH,
-         SLOTS, STEPS, worst);
-  return worst < 1e-5 ? 0 : 1;
+         SLOTS, STEPS, (double)worst);
+  return worst < 1e-5f ? 0 : 1;
 }

@@ -154,7 +154,8 @@ typedef struct gd_forward_args {
                                    packed sequence by sequence: sum of floor(length / checkpoint_every) entries */
   gd_tensor checkpoint_indices; /* [C]            optional: slot of each packed entry, negative = not stored */
   int64_t checkpoint_every;     /* a multiple of GD_CHUNK; required with checkpoints */
-  void* saved;                  /* optional: what a backward wants kept, gd_forward_saved_size() bytes, 64-byte aligned */
+  void* saved;                  /* optional: what a backward wants kept, gd_forward_saved_size() bytes, 64-byte aligned;
+                                   not with a sequence that is nobody */
   size_t saved_bytes;
   int32_t context_parallel;     /* gd_context_parallel */
   int32_t segment_chunks;       /* forces the segment length, for tests; 0 = automatic */

@@ -96,13 +96,13 @@ gd_tensor tensor(T* data, std::initializer_list<std::int64_t> shape, std::initia
 
 // The argument structs, ready to be filled in.
 struct ForwardArgs : gd_forward_args {
-  ForwardArgs() : gd_forward_args{} { struct_size = sizeof(gd_forward_args); }
+  ForwardArgs() noexcept : gd_forward_args(GD_FORWARD_ARGS_INIT) {}
 };
 struct BackwardArgs : gd_backward_args {
-  BackwardArgs() : gd_backward_args{} { struct_size = sizeof(gd_backward_args); }
+  BackwardArgs() noexcept : gd_backward_args(GD_BACKWARD_ARGS_INIT) {}
 };
 struct RecurrentArgs : gd_recurrent_args {
-  RecurrentArgs() : gd_recurrent_args{} { struct_size = sizeof(gd_recurrent_args); }
+  RecurrentArgs() noexcept : gd_recurrent_args(GD_RECURRENT_ARGS_INIT) {}
 };
 
 inline std::size_t workspace_size(const gd_forward_args& args) {
@@ -215,8 +215,7 @@ class ThreadPool {
 };
 
 inline gd_info info() {
-  gd_info result = {};
-  result.struct_size = sizeof result;
+  gd_info result = GD_INFO_INIT;
   check(gd_get_info(&result));
   return result;
 }

@@ -626,7 +626,12 @@ size_t slot_bitmap_bytes(const RecurrentProblem& p) { return bitmap_bytes(p); }
 gd_status validate_contents(const gd_forward_args& args, const ForwardProblem& p, uint64_t* bitmap) {
   GD_TRY(check_offsets(p.in.sequences));
   if (p.in.sequences.offsets) GD_TRY(check_checkpoint_count(args, p));
-  return check_states(p, bitmap);
+  GD_TRY(check_states(p, bitmap));
+  // A backward could not tell which parts of `saved` were never written.
+  for (int64_t n = 0; p.saved && n < p.in.sequences.count; ++n)
+    if (p.is_nobody(n))
+      return invalid("saved is given, but sequence %" PRId64 " is nobody (its read and write slots are negative)", n);
+  return GD_OK;
 }
 
 gd_status validate_contents(const gd_backward_args&, const BackwardProblem& p, uint64_t*) {

@@ -5,6 +5,8 @@
 // each block small enough for the first-level cache.
 #pragma once
 
+#include <algorithm>
+
 #include "cpu/chunk.hpp"
 #include "cpu/parallel.hpp"
 
@@ -29,8 +31,13 @@ class Recurrent {
     if (problem_.o && sequences.offsets)
       for (int64_t t = sequences.used_tokens(); t < sequences.tokens; ++t)
         for (int64_t h = 0; h < in_.value_heads; ++h) zero_row(0, t, h);
+    // A lane that is woken for less than this much state costs more than it brings.
+    constexpr int64_t kLaneStates = 128 * 1024 / sizeof(float);
+    Context context = context_;
+    const int64_t useful = sequences.tokens * sequences.batch * in_.value_heads * K_ * V_ / kLaneStates;
+    context.lanes = static_cast<int>(std::min<int64_t>(context.lanes, std::max<int64_t>(useful, 1)));
     struct Session {};
-    for_each_item<Session>(context_, sequences.count * in_.value_heads, [&](int lane, int64_t item) {
+    for_each_item<Session>(context, sequences.count * in_.value_heads, [&](int lane, int64_t item) {
       Carver carve(context_.workspace + lane_bytes * lane);
       run_item(Lane(carve, *this), item / in_.value_heads, item % in_.value_heads);
     });

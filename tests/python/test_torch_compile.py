@@ -160,6 +160,17 @@ def test_prefill_into_buffers_compiles():
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
+def test_wrong_inputs_are_explained_while_compiling():
+    tensors = [x.requires_grad_() for x in make()[:5]]
+    compiled = torch.compile(gd.chunk_gated_delta_rule, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"q is a torch\.float64 tensor"):
+        compiled(tensors[0].double(), *tensors[1:])
+    with pytest.raises(Exception, match="k: shape is"):
+        compiled(tensors[0], tensors[1][:, 1:], *tensors[2:])
+    with pytest.raises(Exception, match="rank 4, not 3"):
+        compiled(tensors[0][0], *tensors[1:], output_final_state=True)
+
+
 def test_recurrent_training_compiles():
     tensors = [x.requires_grad_() for x in make(B=2, T=4)]
 

@@ -41,16 +41,22 @@ def _nothing(like: Tensor) -> Tensor:
 
 def empty_states(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, state_v_first: bool) -> Tensor:
     """[N, Hv, K, V] or [N, Hv, V, K] in float32, not filled."""
+    if q.dim() != 4 or v.dim() != 4:
+        raise RuntimeError(f"gatedelta: q and v must have rank 4, not {q.dim()} and {v.dim()}")
     count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     matrix = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
     return q.new_empty((count, v.shape[2], *matrix), dtype=torch.float32)
 
 
-def _describe(tensor: Tensor | None) -> _lib.Tensor:
+def _describe(tensor: Tensor | None, name: str) -> _lib.Tensor:
     """Shape and dtype for a size query, strides as of a contiguous tensor."""
     result = _lib.Tensor()
     if tensor is None:
         return result
+    if tensor.dtype not in _DTYPES or tensor.dim() > _lib.MAX_RANK:
+        raise RuntimeError(
+            f"gatedelta: {name} is a {tensor.dtype} tensor of rank {tensor.dim()}, which nothing here is"
+        )
     result.dtype = _DTYPES[tensor.dtype]
     result.rank = tensor.dim()
     stride = 1
@@ -70,10 +76,10 @@ def _saved_bytes(
     args = _lib.ForwardArgs()
     args.exec.isa = _FORCED_ISA
     for name, tensor in tensors.items():
-        setattr(args.inputs, name, _describe(tensor))
+        setattr(args.inputs, name, _describe(tensor, name))
     args.inputs.gate, args.inputs.beta_kind = gate, beta_kind
     args.inputs.state_layout, args.inputs.l2norm = state_layout, l2norm
-    args.o = _describe(o)
+    args.o = _describe(o, "o")
     return _lib.size_query("gd_forward_saved_size", args)
 
 

@@ -511,6 +511,17 @@ TEST(Recurrent, SlotTwice) {
   EXPECT_TRUE(c.accepts());
 }
 
+TEST(Forward, NobodyCannotBeSaved) {
+  ForwardCase c;
+  c.in.initial_state = c.final_state = c.state(6);
+  c.in.initial_indices = c.indices({1, -1});
+  c.final_indices = c.indices({1, -1});
+  EXPECT_TRUE(c.accepts());
+  ASSERT_EQ(gd_forward_saved_size(&c, &c.saved_bytes), GD_OK);
+  c.saved = c.memory.take(c.saved_bytes, 0xa5);
+  EXPECT_TRUE(c.invalid("saved is given, but sequence 1 is nobody"));
+}
+
 TEST(Recurrent, NobodyIsSkipped) {
   RecurrentCase c;
   c.in.initial_state = c.final_state = c.state(6);
