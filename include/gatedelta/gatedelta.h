@@ -149,7 +149,7 @@ typedef struct gd_forward_args {
   gd_tensor final_state;        /* [N, Hv, ., .]  optional; may be the very tensor initial_state is (in place) */
   gd_tensor final_indices;      /* [N]            optional: slot each final state goes to, negative = not stored.
                                    A sequence whose read and write slots are both given and negative is nobody: it is
-                                   skipped and its outputs are 0 */
+                                   skipped, its rows of o are 0 and no state of it is stored */
   gd_tensor checkpoints;        /* [C, Hv, ., .]  optional: state after every checkpoint_every tokens of each sequence,
                                    packed sequence by sequence: sum of floor(length / checkpoint_every) entries */
   gd_tensor checkpoint_indices; /* [C]            optional: slot of each packed entry, negative = not stored */

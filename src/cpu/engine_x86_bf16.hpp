@@ -50,22 +50,21 @@ struct X86Bf16Packing {
   // a float, where interleaving two rows is a shift and a merge.
   static GD_ALWAYS_INLINE void store_b_pieces(uint16_t* GD_RESTRICT high, uint16_t* GD_RESTRICT low, int /*k*/, int rows,
                                               const float* GD_RESTRICT src, const float* GD_RESTRICT scale) {
-    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u)), half = _mm512_set1_epi32(0x8000);
-    const auto merge = [&](__m512i even, __m512i odd) {
-      return _mm512_mask_mov_epi16(_mm512_srli_epi32(even, 16), 0xaaaaaaaau, odd);
+    constexpr uint32_t kUpper = 0xffff0000u, kHalf = 0x8000u;
+    const auto bits = [](Vec x) { return reinterpret_cast<WordVec>(x); };
+    const auto merge = [](uint16_t* dst, WordVec even, WordVec odd) {
+      const WordVec pairs = (even >> 16) | (odd & kUpper);
+      std::memcpy(dst, &pairs, sizeof pairs);
     };
     for (int r = 0; r < rows; r += 2) {
       const int64_t at = int64_t{r / 32} * 2 * kTile + (r % 32) * 16;
       for (int n = 0; n < kPanel; n += 16) {
-        const __m512 even = _mm512_mul_ps(_mm512_loadu_ps(src + r * kPanel + n), _mm512_set1_ps(scale[r]));
-        const __m512 odd = _mm512_mul_ps(_mm512_loadu_ps(src + (r + 1) * kPanel + n), _mm512_set1_ps(scale[r + 1]));
-        const __m512i even_bits = _mm512_castps_si512(even), odd_bits = _mm512_castps_si512(odd);
-        const __m512 even_rest = _mm512_sub_ps(even, _mm512_castsi512_ps(_mm512_and_si512(even_bits, upper)));
-        const __m512 odd_rest = _mm512_sub_ps(odd, _mm512_castsi512_ps(_mm512_and_si512(odd_bits, upper)));
+        const Vec even = scale[r] * load(src + r * kPanel + n), odd = scale[r + 1] * load(src + (r + 1) * kPanel + n);
+        const Vec even_rest = even - reinterpret_cast<Vec>(bits(even) & kUpper);
+        const Vec odd_rest = odd - reinterpret_cast<Vec>(bits(odd) & kUpper);
         const int64_t tile = at + n / 16 * kTile;
-        _mm512_storeu_si512(high + tile, merge(even_bits, odd_bits));
-        _mm512_storeu_si512(low + tile, merge(_mm512_add_epi32(_mm512_castps_si512(even_rest), half),
-                                              _mm512_add_epi32(_mm512_castps_si512(odd_rest), half)));
+        merge(high + tile, bits(even), bits(odd));
+        merge(low + tile, bits(even_rest) + kHalf, bits(odd_rest) + kHalf);
       }
     }
   }
