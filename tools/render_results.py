@@ -150,7 +150,7 @@ def record(folder: Path) -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     results = {kind: json.loads((folder / f"{kind}.json").read_text()) for kind in ("transformers", "isas")}
     machine = results["transformers"]["machine"]  # the Python driver knows more CPUs by name
-    stem = f"{slug(machine['architecture'])}-{slug(machine['cpu'])}"
+    stem = f"{slug(machine['architecture'])}-{slug(machine['cpu'])}-{machine['cpus']}cpu"
     for kind, result in results.items():
         target = RESULTS / f"{stem}.{kind}.json"
         target.write_text(json.dumps({**result, "machine": machine, "recorded": stamp}, indent=2) + "\n")
