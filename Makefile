@@ -62,7 +62,7 @@ bench: ## benchmark the CPU backend against transformers' torch code, and every 
 	mkdir -p build/bench
 	$(PYTHON) bench/cpu_vs_transformers.py --output build/bench/transformers.json
 	$(PYTHON) bench/plot.py build/bench/transformers.json build/bench/transformers.png
-	build/release/cli/gatedelta bench --shapes bench/shapes/cpu.csv --isa all --scaling --seconds 0.3 \
+	build/release/cli/gatedelta bench --shapes bench/shapes/isas.csv --isa all --scaling --seconds 0.2 \
 	  --json build/bench/isas.json
 
 record: bench ## benchmark, keep the outcome in results/ and rewrite the tables of README and docs

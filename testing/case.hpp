@@ -23,7 +23,7 @@ enum class GateKind {
   infinite,       // mixed, with -inf on every eleventh token, at chunk borders and on whole runs
   very_negative,  // mixed, with values down to -3e38 in the same places
   raw  // raw `a`, A in [0, 16] and dt_bias as layers start; heads 5 and 7 of eight have A near 0 and exactly 0
-       // and some inputs beyond softplus' threshold
+       // and inputs on either side of softplus' threshold
 };
 enum class BetaKind {
   unit,           // sigmoid(randn)

@@ -132,11 +132,11 @@ inline void prepare_gates(Gates& gates, const Layer& in, const ChunkSpan& span, 
   }
   gates.gamma_L = gates.gamma[C - 1];
   for (int i = 0; i < C; ++i) {
-    float* row = gates.Gamma + i * C;
-    int j = 0;
-    // Above the diagonal the exponent grows without bound: those entries are never formed, only overwritten with 0.
-    for (; j <= i; j += kVector) store(row + j, exp((high[i] - load(high + j)) + (low[i] - load(low + j))));
-    for (j = i + 1; j < C; ++j) row[j] = 0.0f;
+    // Above the diagonal the exponent grows without bound: those entries are left out by selection, never by a product.
+    for (int j = 0; j < C; j += kVector) {
+      const Vec decay = j <= i ? exp((high[i] - load(high + j)) + (low[i] - load(low + j))) : Vec{};
+      store(gates.Gamma + i * C + j, iota() + j <= i ? decay : Vec{});
+    }
   }
 }
 

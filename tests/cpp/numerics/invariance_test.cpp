@@ -1,5 +1,6 @@
 // Bits that must not change: from run to run, with the thread count, with the neighbours in a batch, with the way the
 // same data is stored.
+#include <cmath>
 #include <cstring>
 
 #include "cases.hpp"
@@ -152,6 +153,54 @@ TEST(Invariance, InPlaceGivesTheSameBits) {
         const gd_tensor a = sequence_state(apart.forward.final_state, from),
                         b = sequence_state(inplace.forward.final_state, to);
         EXPECT_TRUE(bytes_of({&a}) == bytes_of({&b})) << gd_isa_name(isa) << " sequence " << n;
+      }
+    }
+  }
+}
+
+// What a gate of -inf (or so low that e^g is nothing) lies between has no influence at all, however large it is.
+TEST(Invariance, ResetsForgetEverything) {
+  constexpr int64_t kReset = 37;  // inside a chunk
+  for (const std::string& dtype : kDtypeSpecs) {
+    Problem small(parse_case("T=150 Hk=1 Hv=2 K=32 V=32 " + dtype)),
+        large(parse_case("T=150 Hk=1 Hv=2 K=32 V=32 " + dtype));
+    for (const double g : {-HUGE_VAL, -3e38, -200.0}) {
+      for (Problem* p : {&small, &large}) {
+        const double size = p == &small ? 1 : 1e4;  // fits fp16
+        const gd_inputs& in = p->forward.in;
+        for_each_element(in.g, [&](int64_t offset, int64_t i) {
+          if (i / 2 == kReset) store(in.g.data, in.g.dtype, offset, g);
+        });
+        for_each_element(in.v, [&](int64_t offset, int64_t i) {
+          if (i < kReset * 2 * 32) store(in.v.data, in.v.dtype, offset, size * double(i % 7 - 3));
+        });
+        const gd_tensor& h0 = in.initial_state;
+        for_each_element(h0, [&](int64_t offset, int64_t i) {
+          store(h0.data, h0.dtype, offset, size * size * size * double(i % 5 - 2));
+        });
+      }
+      for (const gd_isa isa : usable_isas()) {
+        SCOPED_TRACE(std::string(gd_isa_name(isa)) + " " + dtype + " g=" + std::to_string(g));
+        const Exec exec{.isa = isa, .pool = nullptr, .threads = 0};
+        for (const bool recurrent : {false, true}) {
+          std::string bits[2];
+          for (Problem* p : {&small, &large}) {
+            p->reset();
+            ASSERT_EQ(recurrent ? run_recurrent(p->recurrent, exec) : run_forward(p->forward, exec), "");
+            const gd_tensor after = tokens(p->forward.o, kReset, 150 - kReset);
+            bits[p == &large] = bytes_of({&after, &p->forward.final_state});
+          }
+          EXPECT_TRUE(bits[0] == bits[1]) << (recurrent ? "recurrent" : "forward");
+        }
+        // Nor does what follows a reset have any on what precedes it.
+        small.reset();
+        gd_backward_args args = small.backward;
+        for (gd_tensor* t : {&args.in.q, &args.in.k, &args.in.v, &args.in.g, &args.in.beta, &args.d_o, &args.dq,
+                             &args.dk, &args.dv, &args.dg, &args.dbeta}) {
+          *t = tokens(*t, kReset, 150 - kReset);
+        }
+        ASSERT_EQ(run_backward(args, exec), "");
+        for (const double value : to_doubles(args.d_initial_state)) ASSERT_EQ(value, 0);
       }
     }
   }
