@@ -448,7 +448,7 @@ std::vector<std::string> Problem::damage() const {
     if (e.role == Role::output && elements == element_count(e.tensor)) continue;  // no gaps
     std::vector<bool> may_change(elements, false);
     if (elements == 0) continue;
-    const int64_t per_slot = element_count(e.tensor) / e.tensor.shape[0];
+    const int64_t per_slot = std::max<int64_t>(element_count(e.tensor) / e.tensor.shape[0], 1);
     std::vector<bool> slot_written(e.tensor.shape[0], e.role == Role::output);
     for (int64_t slot : e.written_slots) slot_written[slot] = true;
     for_each_element(e.tensor, [&](int64_t offset, int64_t i) {

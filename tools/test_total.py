@@ -25,6 +25,13 @@ def name_of(case: ET.Element) -> str:
     return name if group in ("", name) else f"{group}::{name}"
 
 
+def print_output(case: ET.Element) -> None:
+    """What a failed test of ctest printed; pytest has shown its own already."""
+    output = (case.findtext("system-out") or "").rstrip().splitlines()
+    if output:
+        print(f"---- {name_of(case)}", *output[-60:], sep="\n")
+
+
 def main() -> int:
     passed = defaultdict(int)
     failed = defaultdict(list)
@@ -45,6 +52,7 @@ def main() -> int:
         for case in cases:
             if case.find("failure") is not None or case.find("error") is not None or case.get("status") == "fail":
                 failed[name].append(name_of(case))
+                print_output(case)
             elif case.find("skipped") is not None or case.get("status") in ("notrun", "disabled"):
                 skipped[name].append(name_of(case))
                 reason = reason_of_skip(case) if case.find("skipped") is not None else "disabled"

@@ -48,14 +48,7 @@ typedef enum gd_status {
   GD_INTERNAL = 6
 } gd_status;
 
-typedef enum gd_dtype {
-  GD_DTYPE_NONE = 0,
-  GD_F32 = 1,
-  GD_BF16 = 2,
-  GD_F16 = 3,
-  GD_I32 = 4,
-  GD_I64 = 5
-} gd_dtype;
+typedef enum gd_dtype { GD_DTYPE_NONE = 0, GD_F32 = 1, GD_BF16 = 2, GD_F16 = 3, GD_I32 = 4, GD_I64 = 5 } gd_dtype;
 
 typedef enum gd_device { GD_CPU = 0, GD_CUDA = 1 } gd_device;
 
@@ -122,15 +115,15 @@ typedef struct gd_exec {
 
 /* The layer's inputs, common to all operations. N = number of sequences: B, or cu_seqlens' length - 1. */
 typedef struct gd_inputs {
-  gd_tensor q, k;            /* [B, T, Hk, K]  bf16, fp16 or fp32; last stride 1 */
-  gd_tensor v;               /* [B, T, Hv, V]  dtype of q; Hv a multiple of Hk, value head h uses key head h / (Hv/Hk) */
-  gd_tensor g;               /* [B, T, Hv]     fp32, bf16 or fp16; see gate */
-  gd_tensor beta;            /* [B, T, Hv]     fp32, bf16 or fp16; see beta_kind */
-  gd_tensor A_log;           /* [Hv]           GD_GATE_RAW only */
-  gd_tensor dt_bias;         /* [Hv]           GD_GATE_RAW only, optional (absent = 0) */
-  gd_tensor cu_seqlens;      /* [N + 1]        int32 or int64, optional: packed sequences, then B = 1 */
-  gd_tensor initial_state;   /* [N, Hv, K, V] or [N, Hv, V, K], optional (absent = 0); a pool [slots, ...] with indices */
-  gd_tensor initial_indices; /* [N]            int32 or int64, optional: slot each sequence starts from, negative = zero */
+  gd_tensor q, k;          /* [B, T, Hk, K]  bf16, fp16 or fp32; last stride 1 */
+  gd_tensor v;             /* [B, T, Hv, V]  dtype of q; Hv a multiple of Hk, value head h uses key head h / (Hv/Hk) */
+  gd_tensor g;             /* [B, T, Hv]     fp32, bf16 or fp16; see gate */
+  gd_tensor beta;          /* [B, T, Hv]     fp32, bf16 or fp16; see beta_kind */
+  gd_tensor A_log;         /* [Hv]           GD_GATE_RAW only */
+  gd_tensor dt_bias;       /* [Hv]           GD_GATE_RAW only, optional (absent = 0) */
+  gd_tensor cu_seqlens;    /* [N + 1]        int32 or int64, optional: packed sequences, then B = 1 */
+  gd_tensor initial_state; /* [N, Hv, K, V] or [N, Hv, V, K], optional (absent = 0); a pool [slots, ...] with indices */
+  gd_tensor initial_indices; /* [N]          int32 or int64, optional: slot a sequence starts from, negative = zero */
   int32_t gate;              /* gd_gate */
   int32_t beta_kind;         /* gd_beta */
   int32_t state_layout;      /* gd_state_layout, of every state tensor of the call */
@@ -157,9 +150,9 @@ typedef struct gd_forward_args {
   void* saved;                  /* optional: what a backward wants kept, gd_forward_saved_size() bytes, 64-byte aligned;
                                    not with a sequence that is nobody */
   size_t saved_bytes;
-  int32_t context_parallel;     /* gd_context_parallel */
-  int32_t segment_chunks;       /* forces the segment length, for tests; 0 = automatic */
-  int32_t batch_invariant;      /* nonzero: a sequence's bits do not depend on its neighbours */
+  int32_t context_parallel; /* gd_context_parallel */
+  int32_t segment_chunks;   /* forces the segment length, for tests; 0 = automatic */
+  int32_t batch_invariant;  /* nonzero: a sequence's bits do not depend on its neighbours */
   int32_t reserved_flags;
   uint64_t reserved[4];
 } gd_forward_args;
@@ -192,8 +185,8 @@ typedef struct gd_recurrent_args {
   size_t struct_size;
   gd_exec exec;
   gd_inputs in;
-  gd_tensor o;              /* [B, T, Hv, V]  optional: absent = only the states move (a commit) */
-  gd_tensor final_state;    /* as in gd_forward_args; the same tensor as initial_state = in place */
+  gd_tensor o;           /* [B, T, Hv, V]  optional: absent = only the states move (a commit) */
+  gd_tensor final_state; /* as in gd_forward_args; the same tensor as initial_state = in place */
   gd_tensor final_indices;
   gd_tensor accept_lengths; /* [N]            optional int32 or int64: the final state is the one after this many tokens
                                of the sequence (0 = the initial state); outputs are those of all tokens */
@@ -225,7 +218,7 @@ typedef struct gd_info {
 } gd_info;
 
 GD_API gd_status gd_get_info(gd_info* info);
-GD_API const char* gd_isa_name(int32_t isa);       /* "amx", ...; null for a value that is none */
+GD_API const char* gd_isa_name(int32_t isa);         /* "amx", ...; null for a value that is none */
 GD_API const char* gd_status_name(gd_status status); /* "GD_OK", ... */
 /* Message of the last call of this thread that did not return GD_OK; valid until the thread's next failing call. */
 GD_API const char* gd_last_error(void);
@@ -248,7 +241,8 @@ constexpr Struct gd_initial() {
 }
 #define GD_INITIAL(type) gd_initial<type>()
 #else
-#define GD_INITIAL(type) {.struct_size = sizeof(type)}
+#define GD_INITIAL(type) \
+  { .struct_size = sizeof(type) }
 #endif
 
 /* gd_forward_args args = GD_FORWARD_ARGS_INIT; */

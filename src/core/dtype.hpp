@@ -1,4 +1,5 @@
-// bf16 and fp16 as bit patterns, with defined rounding (nearest, ties to even). Branch-free, so loops over them vectorise.
+// bf16 and fp16 as bit patterns, with defined rounding (nearest, ties to even). Branch-free, so loops over them
+// vectorise.
 #pragma once
 
 #include <bit>

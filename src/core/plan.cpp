@@ -26,7 +26,8 @@ bool backward_splits_groups(const Layer& layer, int lanes) {
 }
 
 int64_t first_window(const Layer& layer, int64_t sequence, const SequenceSpan& span) {
-  return layer.sequences.offsets ? span.begin / kWindowTokens + sequence : sequence * windows_of(layer.sequences.tokens);
+  return layer.sequences.offsets ? span.begin / kWindowTokens + sequence
+                                 : sequence * windows_of(layer.sequences.tokens);
 }
 
 int64_t max_windows(const Layer& layer) {

@@ -8,9 +8,9 @@
 
 namespace gatedelta {
 
-constexpr int kPanelColumns = 32;  // value columns advance in panels of this many; K and V are padded to it
-constexpr int kMaxPanels = 8;      // K, V <= 256
-constexpr int kWindow = 8;         // chunks between two states kept for the backward
+constexpr int kPanelColumns = 32;    // value columns advance in panels of this many; K and V are padded to it
+constexpr int kMaxPanels = 8;        // K, V <= 256
+constexpr int kWindow = 8;           // chunks between two states kept for the backward
 constexpr int kMaxHeadsPerItem = 8;  // their states should stay in the second-level cache
 
 struct Dims {
@@ -46,7 +46,8 @@ class Carver {
   size_t used_ = 0;
 };
 
-// How the forward shares a head's work between lanes. The arithmetic per (sequence, head, panel) is the same either way.
+// How the forward shares a head's work between lanes. The arithmetic per (sequence, head, panel) is the same either
+// way.
 struct ForwardPlan {
   // Fused: an item is a whole sequence for `heads_per_item` neighbouring value heads, chunk by chunk.
   // Split (fewer sequence-head pairs than lanes want): windows of chunks; first every chunk's state-free operands in
@@ -61,8 +62,8 @@ ForwardPlan plan_forward(const Layer& layer, int lanes);
 // Whether the backward gives the value heads of a group to different lanes, because there are too few groups.
 bool backward_splits_groups(const Layer& layer, int lanes);
 
-// Index of the first kept window state of a sequence, and a bound for how many there are; from offsets alone, so that no
-// table is needed: floor(begin / window) + n leaves every sequence room for its ceil(length / window).
+// Index of the first kept window state of a sequence, and a bound for how many there are; from offsets alone, so that
+// no table is needed: floor(begin / window) + n leaves every sequence room for its ceil(length / window).
 int64_t first_window(const Layer& layer, int64_t sequence, const SequenceSpan& span);
 int64_t max_windows(const Layer& layer);
 

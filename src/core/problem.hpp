@@ -6,8 +6,8 @@
 
 #include "gatedelta/gatedelta.h"
 
-// These headers are also compiled with the flags of every instruction set: a function that is not inlined there could be
-// linked into code for lesser machines, so all of them must be.
+// These headers are also compiled with the flags of every instruction set: a function that is not inlined there could
+// be linked into code for lesser machines, so all of them must be.
 #define GD_ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace gatedelta {
@@ -106,7 +106,9 @@ struct Layer {
   float scale = 0;
 
   // Slot a sequence starts from; negative = from zero.
-  GD_ALWAYS_INLINE int64_t initial_slot(int64_t n) const { return !initial ? -1 : initial_indices ? initial_indices[n] : n; }
+  GD_ALWAYS_INLINE int64_t initial_slot(int64_t n) const {
+    return !initial ? -1 : initial_indices ? initial_indices[n] : n;
+  }
 };
 
 struct ForwardProblem {

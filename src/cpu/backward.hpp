@@ -8,7 +8,8 @@
 // dg_t counts what crosses the decay of token t, in fp32 sums of products that are at hand:
 //   dg_t = gamma_L <G, S>                            from the incoming to the outgoing state
 //        + sum_{j<t} kappa_j                         from a write to the outgoing state: kappa = delta o <U, K G>
-//        + sum_{i>=t} sigma_i                        from the incoming state to a read:  q.(s gamma o dO S^T) + k.(Y S^T)
+//        + sum_{i>=t} sigma_i                        from the incoming state to a read:  q.(s gamma o dO S^T) + k.(Y
+//        S^T)
 //        + sum_{i>=t>j} (F o QK + E o KK)_ij         from a write to a read
 //
 // The states S before each chunk come from the window states the forward saved: an item walks its windows from the last
@@ -28,7 +29,10 @@ template <class E>
 class Backward {
  public:
   Backward(const BackwardProblem& problem, const Context& context)
-      : problem_(problem), context_(context), in_(problem.in), dims_(padded_dims(problem.in)),
+      : problem_(problem),
+        context_(context),
+        in_(problem.in),
+        dims_(padded_dims(problem.in)),
         split_groups_(backward_splits_groups(problem.in, context.lanes)) {}
 
   size_t workspace() const {
@@ -63,9 +67,9 @@ class Backward {
     if (split_groups_) {
       run_heads();
     } else {
-      for_each_item<typename E::Session>(context_, in_.sequences.count * in_.key_heads, [this](int index, int64_t item) {
-        run_group(lane(index), item / in_.key_heads, item % in_.key_heads);
-      });
+      for_each_item<typename E::Session>(
+          context_, in_.sequences.count * in_.key_heads,
+          [this](int index, int64_t item) { run_group(lane(index), item / in_.key_heads, item % in_.key_heads); });
     }
     sum_head_gradients();
   }
@@ -100,36 +104,39 @@ class Backward {
     ValueScratch value_scratch;
     PanelScratch<E> panel;
     // Key side, once per chunk.
-    float* Qt;   // [Kp][64]
-    Elem* Qta;   // A [Kp x 64]
+    float* Qt;      // [Kp][64]
+    Elem* Qta;      // A [Kp x 64]
     Elem *Kb, *Qb;  // B [64 x 32] per key panel
     // Value side.
-    float* turned;  // [max(Kp, 64)][64] scratch for transposes
-    Pieces<Elem> TgtA;  // A [64 x 64] T_g^T, upper
-    Elem* PtA;          // A [64 x 64] P^T, upper
-    Elem *FA, *FtA, *EA, *EtA;  // A [64 x 64]
-    float *F, *E_;              // [64][64]
-    float *dO, *U, *dV;         // [64][Vp]
-    float* Z;                   // [64][32]
-    Elem *dOa, *Ua, *dVa;       // A [64 x Vp]
-    Elem* Utb[2];               // B [Vp x 32] of U^T
-    Pieces<Elem> dUb;           // B [64 x 32]
-    Elem* dOb;                  // B [64 x 32]
-    Pieces<Elem> Yb;            // B [64 x 32]
-    Elem* Sb;                   // B [Kp x 32]
-    Pieces<Elem> Gb;            // B [Kp x 32]
-    Elem *Stb, *Gtb;            // B [Vp x 32] of S^T, G^T per key panel
+    float* turned;                            // [max(Kp, 64)][64] scratch for transposes
+    Pieces<Elem> TgtA;                        // A [64 x 64] T_g^T, upper
+    Elem* PtA;                                // A [64 x 64] P^T, upper
+    Elem *FA, *FtA, *EA, *EtA;                // A [64 x 64]
+    float *F, *E_;                            // [64][64]
+    float *dO, *U, *dV;                       // [64][Vp]
+    float* Z;                                 // [64][32]
+    Elem *dOa, *Ua, *dVa;                     // A [64 x Vp]
+    Elem* Utb[2];                             // B [Vp x 32] of U^T
+    Pieces<Elem> dUb;                         // B [64 x 32]
+    Elem* dOb;                                // B [64 x 32]
+    Pieces<Elem> Yb;                          // B [64 x 32]
+    Elem* Sb;                                 // B [Kp x 32]
+    Pieces<Elem> Gb;                          // B [Kp x 32]
+    Elem *Stb, *Gtb;                          // B [Vp x 32] of S^T, G^T per key panel
     float *dq_panel, *dkw_panel, *dkr_panel;  // [64][32]
-    float* scratch;             // [64][64]
+    float* scratch;                           // [64][64]
     // Per item.
-    float* G;        // states of the group's heads (unless groups are split)
-    float* replay;   // state while a window is replayed, panel by panel
-    float* window_states;        // [kWindow] states before each chunk
-    float* window_T;             // [kWindow][64][64]
-    float *dq, *dk;              // [kWindow][64][Kp], sums over the group
+    float* G;              // states of the group's heads (unless groups are split)
+    float* replay;         // state while a window is replayed, panel by panel
+    float* window_states;  // [kWindow] states before each chunk
+    float* window_T;       // [kWindow][64][64]
+    float *dq, *dk;        // [kWindow][64][Kp], sums over the group
 
     Lane(Carver& carve, const Backward& b)
-        : key(carve, b.dims_), key_scratch(carve, b.dims_), value(carve, b.dims_), value_scratch(carve, b.dims_),
+        : key(carve, b.dims_),
+          key_scratch(carve, b.dims_),
+          value(carve, b.dims_),
+          value_scratch(carve, b.dims_),
           panel(carve, b.dims_) {
       const Dims& d = b.dims_;
       Qt = carve.take<float>(d.Kp * C);
@@ -273,8 +280,8 @@ class Backward {
   // --- one window of one head ----------------------------------------------------------------------------------------
 
   // The states before every chunk of a window, and their T.
-  void replay_window(const Lane& w, int64_t n, const SequenceSpan& sequence, int64_t begin, int count,
-                     int64_t key_head, int64_t head) {
+  void replay_window(const Lane& w, int64_t n, const SequenceSpan& sequence, int64_t begin, int count, int64_t key_head,
+                     int64_t head) {
     const int64_t slot = (first_window(in_, n, sequence) + begin / kWindow) * in_.value_heads + head;
     std::memcpy(w.replay, states_ + slot * dims_.state_size(), sizeof(float) * dims_.state_size());
     for (int c = 0; c < count; ++c) {
@@ -346,8 +353,8 @@ class Backward {
     score_square<E>(square, gates, key, s);
     pack_square_turned(w.PtA, square, w.turned);
 
-    float state_product = 0;              // <G, S>
-    float zu[C] = {}, ze[C] = {};         // <Z_i, U_i>, <Z_i, e_i>
+    float state_product = 0;       // <G, S>
+    float zu[C] = {}, ze[C] = {};  // <Z_i, U_i>, <Z_i, e_i>
     float sigma[C] = {}, kappa[C] = {};
     for (int p = 0; p < dims_.value_panels(); ++p) {
       const PanelScratch<E>& pw = w.panel;
@@ -409,8 +416,7 @@ class Backward {
     }
     for (int p = 0; p < dims_.value_panels(); ++p) {
       transpose(w.turned, C, w.U + p * kPanel, Vp, C, kPanel);
-      for (int half = 0; half < 2; ++half)
-        E::store_b(w.Utb[half], Vp, p * kPanel, kPanel, w.turned + half * kPanel, C);
+      for (int half = 0; half < 2; ++half) E::store_b(w.Utb[half], Vp, p * kPanel, kPanel, w.turned + half * kPanel, C);
     }
     multiply_to_lower<E>(w.dOa, w.Utb[0], w.Utb[1], Vp, w.F);
     multiply_to_lower<E>(w.dVa, w.Utb[0], w.Utb[1], Vp, w.E_);
@@ -519,8 +525,8 @@ class Backward {
         float d = std::fabs(beta) < kTinyBeta ? ze[i] : zu[i] / beta;
         if (in_.beta_kind == GD_BETA_LOGIT) d *= beta * (1.0f - beta);
         if (in_.beta_kind == GD_BETA_LOGIT_DOUBLED) d *= beta * (1.0f - 0.5f * beta);
-        store_scalar(problem_.dbeta.data, problem_.dbeta.dtype,
-                     problem_.dbeta.offset(span.batch, span.token + i, head), d);
+        store_scalar(problem_.dbeta.data, problem_.dbeta.dtype, problem_.dbeta.offset(span.batch, span.token + i, head),
+                     d);
       }
     }
     if (problem_.dA_log) shared_->dA_log[n * in_.value_heads + head] += dA_log;

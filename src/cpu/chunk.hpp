@@ -33,7 +33,8 @@ inline ChunkSpan chunk_span(const SequenceSpan& sequence, int64_t chunk) {
   return {sequence.batch, sequence.begin + chunk * C, static_cast<int>(left < C ? left : C)};
 }
 
-// dst [64][ld] = columns [first, first + width) of the chunk's rows; columns past `columns` and rows past the end are 0.
+// dst [64][ld] = columns [first, first + width) of the chunk's rows; columns past `columns` and rows past the end are
+// 0.
 inline void load_chunk(float* dst, int ld, const TokenRows& src, const ChunkSpan& span, int64_t head, int columns,
                        int first, int width) {
   const int valid = columns - first < width ? columns - first : width;
@@ -71,8 +72,8 @@ inline float dot(const float* GD_RESTRICT x, const float* GD_RESTRICT y, int n) 
   return sum(acc);
 }
 
-// r = (sum x^2 + 1e-6)^-1/2 of each row; 1 without l2norm. The norm is never applied to the rows themselves: the factors
-// join the fp32 row scales that every product with q or k has anyway, so bf16 rows take part unrounded.
+// r = (sum x^2 + 1e-6)^-1/2 of each row; 1 without l2norm. The norm is never applied to the rows themselves: the
+// factors join the fp32 row scales that every product with q or k has anyway, so bf16 rows take part unrounded.
 inline void inverse_norms(float* r, bool l2norm, const float* x, int ld, int rows, int width) {
   for (int i = 0; i < C; ++i) {
     const float* row = x + int64_t{i} * ld;
@@ -155,7 +156,8 @@ inline void invert_unit_lower(float* GD_RESTRICT T, const float* GD_RESTRICT KK,
       for (int r = 0; r < kRows; ++r) {
         float* row = T + (i + r) * C + column;
         for (int n = 0; n < kVectors; ++n) {
-          for (int x = 0; x < r; ++x) acc[r][n] += KK[(i + r) * C + i + x] * load(T + (i + x) * C + column + n * kVector);
+          for (int x = 0; x < r; ++x)
+            acc[r][n] += KK[(i + r) * C + i + x] * load(T + (i + x) * C + column + n * kVector);
           store(row + n * kVector, -beta[i + r] * acc[r][n]);
         }
         if (column <= i + r && i + r < column + kWidth) T[(i + r) * C + i + r] = 1.0f;
@@ -166,8 +168,7 @@ inline void invert_unit_lower(float* GD_RESTRICT T, const float* GD_RESTRICT KK,
 // dst = src on and below the diagonal, 0 above, whatever lies there.
 inline void keep_lower(float* dst, const float* src) {
   for (int i = 0; i < C; ++i)
-    for (int j = 0; j < C; j += kVector)
-      store(dst + i * C + j, iota() + j <= i ? load(src + i * C + j) : Vec{});
+    for (int j = 0; j < C; j += kVector) store(dst + i * C + j, iota() + j <= i ? load(src + i * C + j) : Vec{});
 }
 
 // --- operands that depend on the key head alone ----------------------------------------------------------------------
@@ -188,11 +189,11 @@ struct KeyOperands {
 template <class E>
 struct KeyScratch {
   using Elem = typename E::Elem;
-  float *K, *Q;     // [64][Kp], as given
-  float *rk, *rq;   // [64] inverse norms: k = rk o K, q = rq o Q
-  float* Kt;        // [Kp][64]
-  Elem* Ktb[2];     // B [Kp x 32] of K^T
-  float *KK, *QK;   // [64][64], lower triangle, of the normalised rows
+  float *K, *Q;    // [64][Kp], as given
+  float *rk, *rq;  // [64] inverse norms: k = rk o K, q = rq o Q
+  float* Kt;       // [Kp][64]
+  Elem* Ktb[2];    // B [Kp x 32] of K^T
+  float *KK, *QK;  // [64][64], lower triangle, of the normalised rows
 
   KeyScratch(Carver& carve, const Dims& dims) {
     K = carve.take<float>(C * dims.Kp);
@@ -264,7 +265,8 @@ void prepare_key(const KeyOperands<E>& out, const KeyScratch<E>& w, const Dims& 
   if (in.l2norm) scale_square(w.QK, w.rq, w.rk);
 }
 
-// --- products of operands kept in two pieces --------------------------------------------------------------------------
+// --- products of operands kept in two pieces
+// --------------------------------------------------------------------------
 
 // An operand as high + low, each exact in the engine's element, so that a product of two such operands is good to about
 // 2^-16 instead of 2^-9. Engines that keep fp32 need no low part and get none.
@@ -304,8 +306,7 @@ template <class E>
 void store_b_pieces(const Pieces<typename E::Elem>& b, int rows, const float* src, const float* scale) {
   if constexpr (E::kExact) {
     for (int r = 0; r < rows; ++r)
-      for (int j = 0; j < kPanel; j += kVector)
-        store(b.high + r * kPanel + j, scale[r] * load(src + r * kPanel + j));
+      for (int j = 0; j < kPanel; j += kVector) store(b.high + r * kPanel + j, scale[r] * load(src + r * kPanel + j));
   } else {
     E::store_b_pieces(b.high, b.low, rows, rows, src, scale);
   }
@@ -352,8 +353,8 @@ struct PieceTerms {
 template <class E>
 struct ValueOperands {
   using Elem = typename E::Elem;
-  Pieces<Elem> Tg;  // A [64 x 64] Gamma o T o beta_j, lower
-  Elem* Pa;         // A [64 x 64] P, lower
+  Pieces<Elem> Tg;                   // A [64 x 64] Gamma o T o beta_j, lower
+  Elem* Pa;                          // A [64 x 64] P, lower
   float *read_k, *write_k, *read_q;  // [64] row scales: gamma rk, delta rk, s gamma rq
   float* gamma_L;
 
@@ -423,7 +424,9 @@ void prepare_value(const ValueOperands<E>& out, const ValueScratch& w, const Key
 // --- states ----------------------------------------------------------------------------------------------------------
 
 // One panel of a state: [Kp][32] floats. A whole state is Vp / 32 of them, one after the other.
-inline float* state_panel(float* state, const Dims& dims, int panel) { return state + int64_t{panel} * dims.Kp * kPanel; }
+inline float* state_panel(float* state, const Dims& dims, int panel) {
+  return state + int64_t{panel} * dims.Kp * kPanel;
+}
 
 // Columns [32 panel, ...) of the stored state matrix, padded with zeros. A negative slot is the zero state.
 inline void load_state_panel(float* dst, const StateRows& src, int64_t slot, int64_t head, gd_state_layout layout,

@@ -1,8 +1,8 @@
 // From a resolved ISA to its kernels.
 #include <initializer_list>
 
-#include "cpu/kernels.hpp"
 #include "core/plan.hpp"
+#include "cpu/kernels.hpp"
 
 namespace gatedelta::cpu {
 

@@ -34,7 +34,7 @@ struct F32Engine {
 
   // Rows [k0, k0 + rows) of the panel from src [rows][32], leading dimension ld. rows is a multiple of 4.
   static GD_ALWAYS_INLINE void store_b(float* GD_RESTRICT b, int /*k*/, int k0, int rows, const float* GD_RESTRICT src,
-                                int ld) {
+                                       int ld) {
     for (int r = 0; r < rows; ++r) std::memcpy(b + (k0 + r) * kPanel, src + r * ld, sizeof(float) * kPanel);
   }
 

@@ -26,8 +26,8 @@ struct X86Bf16Packing {
     }
   }
 
-  static GD_ALWAYS_INLINE void store_b(uint16_t* GD_RESTRICT b, int /*k*/, int k0, int rows, const float* GD_RESTRICT src,
-                                int ld) {
+  static GD_ALWAYS_INLINE void store_b(uint16_t* GD_RESTRICT b, int /*k*/, int k0, int rows,
+                                       const float* GD_RESTRICT src, int ld) {
     const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
                                                 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     for (int r = 0; r < rows; r += 2) {
@@ -46,10 +46,10 @@ struct X86Bf16Packing {
     for (int kk = 0; kk < k; kk += 32, dst += kTile) _mm512_storeu_si512(dst, _mm512_loadu_si512(row + kk));
   }
 
-  // scale_r src_r in two pieces, rows of src [rows][32]. Pieces are cut, not rounded: both then lie in the upper half of
-  // a float, where interleaving two rows is a shift and a merge.
-  static GD_ALWAYS_INLINE void store_b_pieces(uint16_t* GD_RESTRICT high, uint16_t* GD_RESTRICT low, int /*k*/, int rows,
-                                              const float* GD_RESTRICT src, const float* GD_RESTRICT scale) {
+  // scale_r src_r in two pieces, rows of src [rows][32]. Pieces are cut, not rounded: both then lie in the upper half
+  // of a float, where interleaving two rows is a shift and a merge.
+  static GD_ALWAYS_INLINE void store_b_pieces(uint16_t* GD_RESTRICT high, uint16_t* GD_RESTRICT low, int /*k*/,
+                                              int rows, const float* GD_RESTRICT src, const float* GD_RESTRICT scale) {
     constexpr uint32_t kUpper = 0xffff0000u, kHalf = 0x8000u;
     const auto bits = [](Vec x) { return reinterpret_cast<WordVec>(x); };
     const auto merge = [](uint16_t* dst, WordVec even, WordVec odd) {
@@ -123,8 +123,8 @@ struct AmxEngine : X86Bf16Packing {
 
   // 32 x 32 blocks: four accumulator tiles (0..3), two A tiles (4, 5), two B tiles (6, 7).
   template <bool kAccumulate = false, int n>
-  static __attribute__((noinline)) void multiply(const Term<uint16_t> (&terms)[n], int k, int m0, int m1, int k0, int k1,
-                                                 float* c, int ldc) {
+  static __attribute__((noinline)) void multiply(const Term<uint16_t> (&terms)[n], int k, int m0, int m1, int k0,
+                                                 int k1, float* c, int ldc) {
     asm volatile("" ::: "memory");  // the tile intrinsics of GCC 12 do not say that they read memory
     const int64_t c_stride = int64_t{ldc} * 4, a_step = int64_t{k / 32} * kTile;
     for (int m = m0; m < m1; m += 32) {

@@ -25,7 +25,9 @@ const Kernels kernels = {
     [](const BackwardProblem& p, const Context& c) {
       return with_engine<Backward>(p, c, [](auto&& kernel) { return kernel.workspace(); });
     },
-    [](const BackwardProblem& p, const Context& c) { with_engine<Backward>(p, c, [](auto&& kernel) { kernel.run(); }); },
+    [](const BackwardProblem& p, const Context& c) {
+      with_engine<Backward>(p, c, [](auto&& kernel) { kernel.run(); });
+    },
     [](const RecurrentProblem& p, const Context& c) { return Recurrent(p, c).workspace(); },
     [](const RecurrentProblem& p, const Context& c) { Recurrent(p, c).run(); },
 };

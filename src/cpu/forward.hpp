@@ -15,8 +15,8 @@ namespace gatedelta::cpu::GD_ISA {
 // The state of one panel: fp32 master and its B form.
 template <class E>
 struct PanelState {
-  float* S;               // [Kp][32]
-  typename E::Elem* Sb;   // B [Kp x 32]
+  float* S;              // [Kp][32]
+  typename E::Elem* Sb;  // B [Kp x 32]
 };
 
 // The states of one head, panel after panel.
@@ -30,18 +30,16 @@ struct HeadState {
     S = carve.take<float>(dims.state_size());
     Sb = carve.take<Elem>(E::b_size(dims.Kp) * dims.value_panels());
   }
-  PanelState<E> panel(const Dims& dims, int p) const {
-    return {state_panel(S, dims, p), Sb + E::b_size(dims.Kp) * p};
-  }
+  PanelState<E> panel(const Dims& dims, int p) const { return {state_panel(S, dims, p), Sb + E::b_size(dims.Kp) * p}; }
 };
 
 template <class E>
 struct PanelScratch {
   using Elem = typename E::Elem;
-  float *W, *U;    // [64][32]
-  float* product;  // [max(Kp, 64)][32]
-  Pieces<Elem> Wb;  // B [64 x 32]
-  Elem* Ub;         // B [64 x 32]
+  float *W, *U;      // [64][32]
+  float* product;    // [max(Kp, 64)][32]
+  Pieces<Elem> Wb;   // B [64 x 32]
+  Elem* Ub;          // B [64 x 32]
   Pieces<Elem> dUb;  // B [64 x 32] delta o U
 
   PanelScratch(Carver& carve, const Dims& dims) {
@@ -54,8 +52,8 @@ struct PanelScratch {
   }
 };
 
-// W = V - gamma o (K S) in place of V in w.W, and U = T_g (beta o W). What is written into the state stays there, so T_g, W and
-// U take part in two pieces each: see docs/numerics.md for what every rounding costs.
+// W = V - gamma o (K S) in place of V in w.W, and U = T_g (beta o W). What is written into the state stays there, so
+// T_g, W and U take part in two pieces each: see docs/numerics.md for what every rounding costs.
 template <class E>
 void solve_panel(const PanelScratch<E>& w, const typename E::Elem* Ka, const typename E::Elem* Sb,
                  const ValueOperands<E>& value, const Dims& dims) {
@@ -83,7 +81,10 @@ template <class E>
 class Forward {
  public:
   Forward(const ForwardProblem& problem, const Context& context)
-      : problem_(problem), context_(context), in_(problem.in), dims_(padded_dims(problem.in)),
+      : problem_(problem),
+        context_(context),
+        in_(problem.in),
+        dims_(padded_dims(problem.in)),
         plan_(plan_forward(problem.in, context.lanes)) {}
 
   size_t workspace() const {
@@ -134,7 +135,8 @@ class Forward {
         const size_t key = measure.used();
         Carver measure_value;
         f.carve_value(measure_value);
-        split = carve.take<char>(static_cast<int64_t>(n * (f.in_.key_heads * key + f.in_.value_heads * measure_value.used())));
+        split = carve.take<char>(
+            static_cast<int64_t>(n * (f.in_.key_heads * key + f.in_.value_heads * measure_value.used())));
       }
     }
   };
@@ -148,8 +150,12 @@ class Forward {
     char* states;  // HeadState of each head of the item
 
     Lane(Carver& carve, const Forward& f)
-        : key(carve, f.dims_), key_scratch(carve, f.dims_), value(carve, f.dims_), value_scratch(carve, f.dims_),
-          panel(carve, f.dims_), states(carve.take<char>(f.plan_.split ? 0 : f.head_state_bytes() * f.plan_.heads_per_item)) {}
+        : key(carve, f.dims_),
+          key_scratch(carve, f.dims_),
+          value(carve, f.dims_),
+          value_scratch(carve, f.dims_),
+          panel(carve, f.dims_),
+          states(carve.take<char>(f.plan_.split ? 0 : f.head_state_bytes() * f.plan_.heads_per_item)) {}
   };
 
   // Split mode: a window's operands of one (sequence, key head), and of one (sequence, value head) with its state.
@@ -269,9 +275,9 @@ class Forward {
       const ChunkSpan span = chunk_span(sequence, chunk);
       for (int h = 0; h < heads; ++h) {
         if (h == 0 || (first + h) % in_.group == 0)
-          prepare_key<E>(lane.key, lane.key_scratch, dims_, in_, span, (first + h) / in_.group, bool(problem_.o), false);
-        prepare_value<E>(lane.value, lane.value_scratch, lane.key_scratch, in_, span, first + h,
-                         bool(problem_.o));
+          prepare_key<E>(lane.key, lane.key_scratch, dims_, in_, span, (first + h) / in_.group, bool(problem_.o),
+                         false);
+        prepare_value<E>(lane.value, lane.value_scratch, lane.key_scratch, in_, span, first + h, bool(problem_.o));
         const HeadState<E> head_state = state(h);
         for (int p = 0; p < dims_.value_panels(); ++p) {
           prefetch_share(sequence, chunk + 1, first, h * dims_.value_panels() + p);
@@ -284,8 +290,8 @@ class Forward {
   }
 
   // Asks for one share of what the item's heads need in `chunk`, one share per panel advanced in the chunk before: the
-  // memory system gets a steady stream in address order instead of bursts, and needs it: a token's rows are one piece of
-  // memory, but those of the next token may lie pages away.
+  // memory system gets a steady stream in address order instead of bursts, and needs it: a token's rows are one piece
+  // of memory, but those of the next token may lie pages away.
   void prefetch_share(const SequenceSpan& sequence, int64_t chunk, int64_t first, int share) const {
     const int shares = plan_.heads_per_item * dims_.value_panels();
     const int64_t begin = chunk * C + C * share / shares;
@@ -307,7 +313,8 @@ class Forward {
     Carver key_measure, value_measure;
     carve_key(key_measure);
     carve_value(value_measure);
-    const int64_t key_bytes = static_cast<int64_t>(key_measure.used()), value_bytes = static_cast<int64_t>(value_measure.used());
+    const int64_t key_bytes = static_cast<int64_t>(key_measure.used()),
+                  value_bytes = static_cast<int64_t>(value_measure.used());
     const int64_t count = in_.sequences.count, panels = dims_.value_panels();
     char* const keys = shared_->split;
     char* const values = keys + count * in_.key_heads * key_bytes;
@@ -338,8 +345,8 @@ class Forward {
         if (chunk >= chunks_of(sequence.length) || problem_.is_nobody(n)) return;
         const Lane lane = this->lane(lane_index);
         const ChunkSpan span = chunk_span(sequence, chunk);
-        prepare_key<E>(key_operands(n, key_head, slot), lane.key_scratch, dims_, in_, span, key_head,
-                       bool(problem_.o), false);
+        prepare_key<E>(key_operands(n, key_head, slot), lane.key_scratch, dims_, in_, span, key_head, bool(problem_.o),
+                       false);
         for (int64_t h = key_head * in_.group; h < (key_head + 1) * in_.group; ++h)
           prepare_value<E>(value_operands(n, h, slot), lane.value_scratch, lane.key_scratch, in_, span, h,
                            bool(problem_.o));

@@ -14,8 +14,8 @@ struct Kernels {
   void (*recurrent)(const RecurrentProblem&, const Context&);
 };
 
-#define GD_DECLARE_ISA(name) \
-  namespace name {           \
+#define GD_DECLARE_ISA(name)    \
+  namespace name {              \
   extern const Kernels kernels; \
   }
 GD_DECLARE_ISA(generic)

@@ -1,4 +1,5 @@
-// Runs independent items on the call's lanes. Which lane takes which item is left to chance; results never depend on it.
+// Runs independent items on the call's lanes. Which lane takes which item is left to chance; results never depend on
+// it.
 #pragma once
 
 #include <atomic>

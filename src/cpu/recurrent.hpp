@@ -47,10 +47,10 @@ class Recurrent {
   static constexpr int kTokens = 16;  // tokens that pass a block together
 
   struct Lane {
-    float *k, *q;                    // [kTokens][K]
-    float *v, *o;                    // [kTokens][V]
-    float *alpha, *beta, *kq;        // [kTokens]
-    float* state;                    // [K][V] or [V][K]
+    float *k, *q;              // [kTokens][K]
+    float *v, *o;              // [kTokens][V]
+    float *alpha, *beta, *kq;  // [kTokens]
+    float* state;              // [K][V] or [V][K]
 
     Lane(Carver& carve, const Recurrent& r) {
       k = carve.take<float>(kTokens * r.K_);
@@ -155,7 +155,8 @@ class Recurrent {
       store_columns(rows, problem_.step_indices[batch * in_.sequences.tokens + token], head, S, first, count);
     } else {
       rows.slot_stride = 1;  // the slot is the element offset of the token's state
-      store_columns(rows, batch * problem_.step_batch_stride + token * problem_.step_token_stride, head, S, first, count);
+      store_columns(rows, batch * problem_.step_batch_stride + token * problem_.step_token_stride, head, S, first,
+                    count);
     }
   }
 

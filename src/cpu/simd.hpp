@@ -1,6 +1,6 @@
 // Vectors of floats on the compiler's vector extension; width and instruction set come from the including ISA file,
-// which defines GD_ISA (its namespace) and GD_VECTOR_BYTES. Everything here is compiled once per ISA, in that namespace,
-// so that no function of one instruction set can be linked into another.
+// which defines GD_ISA (its namespace) and GD_VECTOR_BYTES. Everything here is compiled once per ISA, in that
+// namespace, so that no function of one instruction set can be linked into another.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,6 @@
 
 #include "core/dtype.hpp"
 #include "core/problem.hpp"
-
 
 #define GD_RESTRICT __restrict__
 
@@ -152,7 +151,8 @@ GD_ALWAYS_INLINE void exchange_halves(Vec* rows, std::integer_sequence<int, i...
 }
 
 // dst [cols][rows] = src [rows][cols]^T; rows and cols are multiples of 16.
-inline void transpose(float* GD_RESTRICT dst, int dst_ld, const float* GD_RESTRICT src, int src_ld, int rows, int cols) {
+inline void transpose(float* GD_RESTRICT dst, int dst_ld, const float* GD_RESTRICT src, int src_ld, int rows,
+                      int cols) {
   for (int i = 0; i < rows; i += kVector)
     for (int j = 0; j < cols; j += kVector) {
       Vec block[kVector];
