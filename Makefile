@@ -33,7 +33,8 @@ cmake --build --preset $(1) --parallel $(JOBS) $(if $(2),--target $(2))
 endef
 # $(call ctest,<preset>): leaves a report for $(TOTAL), which prints what failed and what did not run
 ctest = mkdir -p $(REPORTS); rm -f $(REPORTS)/$(1).xml; \
-        ctest --preset $(1) $(if $(MAKE_TERMOUT),--progress,--quiet) --parallel $(JOBS) --output-junit $(CURDIR)/$(REPORTS)/$(1).xml
+        ctest --preset $(1) $(if $(MAKE_TERMOUT),--progress,--quiet) --parallel $(JOBS) \
+        --output-junit $(CURDIR)/$(REPORTS)/$(1).xml
 TOTAL := python3 tools/test_total.py
 
 help: ## this list
