@@ -9,9 +9,9 @@ MAKEFLAGS += --no-print-directory
 
 JOBS ?= $(shell nproc)
 FUZZ_SECONDS ?= 30
-# Cases of the numerics tests that take too long under emulation and TSan.
-SLOW := PromisedBounds Gates Packs Sizes States
-WITHOUT_SLOW := --exclude-regex '^numerics_.*\.($(subst $() ,|,$(SLOW)))$$'
+# Cases of the numerics and command line tests that take too long under emulation and TSan.
+SLOW := PromisedBounds Gates Packs Sizes States Run
+WITHOUT_SLOW := --exclude-regex '^(numerics_.*|cli_tests\.Cli)\.($(subst $() ,|,$(SLOW)))$$'
 WERROR ?= OFF
 ARCH := $(shell uname -m)
 QEMU := $(or $(shell command -v qemu-$(ARCH)-static),qemu-$(ARCH))
@@ -89,7 +89,7 @@ sanitize: ## the C++ tests under ASan+UBSan, then under TSan
 	$(call build,asan)
 	$(call ctest,asan) || status=1
 	$(call build,tsan)
-	echo "left out of TSan, too slow there: numerics_* $(SLOW)"
+	echo "left out of TSan, too slow there: $(SLOW)"
 	$(call ctest,tsan) $(WITHOUT_SLOW) || status=1
 	$(TOTAL) ASan+UBSan=$(REPORTS)/asan.xml TSan=$(REPORTS)/tsan.xml || status=1
 	exit $$status
@@ -98,7 +98,7 @@ cross: ## build for the other architecture and run the C++ tests under QEMU
 	tools/require $(BASE) gtest cross
 	status=0
 	$(call build,cross-$(FOREIGN))
-	echo "left out, too slow under emulation: numerics_* $(SLOW)"
+	echo "left out, too slow under emulation: $(SLOW)"
 	$(call ctest,cross-$(FOREIGN)) $(WITHOUT_SLOW) || status=1
 	$(TOTAL) $(FOREIGN)=$(REPORTS)/cross-$(FOREIGN).xml || status=1
 	exit $$status
@@ -108,7 +108,7 @@ oldcpu: ## run the C++ tests as the oldest CPU of this architecture would, under
 	$(call build,test)
 	rm -rf $(REPORTS)/oldcpu
 	status=0
-	echo "left out, too slow under emulation: numerics_* $(SLOW)"
+	echo "left out, too slow under emulation: $(SLOW)"
 	export GTEST_FILTER='-$(subst $() ,:,$(SLOW:%=*.%))'
 	for program in $$(find build/release/tests/cpp -type f -executable | sort); do
 	  echo "$$program on $(OLD_CPU)"
