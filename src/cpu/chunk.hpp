@@ -55,15 +55,18 @@ inline void store_chunk(const TokenRows& dst, const ChunkSpan& span, int64_t hea
     store_row(dst.data, dst.dtype, dst.offset(span.batch, span.token + i, head) + first, src + i * ld, valid);
 }
 
-// Asks the caches for one token's rows of heads [first, end).
+// Asks the caches for columns [first, first + width) of the chunk's rows [begin, end). Rows of one head lie a whole
+// token apart, often in other pages, where no hardware prefetcher follows.
 template <bool kWrite = false>
-inline void prefetch_rows(const TokenRows& rows, int64_t batch, int64_t token, int64_t first, int64_t end, int width) {
-  constexpr int64_t kLine = 64;
-  const int64_t bytes = dtype_bytes(rows.dtype);
-  for (int64_t head = first; head < end; ++head) {
-    const char* row = static_cast<const char*>(rows.data) + rows.offset(batch, token, head) * bytes;
-    for (int64_t at = 0; at < width * bytes; at += kLine) __builtin_prefetch(row + at, kWrite ? 1 : 0, 2);
-  }
+GD_ALWAYS_INLINE void prefetch_rows(const TokenRows& rows, const ChunkSpan& span, int begin, int end, int64_t head,
+                                    int first, int width) {
+  constexpr int kLine = 64;
+  const int64_t bytes = dtype_bytes(rows.dtype), step = rows.token_stride * bytes;
+  const char* row =
+      static_cast<const char*>(rows.data) + (rows.offset(span.batch, span.token + begin, head) + first) * bytes;
+  for (int i = begin; i < end; ++i, row += step)
+    for (int at = 0; at < width * bytes; at += kLine) __builtin_prefetch(row + at, kWrite ? 1 : 0, 3);
+  asm volatile("" : : "r"(row));  // an effect: GCC drops calls of functions that do nothing but prefetch
 }
 
 inline float dot(const float* GD_RESTRICT x, const float* GD_RESTRICT y, int n) {

@@ -280,7 +280,7 @@ class Forward {
         prepare_value<E>(lane.value, lane.value_scratch, lane.key_scratch, in_, span, first + h, bool(problem_.o));
         const HeadState<E> head_state = state(h);
         for (int p = 0; p < dims_.value_panels(); ++p) {
-          prefetch_share(sequence, chunk + 1, first, h * dims_.value_panels() + p);
+          prefetch_next(sequence, chunk, first, h, p);
           advance_panel(head_state.panel(dims_, p), lane.panel, lane.key, lane.value, n, sequence, chunk, first + h, p);
         }
       }
@@ -289,22 +289,27 @@ class Forward {
       for (int p = 0; p < dims_.value_panels(); ++p) end_panel(state(h).panel(dims_, p), n, first + h, p);
   }
 
-  // Asks for one share of what the item's heads need in `chunk`, one share per panel advanced in the chunk before: the
-  // memory system gets a steady stream in address order instead of bursts, and needs it: a token's rows are one piece
-  // of memory, but those of the next token may lie pages away.
-  void prefetch_share(const SequenceSpan& sequence, int64_t chunk, int64_t first, int share) const {
-    const int shares = plan_.heads_per_item * dims_.value_panels();
-    const int64_t begin = chunk * C + C * share / shares;
-    const int64_t end = std::min<int64_t>(chunk * C + C * (share + 1) / shares, sequence.length);
-    const int64_t first_key = first / in_.group, end_key = (first + plan_.heads_per_item - 1) / in_.group + 1;
-    for (int64_t t = begin; t < end; ++t) {
-      const int64_t token = sequence.begin + t;
-      prefetch_rows(in_.k, sequence.batch, token, first_key, end_key, dims_.K);
-      prefetch_rows(in_.v, sequence.batch, token, first, first + plan_.heads_per_item, dims_.V);
-      if (!problem_.o) continue;
-      prefetch_rows(in_.q, sequence.batch, token, first_key, end_key, dims_.K);
-      prefetch_rows<true>(problem_.o, sequence.batch, token, first, first + plan_.heads_per_item, dims_.V);
-    }
+  // Asks for what a panel and the one after it will touch, and for a share of k and q of the head after this one.
+  void prefetch_next(const SequenceSpan& sequence, int64_t chunk, int64_t first, int h, int p) const {
+    const int panels = dims_.value_panels();
+    const ChunkSpan span = chunk_span(sequence, chunk);
+    const bool last_panel = p + 1 == panels, last_head = h + 1 == plan_.heads_per_item;
+    if (!last_panel) prefetch_panel(span, first + h, p, span, first + h, p + 1);
+    if (last_head && chunk + 1 == chunks_of(sequence.length)) return;
+    const ChunkSpan next = last_head ? chunk_span(sequence, chunk + 1) : span;
+    const int64_t next_head = last_head ? first : first + h + 1, key_head = next_head / in_.group;
+    if (last_panel) prefetch_panel(span, first + h, p, next, next_head, 0);
+    if (key_head == (first + h) / in_.group && !last_head) return;
+    const int begin = next.rows * p / panels, end = next.rows * (p + 1) / panels;
+    prefetch_rows(in_.k, next, begin, end, key_head, 0, dims_.K);
+    if (problem_.o) prefetch_rows(in_.q, next, begin, end, key_head, 0, dims_.K);
+  }
+
+  // Where a panel's output goes, and v of the next panel.
+  void prefetch_panel(const ChunkSpan& span, int64_t head, int p, const ChunkSpan& next, int64_t next_head,
+                      int next_panel) const {
+    if (problem_.o) prefetch_rows<true>(problem_.o, span, 0, span.rows, head, p * kPanel, kPanel);
+    prefetch_rows(in_.v, next, 0, next.rows, next_head, next_panel * kPanel, kPanel);
   }
 
   // --- split ---------------------------------------------------------------------------------------------------------
@@ -362,7 +367,9 @@ class Forward {
         const int64_t chunks = chunks_of(sequence.length);
         for (int64_t slot = 0; slot < slots && begin + slot < chunks; ++slot) {
           const KeyOperands<E> key = key_operands(n, head / in_.group, slot);
-          advance_panel(state, lane.panel, key, value_operands(n, head, slot), n, sequence, begin + slot, head, p);
+          const int64_t chunk = begin + slot, next = std::min(chunk + 1, chunks - 1);
+          prefetch_panel(chunk_span(sequence, chunk), head, p, chunk_span(sequence, next), head, p);
+          advance_panel(state, lane.panel, key, value_operands(n, head, slot), n, sequence, chunk, head, p);
         }
         const bool last = chunks == 0 ? begin == 0 : begin < chunks && chunks <= begin + kSplitWindow;
         if (last) end_panel(state, n, head, p);

@@ -36,11 +36,17 @@ class Recurrent {
     Context context = context_;
     const int64_t useful = sequences.tokens * sequences.batch * in_.value_heads * K_ * V_ / kLaneStates;
     context.lanes = static_cast<int>(std::min<int64_t>(context.lanes, std::max<int64_t>(useful, 1)));
-    struct Session {};
-    for_each_item<Session>(context, sequences.count * in_.value_heads, [&](int lane, int64_t item) {
+    const auto body = [&](int lane, int64_t item) {
       Carver carve(context_.workspace + lane_bytes * lane);
       run_item(Lane(carve, *this), item / in_.value_heads, item % in_.value_heads);
-    });
+    };
+    const int64_t items = sequences.count * in_.value_heads;
+    if (sequences.offsets) {
+      struct Session {};
+      for_each_item<Session>(context, items, body);
+    } else {
+      for_each_share(context, items, body);
+    }
   }
 
  private:
