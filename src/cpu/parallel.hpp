@@ -17,7 +17,8 @@ void run_lanes(const Context& context, int64_t lanes, Task& task) {
   }
 }
 
-// body(lane, item) for every item in [0, items), whichever lane is free next. Session is set up once per lane (the AMX tile configuration).
+// body(lane, item) for every item in [0, items), whichever lane is free next. Session is set up once per lane (the AMX
+// tile configuration).
 template <class Session, class Body>
 void for_each_item(const Context& context, int64_t items, const Body& body) {
   struct Task {
@@ -45,7 +46,8 @@ void for_each_share(const Context& context, int64_t items, const Body& body) {
     static void run(void* self, int64_t lane) {
       const Task& task = *static_cast<Task*>(self);
       const int64_t end = task.items * (lane + 1) / task.lanes;
-      for (int64_t item = task.items * lane / task.lanes; item < end; ++item) (*task.body)(static_cast<int>(lane), item);
+      for (int64_t item = task.items * lane / task.lanes; item < end; ++item)
+        (*task.body)(static_cast<int>(lane), item);
     }
   } task{items, items < context.lanes ? items : context.lanes, &body};
   run_lanes(context, task.lanes, task);
