@@ -1,0 +1,415 @@
+// Prepare: everything of a chunk that does not see the state, except what the main kernel makes of it on the fly.
+// One block of four warps per (chunk, key head): K K^T once, then for every value head of the group
+//   T = (I + stril(beta K K^T))^-1      (K normalised; rows of T scaled by r^k, so that T^T K needs no normalised K)
+// and the vectors of params.hpp. A further block sorts the sequences, longest first.
+//
+// The inverse, in 16 x 16 blocks, warp I owning block row I:
+//   D_I = (I + L_II)^-1                 two 8 x 8 substitutions in fp32, joined by fp16 products
+//   M_IJ = D_I L_IJ                     so that T = (I + M)^-1 D
+//   T'_IJ = -(M_IJ + sum_{J<K<I} T'_IK M_KJ),   T_IJ = T'_IJ D_J
+// Only M and D of the rows above are needed from other warps: one exchange.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/forward/params.hpp"
+#include "cuda/wgmma.cuh"
+#include "gatedelta/gatedelta.h"
+
+namespace gatedelta::cuda {
+
+constexpr int kPrepareThreads = 128;
+constexpr int kPrepareBlocksPerSm = 5;
+constexpr int kMaxSorted = 1024;  // sequences that are put in order; more of them balance themselves
+
+struct PrepareSmem {
+  static constexpr int kKeys = 0;                              // two tiles [64 tokens][64]
+  static constexpr int kInverse = kKeys + 2 * kInverseBytes;   // two buffers
+  static constexpr int kPairs = kInverse + 2 * kInverseBytes;  // per warp: two 8 x 8 fp32
+  static constexpr int kDiagonal = kPairs + 4 * 512;           // D_I, fp16, 8 x 8 parts
+  static constexpr int kOffDiagonal = kDiagonal + 3 * 512;     // L_IJ, then M_IJ
+  static constexpr int kNorms = kOffDiagonal + 6 * 512;        // r^k, r^q
+  static constexpr int kBetas = kNorms + 2 * kVectorBytes;     // [group]
+  static constexpr int bytes(int group) { return kBetas + group * kVectorBytes; }
+};
+
+GD_DEVICE float load_number(const void* data, int dtype, int64_t i) {
+  if (dtype == GD_F32) return static_cast<const float*>(data)[i];
+  if (dtype == GD_BF16) return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
+  return __half2float(static_cast<const __half*>(data)[i]);
+}
+
+// Calls f with the warp's number as a compile-time constant: the inverse is straight-line code for each block row.
+template <class F>
+GD_DEVICE void with_warp(int warp, const F& f) {
+  switch (warp) {
+    case 0: return f(std::integral_constant<int, 0>{});
+    case 1: return f(std::integral_constant<int, 1>{});
+    case 2: return f(std::integral_constant<int, 2>{});
+    default: return f(std::integral_constant<int, 3>{});
+  }
+}
+
+GD_DEVICE uint32_t pack_half(float first, float second) { return pack<__half>(first, second); }
+GD_DEVICE void store_block(uint32_t at, const float* c) {
+  store_matrices(at, pack_half(c[0], c[1]), pack_half(c[2], c[3]), pack_half(c[4], c[5]), pack_half(c[6], c[7]));
+}
+GD_DEVICE constexpr uint32_t off_diagonal_slot(int I, int J) { return static_cast<uint32_t>(I * (I - 1) / 2 + J) * 512; }
+
+// kk: the warp's 16 rows of K K^T. On return kk[8 J ..] = M_IJ for J < I, diagonal = D_I in fp16, and both are where the
+// warps below look for them.
+template <int I>
+GD_DEVICE void begin_block_row(float (&kk)[32], uint32_t (&diagonal)[4], uint32_t smem, uint32_t betas, int lane) {
+  const int g = lane / 4, t = lane % 4;
+  const uint32_t norms = smem + PrepareSmem::kNorms, pairs = smem + PrepareSmem::kPairs + I * 512;
+  const uint32_t diagonals = smem + PrepareSmem::kDiagonal + lane * 16;
+  const uint32_t blocks = smem + PrepareSmem::kOffDiagonal + lane * 16;
+
+  // L = beta_i r_i r_j (K K^T)_ij.
+  const int row = 16 * I + g;
+  const float f0 = load_shared(betas + row * 4) * load_shared(norms + row * 4);
+  const float f1 = load_shared(betas + (row + 8) * 4) * load_shared(norms + (row + 8) * 4);
+#pragma unroll
+  for (int n = 0; n < 2 * I + 2; ++n) {
+    const float2 r = load_shared2(norms + (8 * n + 2 * t) * 4);
+    kk[4 * n] *= f0 * r.x;
+    kk[4 * n + 1] *= f0 * r.y;
+    kk[4 * n + 2] *= f1 * r.x;
+    kk[4 * n + 3] *= f1 * r.y;
+  }
+  float* const own = kk + 8 * I;
+  store_shared2(pairs + g * 32 + t * 8, own[0], own[1]);
+  store_shared2(pairs + 256 + g * 32 + t * 8, own[6], own[7]);
+  const uint32_t below = pack_half(own[2], own[3]);
+#pragma unroll
+  for (int J = 0; J < I; ++J) store_block(blocks + off_diagonal_slot(I, J), kk + 8 * J);
+  __syncwarp();
+
+  // Column lane % 8 of both 8 x 8 inverses.
+  float x[8];
+  {
+    const int column = lane % 8;
+    const uint32_t L = pairs + lane / 8 % 2 * 256;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = i == column ? 1.0f : 0.0f;
+#pragma unroll
+    for (int i = 1; i < 8; ++i) {
+      const float4 a = load_shared4(L + i * 32);
+      float sum = a.x * x[0];
+      if (i > 1) sum += a.y * x[1];
+      if (i > 2) sum += a.z * x[2];
+      if (i > 3) sum += a.w * x[3];
+      if (i > 4) {
+        const float4 b = load_shared4(L + i * 32 + 16);
+        sum += b.x * x[4];
+        if (i > 5) sum += b.y * x[5];
+        if (i > 6) sum += b.z * x[6];
+      }
+      x[i] -= sum;
+    }
+  }
+  __syncwarp();
+  if (lane < 16)
+    store_shared_words(pairs + lane * 16,
+                       make_uint4(pack_half(x[0], x[1]), pack_half(x[2], x[3]), pack_half(x[4], x[5]),
+                                  pack_half(x[6], x[7])));
+  __syncwarp();
+  {
+    uint32_t columns[2], rows[2];  // D11 and D22, by columns and by rows
+    load_pair(columns, pairs + lane % 16 * 16);
+    load_pair_turned(rows, pairs + lane % 16 * 16);
+    float y[4] = {}, z[4] = {};
+    mma_k8(y, columns[0], 0, below);                // (L21 D11)^T
+    mma_k8(z, rows[1], 0, pack_half(y[0], y[1]));  // D22 L21 D11
+    diagonal[0] = rows[0];
+    diagonal[1] = pack_half(-z[0], -z[1]);
+    diagonal[2] = 0;
+    diagonal[3] = rows[1];
+  }
+  if constexpr (I < 3) store_matrices(diagonals + I * 512, diagonal[0], diagonal[1], diagonal[2], diagonal[3]);
+  if constexpr (I > 0) {
+    uint32_t b[I][4];
+#pragma unroll
+    for (int J = 0; J < I; ++J) load_matrices_turned(b[J], blocks + off_diagonal_slot(I, J));
+#pragma unroll
+    for (int J = 0; J < I; ++J) {
+      float* c = kk + 8 * J;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) c[i] = 0;
+      mma_k16(c, diagonal, b[J][0], b[J][1]);
+      mma_k16(c + 4, diagonal, b[J][2], b[J][3]);
+    }
+    if constexpr (I < 3) {
+      __syncwarp();
+#pragma unroll
+      for (int J = 0; J < I; ++J) store_block(blocks + off_diagonal_slot(I, J), kk + 8 * J);
+    }
+  }
+}
+
+// After every warp has begun: kk[8 J ..] = T_IJ for J < I.
+template <int I>
+GD_DEVICE void finish_block_row(float (&kk)[32], uint32_t smem, int lane) {
+  const uint32_t diagonals = smem + PrepareSmem::kDiagonal + lane * 16;
+  const uint32_t blocks = smem + PrepareSmem::kOffDiagonal + lane * 16;
+#pragma unroll
+  for (int K = I - 1; K >= 0; --K) {
+    float* c = kk + 8 * K;
+    const uint32_t a[4] = {pack_half(-c[0], -c[1]), pack_half(-c[2], -c[3]), pack_half(-c[4], -c[5]),
+                           pack_half(-c[6], -c[7])};
+    uint32_t b[4];
+#pragma unroll
+    for (int J = 0; J < K; ++J) {
+      load_matrices_turned(b, blocks + off_diagonal_slot(K, J));
+      mma_k16(kk + 8 * J, a, b[0], b[1]);
+      mma_k16(kk + 8 * J + 4, a, b[2], b[3]);
+    }
+    load_matrices_turned(b, diagonals + K * 512);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) c[i] = 0;
+    mma_k16(c, a, b[0], b[1]);
+    mma_k16(c + 4, a, b[2], b[3]);
+  }
+}
+
+// The block row to the tile, rows scaled by r^k. Blocks above the diagonal stay zero.
+template <int I, class Elem>
+GD_DEVICE void store_inverse(const float (&T)[32], const uint32_t (&diagonal)[4], uint32_t tile, uint32_t norms,
+                             int lane) {
+  const float r0 = load_shared(norms + (16 * I + lane / 4) * 4), r1 = load_shared(norms + (16 * I + lane / 4 + 8) * 4);
+  const uint32_t at = tile + tile_offset(16 * I + block_row(lane), block_column(lane));
+#pragma unroll
+  for (int J = 0; J < I; ++J) {
+    const float* c = T + 8 * J;
+    store_matrices(at ^ (J * 32), pack<Elem>(r0 * c[0], r0 * c[1]), pack<Elem>(r1 * c[2], r1 * c[3]),
+                   pack<Elem>(r0 * c[4], r0 * c[5]), pack<Elem>(r1 * c[6], r1 * c[7]));
+  }
+  const float2 a = unpack<__half>(diagonal[0]), b = unpack<__half>(diagonal[1]), d = unpack<__half>(diagonal[3]);
+  store_matrices(at ^ (I * 32), pack<Elem>(r0 * a.x, r0 * a.y), pack<Elem>(r1 * b.x, r1 * b.y), 0,
+                 pack<Elem>(r1 * d.x, r1 * d.y));
+}
+
+// ---- gates ------------------------------------------------------------------------------------------------------------
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLowestGate = -128.0f;  // e^g is 0 in fp32 from here on, and -inf would make differences NaN
+
+GD_DEVICE float token_gate(const ForwardParams& p, int batch, int64_t token, int head) {
+  float g = load_number(p.g.data, p.g.dtype, p.g.offset(batch, token, head));
+  if (p.gate == GD_GATE_RAW) {
+    if (p.dt_bias.data) g += load_number(p.dt_bias.data, p.dt_bias.dtype, head * p.dt_bias.stride);
+    const float softplus = g > 20.0f ? g : log1pf(expf(g));
+    g = -expf(load_number(p.A_log.data, p.A_log.dtype, head * p.A_log.stride)) * softplus;
+  }
+  return fmaxf(g, kLowestGate);
+}
+
+GD_DEVICE float token_beta(const ForwardParams& p, int batch, int64_t token, int head) {
+  const float x = load_number(p.beta.data, p.beta.dtype, p.beta.offset(batch, token, head));
+  if (p.beta_kind == GD_BETA_VALUE) return x;
+  const float y = 1.0f / (1.0f + expf(-x));
+  return p.beta_kind == GD_BETA_LOGIT ? y : 2.0f * y;
+}
+
+// The vectors of one value head, by one warp, two tokens a lane; beta also goes to shared memory.
+GD_DEVICE void prepare_vectors(const ForwardParams& p, const Span& span, int64_t token, int rows, int head,
+                               float* vectors, uint32_t smem, uint32_t betas, int lane) {
+  float g[2] = {}, beta[2] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    if (2 * lane + i < rows) {
+      g[i] = token_gate(p, span.batch, token + 2 * lane + i, head) * kLog2e;
+      beta[i] = token_beta(p, span.batch, token + 2 * lane + i, head);
+    }
+  float sum = g[0] + g[1];
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const float before = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += before;
+  }
+  const float last = __shfl_sync(~0u, sum, 31);
+  const float b[2] = {sum - g[1], sum};
+  const float2 rk = load_shared2(smem + PrepareSmem::kNorms + lane * 8);
+  const float2 rq = load_shared2(smem + PrepareSmem::kNorms + kVectorBytes + lane * 8);
+  const float r[2] = {rk.x, rk.y}, s[2] = {p.scale * rq.x, p.scale * rq.y};
+  float2 value[kVectors];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float gamma = exp2_approx(b[i]);
+    float* const at[kVectors] = {i ? &value[0].y : &value[0].x, i ? &value[1].y : &value[1].x,
+                                 i ? &value[2].y : &value[2].x, i ? &value[3].y : &value[3].x,
+                                 i ? &value[4].y : &value[4].x, i ? &value[5].y : &value[5].x};
+    *at[kLogGamma] = b[i];
+    *at[kReadKey] = gamma * r[i];
+    *at[kReadQuery] = gamma * s[i];
+    *at[kBeta] = beta[i];
+    *at[kWriteKey] = beta[i] * exp2_approx(last - b[i]);
+    *at[kScoreScale] = s[i];
+  }
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) reinterpret_cast<float2*>(vectors + v * kChunkTokens)[lane] = value[v];
+  store_shared2(betas + lane * 8, beta[0], beta[1]);
+}
+
+// ---- the kernel -------------------------------------------------------------------------------------------------------
+
+// Rank of a sequence = how many are longer, or as long and before it.
+GD_DEVICE void sort_sequences(const ForwardParams& p) {
+  const int count = p.sequences.count;
+  for (int n = threadIdx.x; n < count; n += kPrepareThreads) {
+    if (!p.sequences.offsets.data || count > kMaxSorted) {
+      p.order[n] = n;
+      continue;
+    }
+    const int64_t length = p.sequences[n].length;
+    int rank = 0;
+    for (int m = 0; m < count; ++m) {
+      const int64_t other = p.sequences[m].length;
+      rank += other > length || (other == length && m < n);
+    }
+    p.order[rank] = n;
+  }
+  if (p.checkpoint_every && threadIdx.x == 0) {
+    int64_t total = 0;
+    for (int n = 0; n < count; ++n) {
+      p.first_checkpoint[n] = total;
+      total += p.sequences[n].length / p.checkpoint_every;
+    }
+  }
+}
+
+// The sequence a slot belongs to: the last one that begins at or before it.
+GD_DEVICE int sequence_of_slot(const Sequences& s, int64_t slot) {
+  if (!s.offsets.data) return static_cast<int>(slot / Sequences::chunks(s.tokens));
+  int low = 0, high = s.count;  // s.count = past the last offset
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (s.first_slot(middle) <= slot) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
+GD_DEVICE void zero_rows(const ForwardParams& p, int batch, int64_t token, int rows, int key_head) {
+  constexpr int kPieces = kHeadDim * 2 / 16;
+  const int per_token = p.group * kPieces;
+  for (int i = threadIdx.x; i < rows * per_token; i += kPrepareThreads) {
+    const int64_t at = p.o.offset(batch, token + i / per_token, key_head * p.group + i % per_token / kPieces);
+    reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.o.data) + at)[i % kPieces] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+template <class Elem>
+GD_DEVICE float sum_of_squares(uint4 v) {
+  const float2 a = unpack<Elem>(v.x), b = unpack<Elem>(v.y), c = unpack<Elem>(v.z), d = unpack<Elem>(v.w);
+  return a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y + c.x * c.x + c.y * c.y + d.x * d.x + d.y * d.y;
+}
+
+template <class Elem>
+__global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
+    prepare_kernel(const __grid_constant__ ForwardParams p) {
+  extern __shared__ uint8_t dynamic_smem[];
+  const uint32_t smem = (shared_address(dynamic_smem) + 1023) & ~1023u;
+  const int tid = threadIdx.x, lane = tid % 32, warp = __shfl_sync(~0u, tid / 32, 0);
+  if (blockIdx.x == 0) return sort_sequences(p);
+
+  const int64_t slot = (blockIdx.x - 1) / p.key_heads;
+  const int key_head = (blockIdx.x - 1) % p.key_heads;
+  const int n = sequence_of_slot(p.sequences, slot);
+  const bool past_the_end = n == p.sequences.count;
+  const int64_t used = past_the_end ? p.sequences.offsets[n] : 0;
+  const Span span = past_the_end ? Span{0, used, p.sequences.tokens - used} : p.sequences[n];
+  const int64_t chunk = slot - p.sequences.first_slot(n), left = span.length - chunk * kChunkTokens;
+  if (left <= 0) return;
+  const int rows = left < kChunkTokens ? static_cast<int>(left) : kChunkTokens;
+  const int64_t token = span.begin + chunk * kChunkTokens;
+  if (p.is_nobody(n)) {
+    if (p.o.data) zero_rows(p, span.batch, token, rows, key_head);
+    return;
+  }
+
+  // K to its tiles; the inverse buffers to zero.
+  constexpr int kPieces = kHeadDim * 2 / 16;
+  const auto* k = static_cast<const uint16_t*>(p.k.data) + p.k.offset(span.batch, token, key_head);
+#pragma unroll
+  for (int i = 0; i < kChunkTokens * kPieces / kPrepareThreads; ++i) {
+    const int row = (i * kPrepareThreads + tid) / kPieces, piece = tid % kPieces;
+    const bool valid = row < rows;
+    copy_async16(smem + PrepareSmem::kKeys + piece / 8 * kInverseBytes + tile_offset(row, piece % 8 * 8),
+                 k + (valid ? row * p.k.token_stride : 0) + piece * 8, valid);
+  }
+  for (int i = tid; i < 2 * kInverseBytes / 16; i += kPrepareThreads)
+    store_shared_words(smem + PrepareSmem::kInverse + i * 16, make_uint4(0, 0, 0, 0));
+  copy_async_wait();
+  fence_async_reads();
+  __syncthreads();
+
+  {  // Norms: two threads a row, one tile each.
+    const int row = tid / 2, half = tid % 2;
+    float rk = 1.0f, rq = 1.0f;
+    if (p.l2norm) {
+      float sum_k = 0, sum_q = 0;
+      const uint32_t at = smem + PrepareSmem::kKeys + half * kInverseBytes + row * kTileRowBytes;
+      const auto* q = static_cast<const uint16_t*>(p.q.data) + p.q.offset(span.batch, token + row, key_head);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        sum_k += sum_of_squares<Elem>(load_shared_words(at + (i ^ (row % 8)) * 16));
+        if (row < rows) sum_q += sum_of_squares<Elem>(reinterpret_cast<const uint4*>(q)[half * 8 + i]);
+      }
+      sum_k += __shfl_xor_sync(~0u, sum_k, 1);
+      sum_q += __shfl_xor_sync(~0u, sum_q, 1);
+      rk = rsqrtf(sum_k + 1e-6f);
+      rq = rsqrtf(sum_q + 1e-6f);
+    }
+    if (half == 0) store_shared(smem + PrepareSmem::kNorms + row * 4, rk);
+    if (half == 1) store_shared(smem + PrepareSmem::kNorms + kVectorBytes + row * 4, rq);
+  }
+
+  float raw[32];
+  mma_fence();
+#pragma unroll
+  for (int step = 0; step < 8; ++step) {
+    const uint32_t at = descriptor_low(smem + PrepareSmem::kKeys + step / 4 * kInverseBytes) + step % 4 * kStepContiguous;
+    Wgmma<Elem, 64>::template ss<false, false>(raw, at, at, step > 0);
+  }
+  mma_commit();
+  __syncthreads();
+  for (int v = warp; v < p.group; v += 4) {
+    const int head = key_head * p.group + v;
+    prepare_vectors(p, span, token, rows, head, reinterpret_cast<float*>(p.prepared_chunk(slot, head) + kInverseBytes),
+                    smem, smem + PrepareSmem::kBetas + v * kVectorBytes, lane);
+  }
+  mma_wait<0>();
+  __syncthreads();
+
+#pragma unroll 1
+  for (int v = 0; v < p.group; ++v) {
+    float rows_of_T[32];
+    uint32_t diagonal[4];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) rows_of_T[i] = raw[i];
+    const uint32_t tile = smem + PrepareSmem::kInverse + v % 2 * kInverseBytes;
+    if (tid == 0) store_wait_read<1>();  // the others learn of it at the next barrier
+    with_warp(warp, [&](auto w) {
+      begin_block_row<decltype(w)::value>(rows_of_T, diagonal, smem, smem + PrepareSmem::kBetas + v * kVectorBytes, lane);
+    });
+    __syncthreads();
+    with_warp(warp, [&](auto w) {
+      constexpr int I = decltype(w)::value;
+      finish_block_row<I>(rows_of_T, smem, lane);
+      store_inverse<I, Elem>(rows_of_T, diagonal, tile, smem + PrepareSmem::kNorms, lane);
+    });
+    fence_async_reads();
+    __syncthreads();
+    if (tid == 0) {
+      store_bulk(p.prepared_chunk(slot, key_head * p.group + v), tile, kInverseBytes);
+      store_commit();
+    }
+  }
+  if (tid == 0) store_wait_read<0>();
+}
+
+}  // namespace gatedelta::cuda
