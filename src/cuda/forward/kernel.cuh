@@ -2,10 +2,11 @@
 //   W  = V - gamma o (K S)                S <- gamma_L S + X^T W            O = s gamma o (Q S) + R W
 //   X  = delta beta o (T^T K)             R = s Gamma o (tril(Q K^T) T) o beta_j
 // S^T stays in the registers of the math warpgroups (64 value rows each) as accumulators, and is repacked in place as the
-// register operand of the next products. Roles:
-//   loads   K, Q, V, T and the vectors of a chunk, by the copy engine; a ragged last chunk by hand, zero-filled
-//   operands X and R from K, Q and T
-//   math    the state chain and the output
+// register operand of the next products. Warpgroups and their roles:
+//   keys    asks the copy engine for K, Q, V, T and the vectors of the chunks ahead (a ragged last chunk it loads by hand,
+//           zero-filled), and builds X
+//   scores  builds R
+//   math    the state chain and the output; one or two of them
 // They meet only at rings of shared-memory slots with full and empty barriers.
 #pragma once
 
@@ -13,19 +14,19 @@
 
 namespace gatedelta::cuda {
 
-enum Stages { kLoadSlots = 3, kValueSlots = 2, kInverseSlots = 2, kOperandSlots = 2 };
+enum Slots { kLoadSlots = 3, kValueSlots = 3, kInverseSlots = 2, kOperandSlots = 2 };
+constexpr int kChunksAhead = 2;  // that have been asked for when one is worked on
 constexpr int kTileBytes = 64 * kTileRowBytes;
 
 // kMath warpgroups hold 64 value columns each.
 template <int kMath>
 struct ForwardSmem {
   static constexpr int kKeysQueries = 0;  // [slot][K0 K1 Q0 Q1]
-  static constexpr int kValues = kKeysQueries + kLoadSlots * 4 * kTileBytes;
+  static constexpr int kValues = kKeysQueries + kLoadSlots * 4 * kTileBytes;  // V; once that is read, O on its way out
   static constexpr int kInverses = kValues + kValueSlots * kMath * kTileBytes;
   static constexpr int kX = kInverses + kInverseSlots * kTileBytes;  // X^T [128][64]
   static constexpr int kR = kX + kOperandSlots * 2 * kTileBytes;
-  static constexpr int kOut = kR + kOperandSlots * kTileBytes;
-  static constexpr int kVectorsAt = kOut + kMath * kTileBytes;
+  static constexpr int kVectorsAt = kR + kOperandSlots * kTileBytes;
   static constexpr int kBarriers = kVectorsAt + kLoadSlots * kVectorsBytes;
   static constexpr int kBytes = kBarriers + 2 * 8 * (kLoadSlots + kValueSlots + kInverseSlots + kOperandSlots);
   static constexpr int kAllocated = kBytes + 1024;  // tiles are 1024-byte aligned
@@ -37,19 +38,19 @@ template <int kMath>
 struct ForwardRegisters;
 template <>
 struct ForwardRegisters<2> {
-  static constexpr int kLaunch = 128, kLoads = 40, kOperands = 120, kMath = 176;
-  static_assert(kLoads + kOperands + 2 * kMath <= 4 * kLaunch);
+  static constexpr int kLaunch = 128, kKeys = 80, kScores = 80, kMath = 176;
+  static_assert(kKeys + kScores + 2 * kMath <= 4 * kLaunch);
 };
 template <>
 struct ForwardRegisters<1> {
-  static constexpr int kLaunch = 168, kLoads = 56, kOperands = 168, kMath = 232;
-  static_assert(kLoads + kOperands + kMath <= 3 * kLaunch);
+  static constexpr int kLaunch = 168, kKeys = 120, kScores = 120, kMath = 232;
+  static_assert(kKeys + kScores + kMath <= 3 * kLaunch);
 };
 
 template <int kMath>
 constexpr int kForwardThreads = 128 * (2 + kMath);
 
-enum NamedBarrier { kLoadsMeet = 1, kMathMeet = 2 };  // and kMathMeet + 1
+enum NamedBarrier { kKeysMeet = 1, kMathMeet = 2 };  // and kMathMeet + 1
 
 // A slot of a ring and the parity of the barrier phase a consumer waits for there; a producer waits for the other one.
 template <int kSlots>
@@ -62,6 +63,7 @@ struct Ring {
       parity ^= 1;
     }
   }
+  GD_DEVICE int previous() const { return slot == 0 ? kSlots - 1 : slot - 1; }
 };
 
 template <int kSlots>
@@ -112,10 +114,10 @@ struct Forward {
   GD_DEVICE void init_barriers() const {
     // Every thread that may fill a slot counts: one of them for all in the copy engine's case, each for itself in a ragged
     // chunk's. Of the consumers every warp reports.
-    loads.init(128, 4 + 4 * kMath);
-    values.init(128, 4 * kMath);
-    inverses.init(1, 4);
-    operands.init(4, 4 * kMath);
+    loads.init(128, 8 + 4 * kMath);
+    values.init(128, kMath);
+    inverses.init(1, 8);
+    operands.init(8, 4 * kMath);
     barrier_init_fence();
   }
 
@@ -146,32 +148,77 @@ struct Forward {
     return result;
   }
 
-  // ---- loads ----------------------------------------------------------------------------------------------------------
-
-  GD_DEVICE void run_loads() const {
-    static_assert(int{kValueSlots} == int{kInverseSlots});
-    Ring<kLoadSlots> load;
-    Ring<kValueSlots> pair;  // values and inverses
-    for (int i = blockIdx.x; i < items(); i += gridDim.x) {
-      const Item it = item(i);
-      const uint8_t* prepared = p.prepared_chunk(p.sequences.first_slot(it.sequence), it.head);
-      for (int c = 0; c < it.chunks; ++c, prepared += int64_t{kPreparedBytes} * p.value_heads) {
-        const int rows = it.length - c * kChunkTokens, token = it.begin + c * kChunkTokens;
-        const bool whole = rows >= kChunkTokens;
-        if (tid == 0) {
-          inverses.wait_empty(pair);
-          barrier_arrive_expect(inverses.full(pair.slot), kInverseBytes);
-          load_bulk(inverse_tile(pair.slot), prepared, kInverseBytes, inverses.full(pair.slot));
-          loads.wait_empty(load);
-          if (whole) load_keys_queries(it, token, load.slot, prepared);
-          values.wait_empty(pair);
-          if (whole) load_values(it, token, pair.slot);
-        }
-        if (!whole) load_ragged(it, token, rows, load.slot, pair.slot, prepared);
-        load.next();
-        pair.next();
-      }
+  // Where the next chunk to ask for is.
+  struct Cursor {
+    int i, chunk;
+    Item it;
+  };
+  GD_DEVICE Cursor first_chunk() const {
+    Cursor at{static_cast<int>(blockIdx.x), 0, {}};
+    find_item(at);
+    return at;
+  }
+  // The first item from at.i on that has a chunk.
+  GD_DEVICE void find_item(Cursor& at) const {
+    for (; at.i < items(); at.i += gridDim.x) {
+      at.it = item(at.i);
+      if (at.it.chunks > 0) return;
     }
+  }
+  GD_DEVICE bool is_past_the_last(const Cursor& at) const { return at.i >= items(); }
+  GD_DEVICE void next_chunk(Cursor& at) const {
+    if (++at.chunk < at.it.chunks) return;
+    at.chunk = 0;
+    at.i += gridDim.x;
+    find_item(at);
+  }
+
+  // ---- keys: loads, and X^T = K^T T with scaled columns ------------------------------------------------------------------
+
+  GD_DEVICE void run_keys() const {
+    Ring<kLoadSlots> load, asked;
+    Ring<kInverseSlots> inverse, asked_inverse;
+    Ring<kOperandSlots> operand;
+    static_assert(int{kValueSlots} == int{kLoadSlots});  // one ring for both
+    Cursor cursor = first_chunk();
+    int ahead = 0;
+    const auto ask = [&] {
+      if (is_past_the_last(cursor)) return;
+      load_chunk(cursor, asked, asked_inverse);
+      next_chunk(cursor);
+      asked.next();
+      asked_inverse.next();
+      ++ahead;
+    };
+#pragma unroll 1
+    for (int i = 0; i < kChunksAhead; ++i) ask();
+#pragma unroll 1
+    while (ahead > 0) {
+      loads.wait_full(load);
+      inverses.wait_full(inverse);
+      build_x(load.slot, inverse.slot, operand);
+      load.next();
+      inverse.next();
+      operand.next();
+      --ahead;
+      ask();
+    }
+  }
+
+  GD_DEVICE void load_chunk(const Cursor& at, const Ring<kLoadSlots>& load, const Ring<kInverseSlots>& inverse) const {
+    const Item& it = at.it;
+    const int rows = it.length - at.chunk * kChunkTokens, token = it.begin + at.chunk * kChunkTokens;
+    const uint8_t* prepared = p.prepared_chunk(p.sequences.first_slot(it.sequence) + at.chunk, it.head);
+    if (tid == 0) {
+      inverses.wait_empty(inverse);
+      barrier_arrive_expect(inverses.full(inverse.slot), kInverseBytes);
+      load_bulk(inverse_tile(inverse.slot), prepared, kInverseBytes, inverses.full(inverse.slot));
+      loads.wait_empty(load);
+      if (rows >= kChunkTokens) load_keys_queries(it, token, load.slot, prepared);
+      barrier_wait(values.empty(load.slot), load.parity ^ 1);
+      if (rows >= kChunkTokens) load_values(it, token, load.slot);
+    }
+    if (rows < kChunkTokens) load_ragged(it, token, rows, load.slot, prepared);
   }
 
   GD_DEVICE void load_keys_queries(const Item& it, int token, int slot, const uint8_t* prepared) const {
@@ -194,17 +241,16 @@ struct Forward {
   }
 
   // The sequence's last rows. The copy engine would fetch what lies behind them, and 0 times a stranger's NaN is NaN.
-  GD_DEVICE void load_ragged(const Item& it, int token, int rows, int load_slot, int value_slot,
-                             const uint8_t* prepared) const {
-    meet(kLoadsMeet, 128);
-    copy_rows(key_tile(load_slot, 0), 2, p.k, it.batch, token, rows, it.head / p.group, 0);
-    copy_rows(query_tile(load_slot, 0), 2, p.q, it.batch, token, rows, it.head / p.group, 0);
-    copy_rows(value_tile(value_slot, 0), kMath, p.v, it.batch, token, rows, it.head, it.half * 64);
+  GD_DEVICE void load_ragged(const Item& it, int token, int rows, int slot, const uint8_t* prepared) const {
+    meet(kKeysMeet, 128);
+    copy_rows(key_tile(slot, 0), 2, p.k, it.batch, token, rows, it.head / p.group, 0);
+    copy_rows(query_tile(slot, 0), 2, p.q, it.batch, token, rows, it.head / p.group, 0);
+    copy_rows(value_tile(slot, 0), kMath, p.v, it.batch, token, rows, it.head, it.half * 64);
     fence_async_reads();
-    barrier_arrive(values.full(value_slot));
-    if (tid != 0) return barrier_arrive(loads.full(load_slot));
-    barrier_arrive_expect(loads.full(load_slot), kVectorsBytes);
-    load_bulk(vector(load_slot, kLogGamma), prepared + kInverseBytes, kVectorsBytes, loads.full(load_slot));
+    barrier_arrive(values.full(slot));
+    if (tid != 0) return barrier_arrive(loads.full(slot));
+    barrier_arrive_expect(loads.full(slot), kVectorsBytes);
+    load_bulk(vector(slot, kLogGamma), prepared + kInverseBytes, kVectorsBytes, loads.full(slot));
   }
   GD_DEVICE void copy_rows(uint32_t tiles, int count, const Rows& src, int batch, int token, int rows, int head,
                            int column) const {
@@ -218,64 +264,25 @@ struct Forward {
     }
   }
 
-  // ---- operands: X^T = K^T T (columns scaled), R = gates o (tril(Q K^T) T) -----------------------------------------------
-
-  GD_DEVICE void run_operands() const {
-    Ring<kLoadSlots> load;
-    Ring<kInverseSlots> inverse;
-    Ring<kOperandSlots> operand;
-    for (int i = blockIdx.x; i < items(); i += gridDim.x) {
-      const int chunks = item(i).chunks;
-#pragma unroll 1
-      for (int c = 0; c < chunks; ++c) {
-        loads.wait_full(load);
-        inverses.wait_full(inverse);
-        build_operands(load.slot, inverse.slot, operand);
-        load.next();
-        inverse.next();
-        operand.next();
-      }
-    }
-  }
-
-  GD_DEVICE void build_operands(int load, int inverse, const Ring<kOperandSlots>& operand) const {
+  GD_DEVICE void build_x(int load, int inverse, const Ring<kOperandSlots>& operand) const {
     const uint32_t T = descriptor_low(inverse_tile(inverse));
-    uint32_t scores[16];  // tril(Q K^T) as the register operand
     float x[32];
-    {
-      float qk[32];
-      mma_fence();
 #pragma unroll
-      for (int step = 0; step < 8; ++step)
-        Mma64::template ss<false, false>(qk,
-                                         descriptor_low(query_tile(load, step / 4)) + step % 4 * kStepContiguous,
-                                         descriptor_low(key_tile(load, step / 4)) + step % 4 * kStepContiguous, step > 0);
-      mma_commit();
-      multiply_keys(x, load, 0, T);
-      mma_wait<1>();
-      with_warp(warp, [&](auto w) { pack_scores<decltype(w)::value>(scores, qk); });
-    }
-    mma_wait<0>();
-    operands.wait_empty(operand);
-    store_x(x, 0, operand.slot, load);
-    {
-      float r[32];
+    for (int half = 0; half < 2; ++half) {
       mma_fence();
-      Mma64::template rs<true>(r, scores + 12, T + 3 * kStepRows, false);
-      Wgmma<Elem, 48>::template rs<true>(r, scores + 8, T + 2 * kStepRows, true);
-      Wgmma<Elem, 32>::template rs<true>(r, scores + 4, T + kStepRows, true);
-      Wgmma<Elem, 16>::template rs<true>(r, scores, T, true);
-      mma_commit();
-      multiply_keys(x, load, 1, T);
-      mma_wait<1>();
-      with_warp(warp, [&](auto w) { store_r<decltype(w)::value>(r, operand.slot, load); });
+      multiply_keys(x, load, half, T);
+      mma_wait<0>();
+      if (half == 0) operands.wait_empty(operand);
+      store_x(x, half, operand.slot, load);
     }
-    mma_wait<0>();
-    store_x(x, 1, operand.slot, load);
+    report_operand(load, inverse, operand.slot);
+  }
+  // This warp's part of an operand is in place, and it needs K, Q and T no more.
+  GD_DEVICE void report_operand(int load, int inverse, int operand) const {
     fence_async_reads();
     __syncwarp();
     if (lane == 0) {
-      barrier_arrive(operands.full(operand.slot));
+      barrier_arrive(operands.full(operand));
       barrier_arrive(inverses.empty(inverse));
       barrier_arrive(loads.empty(load));
     }
@@ -304,6 +311,54 @@ struct Forward {
       store_matrices(at ^ (J * 32), pack<Elem>(a.x * c[0], a.y * c[1]), pack<Elem>(a.x * c[2], a.y * c[3]),
                      pack<Elem>(b.x * c[4], b.y * c[5]), pack<Elem>(b.x * c[6], b.y * c[7]));
     }
+  }
+
+  // ---- scores: R = gates o (tril(Q K^T) T) -----------------------------------------------------------------------------
+
+  GD_DEVICE void run_scores() const {
+    Ring<kLoadSlots> load;
+    Ring<kInverseSlots> inverse;
+    Ring<kOperandSlots> operand;
+    for (int i = blockIdx.x; i < items(); i += gridDim.x) {
+      const int chunks = item(i).chunks;
+#pragma unroll 1
+      for (int c = 0; c < chunks; ++c) {
+        loads.wait_full(load);
+        build_r(load.slot, inverse, operand);
+        load.next();
+        inverse.next();
+        operand.next();
+      }
+    }
+  }
+
+  GD_DEVICE void build_r(int load, const Ring<kInverseSlots>& inverse, const Ring<kOperandSlots>& operand) const {
+    uint32_t scores[16];  // tril(Q K^T) as the register operand
+    {
+      float qk[32];
+      mma_fence();
+#pragma unroll
+      for (int step = 0; step < 8; ++step)
+        Mma64::template ss<false, false>(qk,
+                                         descriptor_low(query_tile(load, step / 4)) + step % 4 * kStepContiguous,
+                                         descriptor_low(key_tile(load, step / 4)) + step % 4 * kStepContiguous, step > 0);
+      mma_commit();
+      mma_wait<0>();
+      with_warp(warp, [&](auto w) { pack_scores<decltype(w)::value>(scores, qk); });
+    }
+    inverses.wait_full(inverse);
+    const uint32_t T = descriptor_low(inverse_tile(inverse.slot));
+    float r[32];
+    mma_fence();
+    Mma64::template rs<true>(r, scores + 12, T + 3 * kStepRows, false);
+    Wgmma<Elem, 48>::template rs<true>(r, scores + 8, T + 2 * kStepRows, true);
+    Wgmma<Elem, 32>::template rs<true>(r, scores + 4, T + kStepRows, true);
+    Wgmma<Elem, 16>::template rs<true>(r, scores, T, true);
+    mma_commit();
+    operands.wait_empty(operand);
+    mma_wait<0>();
+    with_warp(warp, [&](auto w) { store_r<decltype(w)::value>(r, operand.slot, load); });
+    report_operand(load, inverse.slot, operand.slot);
   }
 
   template <int I>
@@ -380,26 +435,27 @@ struct Forward {
   };
 
   GD_DEVICE void run_math(int m) const {
-    Ring<kLoadSlots> load;
-    Ring<kValueSlots> value;
+    Ring<kLoadSlots> load;  // values too
     Ring<kOperandSlots> operand;
     State state;
     uint32_t out[16];
+    bool leaving = false;  // the slot before this one still holds rows of o on their way out
     for (int i = blockIdx.x; i < items(); i += gridDim.x) {
       const Item it = item(i);
       const int row = (it.half + m) * 64 + warp * 16 + lane / 4;  // of the state, in value columns
-      if (it.chunks == 0 && p.is_nobody(it.sequence)) continue;
+      if (p.is_nobody(it.sequence)) continue;
       load_state(state.s, it, row);
       pack_state(state);
 #pragma unroll 1
       for (int c = 0; c < it.chunks; ++c) {
-        advance(state, out, m, load, value, operand, it, c);
+        advance(state, out, m, load, operand, it, c, leaving);
         load.next();
-        value.next();
         operand.next();
+        leaving = true;
         if (p.checkpoint_every) store_checkpoint(state.s, it, c, row);
       }
-      if (it.chunks > 0) store_out(out, m, it, it.chunks - 1, it.length - (it.chunks - 1) * kChunkTokens);
+      if (it.chunks > 0)
+        store_out(out, m, it, it.chunks - 1, it.length - (it.chunks - 1) * kChunkTokens, load.previous());
       if (const int64_t slot = p.final.slot(it.sequence); slot >= 0) store_state(p.final, slot, it.head, state.s, row);
     }
     if (tid == 0) store_wait_read<0>();
@@ -411,8 +467,7 @@ struct Forward {
   }
 
   GD_DEVICE void advance(State& state, uint32_t (&out)[16], int m, const Ring<kLoadSlots>& load,
-                         const Ring<kValueSlots>& value, const Ring<kOperandSlots>& operand, const Item& it,
-                         int c) const {
+                         const Ring<kOperandSlots>& operand, const Item& it, int c, bool leaving) const {
     const int t = lane % 4;
     float u[32], o[32];
     uint32_t w[16];
@@ -424,16 +479,16 @@ struct Forward {
       Mma64::template rs<false>(u, state.packed + 4 * step,
                                 descriptor_low(key_tile(load.slot, step / 4)) + step % 4 * kStepContiguous, step > 0);
     mma_commit();
-    if (c > 0) store_out(out, m, it, c - 1, kChunkTokens);
+    if (c > 0) store_out(out, m, it, c - 1, kChunkTokens, load.previous());
     const float gamma_L = exp2_approx(load_shared(vector(load.slot, kLogGamma) + 63 * 4));
     mma_wait<1>();
 #pragma unroll
     for (int i = 0; i < 64; ++i) state.s[i] *= gamma_L;
-    values.wait_full(value);
+    barrier_wait(values.full(load.slot), load.parity);
     mma_wait<0>();
     // W = V - gamma o (K S), transposed.
     {
-      const uint32_t at = value_tile(value.slot, m) + tile_offset(turned_row(lane), 16 * warp + turned_column(lane));
+      const uint32_t at = value_tile(load.slot, m) + tile_offset(turned_row(lane), 16 * warp + turned_column(lane));
       const uint32_t scale = vector(load.slot, kReadKey) + 8 * t;
 #pragma unroll
       for (int n = 0; n < 8; n += 2) {
@@ -448,8 +503,11 @@ struct Forward {
         w[2 * n + 3] = pack<Elem>(v3.x - b.x * c0[6], v3.y - b.y * c0[7]);
       }
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(values.empty(value.slot));
+    // By now the copy engine has read the rows that went out at the start of this chunk.
+    if (leaving && tid == 0) {
+      store_wait_read<0>();
+      barrier_arrive(values.empty(load.previous()));
+    }
     operands.wait_full(operand);
     // (Q S)^T, S += X^T W, then O += R W.
     mma_fence();
@@ -491,12 +549,10 @@ struct Forward {
     for (int i = 0; i < 16; ++i) out[i] = pack<Elem>(o[2 * i], o[2 * i + 1]);
   }
 
-  // O^T from registers to rows of o, through shared memory.
-  GD_DEVICE void store_out(const uint32_t (&out)[16], int m, const Item& it, int c, int rows) const {
+  // O^T from registers to rows of o, through the slot V came in: a warp writes where only it has read.
+  GD_DEVICE void store_out(const uint32_t (&out)[16], int m, const Item& it, int c, int rows, int slot) const {
     if (!p.o.data) return;
-    const uint32_t tile = smem + Smem::kOut + m * kTileBytes;
-    if (tid == 0) store_wait_read<0>();
-    meet(kMathMeet + m, 128);
+    const uint32_t tile = value_tile(slot, m);
     const uint32_t at = tile + tile_offset(turned_row(lane), 16 * warp + turned_column(lane));
 #pragma unroll
     for (int n = 0; n < 4; ++n)
@@ -516,6 +572,7 @@ struct Forward {
     for (int i = tid; i < rows * 8; i += 128)
       *reinterpret_cast<uint4*>(to + i / 8 * p.o.token_stride + i % 8 * 8) =
           load_shared_words(tile + tile_offset(i / 8, i % 8 * 8));
+    meet(kMathMeet + m, 128);  // before the slot is given back
   }
 
   // ---- states in memory -------------------------------------------------------------------------------------------------
@@ -584,11 +641,11 @@ __global__ void __launch_bounds__(kForwardThreads<kMath>, 1) forward_kernel(cons
   __syncthreads();
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 0) {
-    shrink_registers<Registers::kLoads>();
-    forward.run_loads();
+    shrink_registers<Registers::kKeys>();
+    forward.run_keys();
   } else if (role == 1) {
-    if constexpr (Registers::kOperands < Registers::kLaunch) shrink_registers<Registers::kOperands>();
-    forward.run_operands();
+    shrink_registers<Registers::kScores>();
+    forward.run_scores();
   } else {
     grow_registers<Registers::kMath>();
     forward.run_math(role - 2);
