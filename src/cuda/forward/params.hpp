@@ -19,9 +19,9 @@ struct ForwardParams {
   bool l2norm, state_value_first;
   float scale;
   States initial, final, checkpoints;
-  int64_t checkpoint_every;  // tokens; 0 = none
-  uint8_t* prepared;         // [slots][value_heads][kPreparedBytes]
-  int* order;                // [N] sequences, longest first
+  int64_t checkpoint_every;   // tokens; 0 = none
+  uint8_t* prepared;          // [slots][value_heads][kPreparedBytes]
+  int* order;                 // [N] sequences, longest first
   int64_t* first_checkpoint;  // [N]
 
   GD_HOST_DEVICE bool is_nobody(int n) const {

@@ -1,0 +1,31 @@
+// What the CUDA backend offers the API layer; no CUDA header is needed to include it, and a build without CUDA has it
+// too. Problems that come here have passed api::validate_cuda.
+#pragma once
+
+#include <cstddef>
+
+#include "core/problem.hpp"
+
+namespace gatedelta::cuda {
+
+struct Context {
+  int device = 0;
+  void* stream = nullptr;     // cudaStream_t
+  char* workspace = nullptr;  // 64-byte aligned
+};
+
+// What became of a call, with a message where that is not GD_OK.
+struct Outcome {
+  gd_status status = GD_OK;
+  char message[256] = "";
+};
+
+bool is_compiled();
+// Devices the kernels run on; 0 where there is no driver.
+int usable_devices();
+
+size_t forward_workspace(const ForwardProblem&);
+// Puts the kernels on the stream and returns: nothing is waited for, allocated or read back.
+Outcome forward(const ForwardProblem&, const Context&);
+
+}  // namespace gatedelta::cuda
