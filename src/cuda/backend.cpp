@@ -11,7 +11,7 @@ size_t forward_workspace(const ForwardProblem& problem) { return forward_layout(
 bool is_compiled() { return false; }
 int usable_devices() { return 0; }
 Outcome forward(const ForwardProblem&, const Context&) {
-  return {GD_UNSUPPORTED, "device is GD_CUDA, but this build has no CUDA backend"};
+  return {GD_UNSUPPORTED, "this build has no CUDA backend"};
 }
 #endif
 

@@ -41,6 +41,9 @@ GD_DEVICE void store_shared(uint32_t p, float v) { asm volatile("st.shared.f32 [
 GD_DEVICE void store_shared2(uint32_t p, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(p), "f"(x), "f"(y) : "memory");
 }
+GD_DEVICE void store_shared4(uint32_t p, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
 GD_DEVICE void store_shared_words(uint32_t p, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -160,6 +163,11 @@ GD_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
 GD_DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 // What this thread wrote to shared memory, before the copy engine or wgmma reads it.
 GD_DEVICE void fence_async_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Programmatic dependent launch: the next kernel may be put on the card once every block has called allow_next_kernel (or
+// ended); it sees what this one wrote after wait_for_previous_kernel.
+GD_DEVICE void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+GD_DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 template <int kRegisters>
 GD_DEVICE void grow_registers() {

@@ -38,15 +38,15 @@ struct Place {
   int row, column;
 };
 GD_HOST_DEVICE constexpr Place accumulator_place(int lane, int i) {
-  return {lane / 4 + (i / 2 % 2) * 8, i / 4 * 8 + lane % 4 * 2 + i % 2};
+  return {(lane >> 2) + (i / 2 % 2) * 8, i / 4 * 8 + (lane & 3) * 2 + i % 2};
 }
 
 // Which row and 16-byte column a lane names to stmatrix/ldmatrix for a 16 x 16 block whose four 8 x 8 parts follow each
 // other down the rows first (parts 0, 1: columns 0..7; parts 2, 3: columns 8..15).
-GD_HOST_DEVICE constexpr int block_row(int lane) { return lane % 16; }
-GD_HOST_DEVICE constexpr int block_column(int lane) { return lane / 16 * 8; }
+GD_HOST_DEVICE constexpr int block_row(int lane) { return lane & 15; }
+GD_HOST_DEVICE constexpr int block_column(int lane) { return (lane >> 4) * 8; }
 // The same for a transposed access: parts follow each other along the columns first.
-GD_HOST_DEVICE constexpr int turned_row(int lane) { return lane % 8 + lane / 16 * 8; }
-GD_HOST_DEVICE constexpr int turned_column(int lane) { return lane / 8 % 2 * 8; }
+GD_HOST_DEVICE constexpr int turned_row(int lane) { return (lane & 7) + (lane >> 4) * 8; }
+GD_HOST_DEVICE constexpr int turned_column(int lane) { return (lane >> 3 & 1) * 8; }
 
 }  // namespace gatedelta::cuda

@@ -103,9 +103,9 @@ struct Forward {
   GD_DEVICE Forward(const ForwardParams& params, uint32_t base)
       : p(params),
         smem(base),
-        tid(threadIdx.x % 128),
-        warp(__shfl_sync(~0u, threadIdx.x % 128 / 32, 0)),
-        lane(threadIdx.x % 32),
+        tid(threadIdx.x & 127),
+        warp(__shfl_sync(~0u, (threadIdx.x & 127) >> 5, 0)),
+        lane(threadIdx.x & 31),
         loads{base + Smem::kBarriers},
         values{loads.at + 16 * kLoadSlots},
         inverses{values.at + 16 * kValueSlots},
@@ -300,7 +300,7 @@ struct Forward {
   }
 
   GD_DEVICE void store_x(const float (&x)[32], int half, int operand, int load) const {
-    const int t = lane % 4;
+    const int t = lane & 3;
     const uint32_t at =
         x_tile(operand) + half * kTileBytes + tile_offset(16 * warp + block_row(lane), block_column(lane));
     const uint32_t scale = vector(load, kWriteKey) + 8 * t;
@@ -363,7 +363,7 @@ struct Forward {
 
   template <int I>
   GD_DEVICE void pack_scores(uint32_t (&a)[16], const float (&qk)[32]) const {
-    const int g = lane / 4, column = lane % 4 * 2;
+    const int g = lane >> 2, column = (lane & 3) * 2;
 #pragma unroll
     for (int J = 0; J < 4; ++J) {
       const float* c = qk + 8 * J;
@@ -388,7 +388,7 @@ struct Forward {
   // at most 1, and there are fewer of them. On the diagonal what lies above is left out by selection, never by a product.
   template <int I>
   GD_DEVICE void store_r(float (&r)[32], int operand, int load) const {
-    const int g = lane / 4, t = lane % 4, column = 2 * t;
+    const int g = lane >> 2, t = lane & 3, column = 2 * t;
     const uint32_t log_gamma = vector(load, kLogGamma), beta = vector(load, kBeta), scale = vector(load, kScoreScale);
     const uint32_t at = r_tile(operand) + tile_offset(16 * I + block_row(lane), block_column(lane));
     const float b0 = load_shared(log_gamma + (16 * I + g) * 4), b1 = load_shared(log_gamma + (16 * I + g + 8) * 4);
@@ -442,7 +442,7 @@ struct Forward {
     bool leaving = false;  // the slot before this one still holds rows of o on their way out
     for (int i = blockIdx.x; i < items(); i += gridDim.x) {
       const Item it = item(i);
-      const int row = (it.half + m) * 64 + warp * 16 + lane / 4;  // of the state, in value columns
+      const int row = (it.half + m) * 64 + warp * 16 + (lane >> 2);  // of the state, in value columns
       if (p.is_nobody(it.sequence)) continue;
       load_state(state.s, it, row);
       pack_state(state);
@@ -468,7 +468,7 @@ struct Forward {
 
   GD_DEVICE void advance(State& state, uint32_t (&out)[16], int m, const Ring<kLoadSlots>& load,
                          const Ring<kOperandSlots>& operand, const Item& it, int c, bool leaving) const {
-    const int t = lane % 4;
+    const int t = lane & 3;
     float u[32], o[32];
     uint32_t w[16];
     // (K S)^T.
@@ -551,7 +551,7 @@ struct Forward {
 
   // O^T from registers to rows of o, through the slot V came in: a warp writes where only it has read.
   GD_DEVICE void store_out(const uint32_t (&out)[16], int m, const Item& it, int c, int rows, int slot) const {
-    if (!p.o.data) return;
+    if (!p.o.data) return meet(kMathMeet + m, 128);  // all have read V before the slot is given back
     const uint32_t tile = value_tile(slot, m);
     const uint32_t at = tile + tile_offset(turned_row(lane), 16 * warp + turned_column(lane));
 #pragma unroll
@@ -579,7 +579,7 @@ struct Forward {
 
   // Offset of accumulator element i; row is the lane's first.
   GD_DEVICE int state_offset(int row, int i) const {
-    const int v = row + i / 2 % 2 * 8, k = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    const int v = row + i / 2 % 2 * 8, k = i / 4 * 8 + (lane & 3) * 2 + i % 2;
     return p.state_value_first ? v * kHeadDim + k : k * kHeadDim + v;
   }
   GD_DEVICE void load_state(float (&s)[64], const Item& it, int row) const {
@@ -639,6 +639,7 @@ __global__ void __launch_bounds__(kForwardThreads<kMath>, 1) forward_kernel(cons
   if (threadIdx.x == 0) forward.init_barriers();
   fence_async_reads();
   __syncthreads();
+  wait_for_previous_kernel();
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 0) {
     shrink_registers<Registers::kKeys>();

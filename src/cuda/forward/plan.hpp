@@ -16,6 +16,10 @@ constexpr int64_t kMaxPairs = INT_MAX / 4;                    // N * Hv: twice a
 constexpr int64_t kMaxPrepareBlocks = INT_MAX;                // of one launch
 constexpr int64_t kMaxGroup = 256;                            // Hv / Hk: prepare holds the betas of a group
 
+// What the copy engine asks of q, k, v and o.
+constexpr int64_t kRowAlign = 16;  // bytes, of their data and of their strides
+constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;
+
 // From shapes alone: a query's offsets have no data yet, what counts is that there will be some.
 inline Sequences sequences_of(const gatedelta::Sequences& s) {
   const void* offsets = !s.offsets ? nullptr : s.offsets.data ? s.offsets.data : &s;

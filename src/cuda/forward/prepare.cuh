@@ -19,17 +19,18 @@
 namespace gatedelta::cuda {
 
 constexpr int kPrepareThreads = 128;
-constexpr int kPrepareBlocksPerSm = 5;
+constexpr int kPrepareBlocksPerSm = 6;
 constexpr int kMaxSorted = 1024;  // sequences that are put in order; more of them balance themselves
 
 struct PrepareSmem {
-  static constexpr int kKeys = 0;                              // two tiles [64 tokens][64]
-  static constexpr int kInverse = kKeys + 2 * kInverseBytes;   // two buffers
-  static constexpr int kPairs = kInverse + 2 * kInverseBytes;  // per warp: two 8 x 8 fp32
-  static constexpr int kDiagonal = kPairs + 4 * 512;           // D_I, fp16, 8 x 8 parts
-  static constexpr int kOffDiagonal = kDiagonal + 3 * 512;     // L_IJ, then M_IJ
-  static constexpr int kNorms = kOffDiagonal + 6 * 512;        // r^k, r^q
-  static constexpr int kBetas = kNorms + 2 * kVectorBytes;     // [group]
+  static constexpr int kKeys = 0;                                 // two tiles [64 tokens][64]
+  static constexpr int kInverse = kKeys;                          // in their place once K K^T is done: two buffers
+  static constexpr int kPairs = kKeys + 2 * kInverseBytes;        // per warp: two 8 x 8 fp32
+  static constexpr int kDiagonal = kPairs + 4 * 512;              // D_I, fp16, 8 x 8 parts
+  static constexpr int kOffDiagonal = kDiagonal + 3 * 512;        // L_IJ, then M_IJ
+  static constexpr int kProducts = kOffDiagonal + 6 * 512;        // K K^T, block rows up to the diagonal, by lane
+  static constexpr int kNorms = kProducts + 10 * 1024;            // r^k, r^q
+  static constexpr int kBetas = kNorms + 2 * kVectorBytes;        // [group]
   static constexpr int bytes(int group) { return kBetas + group * kVectorBytes; }
 };
 
@@ -37,6 +38,20 @@ GD_DEVICE float load_number(const void* data, int dtype, int64_t i) {
   if (dtype == GD_F32) return static_cast<const float*>(data)[i];
   if (dtype == GD_BF16) return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
   return __half2float(static_cast<const __half*>(data)[i]);
+}
+// Two at once: one branch, both loads in flight. A lane whose number does not count reads nothing and gets 0.
+GD_DEVICE float2 load_numbers(const void* data, int dtype, int64_t i, int64_t j, bool use_i, bool use_j) {
+  float2 v = make_float2(0, 0);
+  if (dtype == GD_F32) {
+    if (use_i) v.x = static_cast<const float*>(data)[i];
+    if (use_j) v.y = static_cast<const float*>(data)[j];
+    return v;
+  }
+  uint16_t a = 0, b = 0;
+  if (use_i) a = static_cast<const uint16_t*>(data)[i];
+  if (use_j) b = static_cast<const uint16_t*>(data)[j];
+  const uint32_t pair = a | static_cast<uint32_t>(b) << 16;
+  return dtype == GD_BF16 ? unpack<__nv_bfloat16>(pair) : unpack<__half>(pair);
 }
 
 // Calls f with the warp's number as a compile-time constant: the inverse is straight-line code for each block row.
@@ -50,6 +65,26 @@ GD_DEVICE void with_warp(int warp, const F& f) {
   }
 }
 
+// K K^T waits in shared memory for the heads of the group: block row I has 2 (I + 1) pieces of four accumulators.
+GD_DEVICE constexpr uint32_t products_of(int I) { return static_cast<uint32_t>(I * (I + 1) / 2) * 1024; }
+template <int I>
+GD_DEVICE void store_products(uint32_t at, const float (&kk)[32], int lane) {
+#pragma unroll
+  for (int i = 0; i < 2 * (I + 1); ++i)
+    store_shared4(at + products_of(I) + i * 512 + lane * 16, kk[4 * i], kk[4 * i + 1], kk[4 * i + 2], kk[4 * i + 3]);
+}
+template <int I>
+GD_DEVICE void load_products(float (&kk)[32], uint32_t at, int lane) {
+#pragma unroll
+  for (int i = 0; i < 2 * (I + 1); ++i) {
+    const float4 v = load_shared4(at + products_of(I) + i * 512 + lane * 16);
+    kk[4 * i] = v.x;
+    kk[4 * i + 1] = v.y;
+    kk[4 * i + 2] = v.z;
+    kk[4 * i + 3] = v.w;
+  }
+}
+
 GD_DEVICE uint32_t pack_half(float first, float second) { return pack<__half>(first, second); }
 GD_DEVICE void store_block(uint32_t at, const float* c) {
   store_matrices(at, pack_half(c[0], c[1]), pack_half(c[2], c[3]), pack_half(c[4], c[5]), pack_half(c[6], c[7]));
@@ -60,7 +95,7 @@ GD_DEVICE constexpr uint32_t off_diagonal_slot(int I, int J) { return static_cas
 // warps below look for them.
 template <int I>
 GD_DEVICE void begin_block_row(float (&kk)[32], uint32_t (&diagonal)[4], uint32_t smem, uint32_t betas, int lane) {
-  const int g = lane / 4, t = lane % 4;
+  const int g = lane >> 2, t = lane & 3;
   const uint32_t norms = smem + PrepareSmem::kNorms, pairs = smem + PrepareSmem::kPairs + I * 512;
   const uint32_t diagonals = smem + PrepareSmem::kDiagonal + lane * 16;
   const uint32_t blocks = smem + PrepareSmem::kOffDiagonal + lane * 16;
@@ -85,11 +120,11 @@ GD_DEVICE void begin_block_row(float (&kk)[32], uint32_t (&diagonal)[4], uint32_
   for (int J = 0; J < I; ++J) store_block(blocks + off_diagonal_slot(I, J), kk + 8 * J);
   __syncwarp();
 
-  // Column lane % 8 of both 8 x 8 inverses.
+  // Column (lane & 7) of both 8 x 8 inverses.
   float x[8];
   {
-    const int column = lane % 8;
-    const uint32_t L = pairs + lane / 8 % 2 * 256;
+    const int column = lane & 7;
+    const uint32_t L = pairs + (lane >> 3 & 1) * 256;
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = i == column ? 1.0f : 0.0f;
 #pragma unroll
@@ -116,8 +151,8 @@ GD_DEVICE void begin_block_row(float (&kk)[32], uint32_t (&diagonal)[4], uint32_
   __syncwarp();
   {
     uint32_t columns[2], rows[2];  // D11 and D22, by columns and by rows
-    load_pair(columns, pairs + lane % 16 * 16);
-    load_pair_turned(rows, pairs + lane % 16 * 16);
+    load_pair(columns, pairs + (lane & 15) * 16);
+    load_pair_turned(rows, pairs + (lane & 15) * 16);
     float y[4] = {}, z[4] = {};
     mma_k8(y, columns[0], 0, below);                // (L21 D11)^T
     mma_k8(z, rows[1], 0, pack_half(y[0], y[1]));  // D22 L21 D11
@@ -128,16 +163,15 @@ GD_DEVICE void begin_block_row(float (&kk)[32], uint32_t (&diagonal)[4], uint32_
   }
   if constexpr (I < 3) store_matrices(diagonals + I * 512, diagonal[0], diagonal[1], diagonal[2], diagonal[3]);
   if constexpr (I > 0) {
-    uint32_t b[I][4];
-#pragma unroll
-    for (int J = 0; J < I; ++J) load_matrices_turned(b[J], blocks + off_diagonal_slot(I, J));
 #pragma unroll
     for (int J = 0; J < I; ++J) {
+      uint32_t b[4];
+      load_matrices_turned(b, blocks + off_diagonal_slot(I, J));
       float* c = kk + 8 * J;
 #pragma unroll
       for (int i = 0; i < 8; ++i) c[i] = 0;
-      mma_k16(c, diagonal, b[J][0], b[J][1]);
-      mma_k16(c + 4, diagonal, b[J][2], b[J][3]);
+      mma_k16(c, diagonal, b[0], b[1]);
+      mma_k16(c + 4, diagonal, b[2], b[3]);
     }
     if constexpr (I < 3) {
       __syncwarp();
@@ -176,7 +210,7 @@ GD_DEVICE void finish_block_row(float (&kk)[32], uint32_t smem, int lane) {
 template <int I, class Elem>
 GD_DEVICE void store_inverse(const float (&T)[32], const uint32_t (&diagonal)[4], uint32_t tile, uint32_t norms,
                              int lane) {
-  const float r0 = load_shared(norms + (16 * I + lane / 4) * 4), r1 = load_shared(norms + (16 * I + lane / 4 + 8) * 4);
+  const float r0 = load_shared(norms + (16 * I + (lane >> 2)) * 4), r1 = load_shared(norms + (16 * I + (lane >> 2) + 8) * 4);
   const uint32_t at = tile + tile_offset(16 * I + block_row(lane), block_column(lane));
 #pragma unroll
   for (int J = 0; J < I; ++J) {
@@ -194,8 +228,7 @@ GD_DEVICE void store_inverse(const float (&T)[32], const uint32_t (&diagonal)[4]
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLowestGate = -128.0f;  // e^g is 0 in fp32 from here on, and -inf would make differences NaN
 
-GD_DEVICE float token_gate(const ForwardParams& p, int batch, int64_t token, int head) {
-  float g = load_number(p.g.data, p.g.dtype, p.g.offset(batch, token, head));
+GD_DEVICE float gate_of(const ForwardParams& p, float g, int head) {
   if (p.gate == GD_GATE_RAW) {
     if (p.dt_bias.data) g += load_number(p.dt_bias.data, p.dt_bias.dtype, head * p.dt_bias.stride);
     const float softplus = g > 20.0f ? g : log1pf(expf(g));
@@ -204,23 +237,33 @@ GD_DEVICE float token_gate(const ForwardParams& p, int batch, int64_t token, int
   return fmaxf(g, kLowestGate);
 }
 
-GD_DEVICE float token_beta(const ForwardParams& p, int batch, int64_t token, int head) {
-  const float x = load_number(p.beta.data, p.beta.dtype, p.beta.offset(batch, token, head));
+GD_DEVICE float beta_of(const ForwardParams& p, float x) {
   if (p.beta_kind == GD_BETA_VALUE) return x;
   const float y = 1.0f / (1.0f + expf(-x));
   return p.beta_kind == GD_BETA_LOGIT ? y : 2.0f * y;
 }
 
-// The vectors of one value head, by one warp, two tokens a lane; beta also goes to shared memory.
-GD_DEVICE void prepare_vectors(const ForwardParams& p, const Span& span, int64_t token, int rows, int head,
-                               float* vectors, uint32_t smem, uint32_t betas, int lane) {
-  float g[2] = {}, beta[2] = {};
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    if (2 * lane + i < rows) {
-      g[i] = token_gate(p, span.batch, token + 2 * lane + i, head) * kLog2e;
-      beta[i] = token_beta(p, span.batch, token + 2 * lane + i, head);
-    }
+// g and beta of a lane's two tokens, as given.
+struct Given {
+  float2 g, beta;
+};
+GD_DEVICE Given load_given(const ForwardParams& p, const Span& span, int64_t token, int rows, int head, int lane) {
+  const int64_t t = token + 2 * lane;
+  const bool first = 2 * lane < rows, second = 2 * lane + 1 < rows;
+  return {load_numbers(p.g.data, p.g.dtype, p.g.offset(span.batch, t, head), p.g.offset(span.batch, t + 1, head), first,
+                       second),
+          load_numbers(p.beta.data, p.beta.dtype, p.beta.offset(span.batch, t, head),
+                       p.beta.offset(span.batch, t + 1, head), first, second)};
+}
+
+// The vectors of one value head, by one warp, two tokens a lane; beta also goes to shared memory. Tokens past the end have
+// g = 0 and beta = 0.
+GD_DEVICE void prepare_vectors(const ForwardParams& p, const Given& given, int rows, int head, float* vectors,
+                               uint32_t smem, uint32_t betas, int lane) {
+  const bool first = 2 * lane < rows, second = 2 * lane + 1 < rows;
+  const float g[2] = {first ? gate_of(p, given.g.x, head) * kLog2e : 0.0f,
+                      second ? gate_of(p, given.g.y, head) * kLog2e : 0.0f};
+  const float beta[2] = {first ? beta_of(p, given.beta.x) : 0.0f, second ? beta_of(p, given.beta.y) : 0.0f};
   float sum = g[0] + g[1];
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -231,23 +274,17 @@ GD_DEVICE void prepare_vectors(const ForwardParams& p, const Span& span, int64_t
   const float b[2] = {sum - g[1], sum};
   const float2 rk = load_shared2(smem + PrepareSmem::kNorms + lane * 8);
   const float2 rq = load_shared2(smem + PrepareSmem::kNorms + kVectorBytes + lane * 8);
-  const float r[2] = {rk.x, rk.y}, s[2] = {p.scale * rq.x, p.scale * rq.y};
-  float2 value[kVectors];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float gamma = exp2_approx(b[i]);
-    float* const at[kVectors] = {i ? &value[0].y : &value[0].x, i ? &value[1].y : &value[1].x,
-                                 i ? &value[2].y : &value[2].x, i ? &value[3].y : &value[3].x,
-                                 i ? &value[4].y : &value[4].x, i ? &value[5].y : &value[5].x};
-    *at[kLogGamma] = b[i];
-    *at[kReadKey] = gamma * r[i];
-    *at[kReadQuery] = gamma * s[i];
-    *at[kBeta] = beta[i];
-    *at[kWriteKey] = beta[i] * exp2_approx(last - b[i]);
-    *at[kScoreScale] = s[i];
-  }
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) reinterpret_cast<float2*>(vectors + v * kChunkTokens)[lane] = value[v];
+  const float2 gamma = make_float2(exp2_approx(b[0]), exp2_approx(b[1]));
+  const float2 s = make_float2(p.scale * rq.x, p.scale * rq.y);
+  const auto put = [&](ChunkVector v, float x, float y) {
+    reinterpret_cast<float2*>(vectors + v * kChunkTokens)[lane] = make_float2(x, y);
+  };
+  put(kLogGamma, b[0], b[1]);
+  put(kReadKey, gamma.x * rk.x, gamma.y * rk.y);
+  put(kReadQuery, gamma.x * s.x, gamma.y * s.y);
+  put(kBeta, beta[0], beta[1]);
+  put(kWriteKey, beta[0] * exp2_approx(last - b[0]), beta[1] * exp2_approx(last - b[1]));
+  put(kScoreScale, s.x, s.y);
   store_shared2(betas + lane * 8, beta[0], beta[1]);
 }
 
@@ -278,19 +315,29 @@ GD_DEVICE void sort_sequences(const ForwardParams& p) {
   }
 }
 
-// The sequence a slot belongs to: the last one that begins at or before it.
-GD_DEVICE int sequence_of_slot(const Sequences& s, int64_t slot) {
+// The sequence a slot belongs to: the last one that begins at or before it. The warp tries 32 places at a time.
+GD_DEVICE int sequence_of_slot(const Sequences& s, int64_t slot, int lane) {
   if (!s.offsets.data) return static_cast<int>(slot / Sequences::chunks(s.tokens));
-  int low = 0, high = s.count;  // s.count = past the last offset
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (s.first_slot(middle) <= slot) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
+  int low = 0, count = s.count + 1;  // s.count = past the last offset
+  while (count > 1) {
+    const int step = (count + 31) / 32, tried = low + lane * step;
+    const bool begins = lane * step < count && s.first_slot(tried) <= slot;
+    const int found = __popc(__ballot_sync(~0u, begins)) - 1;
+    low += found * step;
+    count = min(step, count - found * step);
   }
   return low;
+}
+
+// Blocks of 16 x 16 above the diagonal of both inverse buffers; what is below gets written.
+GD_DEVICE void zero_upper_blocks(uint32_t tiles) {
+  constexpr int kPiecesPerTile = 6 * 16 * 2;
+  for (int i = threadIdx.x; i < 2 * kPiecesPerTile; i += kPrepareThreads) {
+    const int block = i % kPiecesPerTile / 32, row = i / 2 % 16;
+    const int I = block < 3 ? 0 : block < 5 ? 1 : 2, J = block < 3 ? block + 1 : block < 5 ? block - 1 : 3;
+    store_shared_words(tiles + i / kPiecesPerTile * kInverseBytes + tile_offset(16 * I + row, 16 * J + i % 2 * 8),
+                       make_uint4(0, 0, 0, 0));
+  }
 }
 
 GD_DEVICE void zero_rows(const ForwardParams& p, int batch, int64_t token, int rows, int key_head) {
@@ -313,12 +360,13 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
     prepare_kernel(const __grid_constant__ ForwardParams p) {
   extern __shared__ uint8_t dynamic_smem[];
   const uint32_t smem = (shared_address(dynamic_smem) + 1023) & ~1023u;
-  const int tid = threadIdx.x, lane = tid % 32, warp = __shfl_sync(~0u, tid / 32, 0);
+  const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(~0u, tid >> 5, 0);
+  allow_next_kernel();
   if (blockIdx.x == 0) return sort_sequences(p);
 
-  const int64_t slot = (blockIdx.x - 1) / p.key_heads;
+  const int slot = static_cast<int>((blockIdx.x - 1) / p.key_heads);
   const int key_head = (blockIdx.x - 1) % p.key_heads;
-  const int n = sequence_of_slot(p.sequences, slot);
+  const int n = sequence_of_slot(p.sequences, slot, lane);
   const bool past_the_end = n == p.sequences.count;
   const int64_t used = past_the_end ? p.sequences.offsets[n] : 0;
   const Span span = past_the_end ? Span{0, used, p.sequences.tokens - used} : p.sequences[n];
@@ -331,7 +379,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
     return;
   }
 
-  // K to its tiles; the inverse buffers to zero.
+  // K to its tiles, and this warp's first head's gates to registers meanwhile.
   constexpr int kPieces = kHeadDim * 2 / 16;
   const auto* k = static_cast<const uint16_t*>(p.k.data) + p.k.offset(span.batch, token, key_head);
 #pragma unroll
@@ -341,8 +389,9 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
     copy_async16(smem + PrepareSmem::kKeys + piece / 8 * kInverseBytes + tile_offset(row, piece % 8 * 8),
                  k + (valid ? row * p.k.token_stride : 0) + piece * 8, valid);
   }
-  for (int i = tid; i < 2 * kInverseBytes / 16; i += kPrepareThreads)
-    store_shared_words(smem + PrepareSmem::kInverse + i * 16, make_uint4(0, 0, 0, 0));
+  const int first_head = key_head * p.group;
+  Given given{};
+  if (warp < p.group) given = load_given(p, span, token, rows, first_head + warp, lane);
   copy_async_wait();
   fence_async_reads();
   __syncthreads();
@@ -368,44 +417,46 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
     if (half == 1) store_shared(smem + PrepareSmem::kNorms + kVectorBytes + row * 4, rq);
   }
 
-  float raw[32];
+  __syncthreads();
+  for (int v = warp; v < p.group; v += 4) {
+    if (v != warp) given = load_given(p, span, token, rows, first_head + v, lane);
+    prepare_vectors(p, given, rows, first_head + v,
+                    reinterpret_cast<float*>(p.prepared_chunk(slot, first_head + v) + kInverseBytes), smem,
+                    smem + PrepareSmem::kBetas + v * kVectorBytes, lane);
+  }
+  float kk[32];
   mma_fence();
 #pragma unroll
   for (int step = 0; step < 8; ++step) {
     const uint32_t at = descriptor_low(smem + PrepareSmem::kKeys + step / 4 * kInverseBytes) + step % 4 * kStepContiguous;
-    Wgmma<Elem, 64>::template ss<false, false>(raw, at, at, step > 0);
+    Wgmma<Elem, 64>::template ss<false, false>(kk, at, at, step > 0);
   }
   mma_commit();
-  __syncthreads();
-  for (int v = warp; v < p.group; v += 4) {
-    const int head = key_head * p.group + v;
-    prepare_vectors(p, span, token, rows, head, reinterpret_cast<float*>(p.prepared_chunk(slot, head) + kInverseBytes),
-                    smem, smem + PrepareSmem::kBetas + v * kVectorBytes, lane);
-  }
   mma_wait<0>();
-  __syncthreads();
+  with_warp(warp, [&](auto w) { store_products<decltype(w)::value>(smem + PrepareSmem::kProducts, kk, lane); });
+  __syncthreads();  // K is not read any more
+  zero_upper_blocks(smem + PrepareSmem::kInverse);
 
 #pragma unroll 1
   for (int v = 0; v < p.group; ++v) {
-    float rows_of_T[32];
     uint32_t diagonal[4];
-#pragma unroll
-    for (int i = 0; i < 32; ++i) rows_of_T[i] = raw[i];
     const uint32_t tile = smem + PrepareSmem::kInverse + v % 2 * kInverseBytes;
     if (tid == 0) store_wait_read<1>();  // the others learn of it at the next barrier
     with_warp(warp, [&](auto w) {
-      begin_block_row<decltype(w)::value>(rows_of_T, diagonal, smem, smem + PrepareSmem::kBetas + v * kVectorBytes, lane);
+      constexpr int I = decltype(w)::value;
+      load_products<I>(kk, smem + PrepareSmem::kProducts, lane);
+      begin_block_row<I>(kk, diagonal, smem, smem + PrepareSmem::kBetas + v * kVectorBytes, lane);
     });
     __syncthreads();
     with_warp(warp, [&](auto w) {
       constexpr int I = decltype(w)::value;
-      finish_block_row<I>(rows_of_T, smem, lane);
-      store_inverse<I, Elem>(rows_of_T, diagonal, tile, smem + PrepareSmem::kNorms, lane);
+      finish_block_row<I>(kk, smem, lane);
+      store_inverse<I, Elem>(kk, diagonal, tile, smem + PrepareSmem::kNorms, lane);
     });
     fence_async_reads();
     __syncthreads();
     if (tid == 0) {
-      store_bulk(p.prepared_chunk(slot, key_head * p.group + v), tile, kInverseBytes);
+      store_bulk(p.prepared_chunk(slot, first_head + v), tile, kInverseBytes);
       store_commit();
     }
   }
