@@ -9,6 +9,7 @@
 #include "api/validate.hpp"
 #include "core/thread_pool.hpp"
 #include "cpu/backend.hpp"
+#include "cuda/backend.hpp"
 
 namespace gatedelta::api {
 
@@ -74,7 +75,7 @@ gd_status resolve(const gd_exec& exec, cpu::Context& context) {
   return GD_OK;
 }
 
-// A validated call. Its workspace is the bitmap of written slots, then the backend's own.
+// A validated call. On the CPU its workspace is the bitmap of written slots, then the backend's own.
 template <class Problem>
 struct Call {
   Problem problem;
@@ -82,10 +83,34 @@ struct Call {
   size_t bitmap_bytes = 0, bytes = 0;
 };
 
+// What is different on CUDA. It has the forward alone so far.
+gd_status prepare_cuda(const gd_forward_args& args, Stage stage, Call<ForwardProblem>& call) {
+  GD_TRY(validate_shapes(args, stage, call.problem));
+  GD_TRY(validate_cuda(args, stage, call.problem));
+  if (!cuda::is_compiled()) return refuse(GD_UNSUPPORTED, "device is GD_CUDA, but this build has no CUDA backend");
+  call.bytes = cuda::forward_workspace(call.problem);
+  return GD_OK;
+}
+template <class Args, class Problem>
+gd_status prepare_cuda(const Args&, Stage, Call<Problem>&) {
+  return refuse(GD_UNSUPPORTED, "device is GD_CUDA, which has gd_forward only for now");
+}
+
+gd_status run_cuda(const ForwardProblem& problem, const gd_exec& exec) {
+  const cuda::Outcome outcome =
+      cuda::forward(problem, {exec.device_index, exec.stream, static_cast<char*>(exec.workspace)});
+  return outcome.status == GD_OK ? GD_OK : refuse(outcome.status, "%s", outcome.message);
+}
+template <class Problem>
+gd_status run_cuda(const Problem&, const gd_exec&) {
+  return GD_UNSUPPORTED;  // prepare_cuda has said so
+}
+
 template <class Args, class Problem>
 gd_status prepare(const Args* args, const char* type, Stage stage, Call<Problem>& call) {
   GD_TRY(check_struct(args, type));
   GD_TRY(validate_exec(args->exec));
+  if (args->exec.device == GD_CUDA) return prepare_cuda(*args, stage, call);
   GD_TRY(validate_shapes(*args, stage, call.problem));
   GD_TRY(resolve(args->exec, call.context));
   call.bitmap_bytes = slot_bitmap_bytes(call.problem);
@@ -119,6 +144,10 @@ gd_status call_operation(const Args* args, const char* type) {
   return guarded([&] {
     Call<Problem> call;
     GD_TRY(prepare(args, type, Stage::call, call));
+    if (args->exec.device == GD_CUDA) {
+      GD_TRY(check_workspace(args->exec, call.bytes));
+      return run_cuda(call.problem, args->exec);
+    }
     GD_TRY(check_saved(*args, call.problem, call.context));
     GD_TRY(check_workspace(args->exec, call.bytes));
     uint64_t* bitmap = call.bitmap_bytes ? static_cast<uint64_t*>(args->exec.workspace) : nullptr;
@@ -189,6 +218,8 @@ gd_status gd_forward_saved_size(const gd_forward_args* args, size_t* bytes) {
   return guarded([&] {
     Call<ForwardProblem> call;
     GD_TRY(prepare(args, "gd_forward_args", Stage::query, call));
+    if (args->exec.device == GD_CUDA)
+      return refuse(GD_UNSUPPORTED, "device is GD_CUDA, which has no backward yet and saves nothing for one");
     if (!bytes) return invalid("bytes is null: there is nowhere to put the answer");
     *bytes = cpu::forward_saved(call.problem, call.context);
     return GD_OK;
@@ -210,8 +241,8 @@ gd_status gd_get_info(gd_info* info) {
              .cpu_isa_usable = cpu::usable_isas(),
              .cpu_isa_best = cpu::best_isa(),
              .cpu_count = cpu_count(),
-             .cuda_compiled = 0,
-             .cuda_devices = 0,
+             .cuda_compiled = cuda::is_compiled(),
+             .cuda_devices = cuda::usable_devices(),
              .reserved = {}};
     return GD_OK;
   });

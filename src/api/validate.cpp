@@ -8,6 +8,7 @@
 
 #include "api/error.hpp"
 #include "core/thread_pool.hpp"
+#include "cuda/forward/plan.hpp"
 
 namespace gatedelta::api {
 
@@ -117,7 +118,7 @@ gd_status check_segments(int32_t context_parallel, int32_t segment_chunks) {
   GD_TRY(check_enum("context_parallel", context_parallel, GD_CP_OFF));
   if (segment_chunks < 0) return invalid("segment_chunks is %" PRId32 ", must not be negative", segment_chunks);
   if (segment_chunks == 0) return GD_OK;
-  return refuse(GD_UNSUPPORTED, "segment_chunks is %" PRId32 ": the CPU backend never cuts a sequence, it must be 0",
+  return refuse(GD_UNSUPPORTED, "segment_chunks is %" PRId32 ": no backend cuts a sequence, it must be 0",
                 segment_chunks);
 }
 
@@ -497,9 +498,16 @@ gd_status check_checkpoint_count(const gd_forward_args& args, const ForwardProbl
 }  // namespace
 
 gd_status validate_exec(const gd_exec& exec) {
-  if (exec.device == GD_CUDA) return refuse(GD_UNSUPPORTED, "device is GD_CUDA, but this build has no CUDA backend");
   GD_TRY(check_enum("device", exec.device, GD_CUDA));
   GD_TRY(check_reserved("exec", exec.reserved));
+  if (exec.device == GD_CUDA) {
+    if (exec.device_index < 0) return invalid("device_index is %" PRId32 ", must not be negative", exec.device_index);
+    if (exec.isa != GD_ISA_AUTO)
+      return invalid("isa is %" PRId32 ", must be GD_ISA_AUTO on CUDA: it is about CPUs", exec.isa);
+    if (exec.num_threads != 0 || exec.parallel_for || exec.parallel_for_context)
+      return invalid("num_threads, parallel_for and parallel_for_context must not be set on CUDA: they are about CPUs");
+    return GD_OK;
+  }
   if (exec.device_index != 0) return invalid("device_index is %" PRId32 ", must be 0 on the CPU", exec.device_index);
   if (exec.stream) return invalid("stream must be null on the CPU");
   GD_TRY(check_enum("isa", exec.isa, GD_ISA_COUNT - 1));
@@ -617,6 +625,54 @@ gd_status validate_shapes(const gd_recurrent_args& args, Stage stage, RecurrentP
   if (stage == Stage::query) return GD_OK;
   check.memory("workspace", args.exec.workspace, args.exec.workspace_bytes, Role::output);
   return check.overlaps();
+}
+
+gd_status validate_cuda(const gd_forward_args& args, Stage stage, const ForwardProblem& p) {
+  const Layer& in = p.in;
+  if (args.saved || args.saved_bytes)
+    return refuse(GD_UNSUPPORTED, "saved is given, but CUDA has no backward yet that could use it: leave it out");
+  for (const auto& [name, size] : {std::pair("K", in.key_dim), std::pair("V", in.value_dim)})
+    if (size != cuda::kHeadDim)
+      return refuse(GD_UNSUPPORTED, "%s is %d, must be %d on CUDA", name, size, cuda::kHeadDim);
+  if (in.q.dtype != GD_BF16 && in.q.dtype != GD_F16)
+    return refuse(GD_UNSUPPORTED, "q, k and v are %s, must be bfloat16 or float16 on CUDA", dtype_name(in.q.dtype));
+  if (p.o.dtype != in.q.dtype)
+    return refuse(GD_UNSUPPORTED, "o: dtype is %s, must be %s as that of q on CUDA", dtype_name(p.o.dtype),
+                  dtype_name(in.q.dtype));
+  if (in.group > cuda::kMaxGroup)
+    return refuse(GD_UNSUPPORTED, "Hv / Hk is %" PRId64 ", must be at most %" PRId64 " on CUDA", in.group,
+                  cuda::kMaxGroup);
+
+  const Sequences& sequences = in.sequences;
+  if (sequences.tokens > cuda::kMaxTokens)
+    return refuse(GD_UNSUPPORTED, "T is %" PRId64 ", must be at most %" PRId64 " on CUDA", sequences.tokens,
+                  cuda::kMaxTokens);
+  if (sequences.count > cuda::kMaxPairs / in.value_heads)
+    return refuse(GD_UNSUPPORTED, "N * Hv is %" PRId64 " * %" PRId64 ", must be at most %" PRId64 " on CUDA",
+                  sequences.count, in.value_heads, cuda::kMaxPairs);
+  if (const int64_t blocks = cuda::prepare_blocks(in); blocks > cuda::kMaxPrepareBlocks)
+    return refuse(GD_UNSUPPORTED,
+                  "the call has %" PRId64 " chunks times key heads, must have at most %" PRId64 " on CUDA", blocks - 1,
+                  cuda::kMaxPrepareBlocks - 1);
+
+  for (const auto& [name, rows] :
+       {std::pair("q", &in.q), std::pair("k", &in.k), std::pair("v", &in.v), std::pair("o", &p.o)}) {
+    if (stage == Stage::call && reinterpret_cast<uintptr_t>(rows->data) % cuda::kRowAlign)
+      return refuse(GD_UNSUPPORTED, "%s: data (%p) is not %d-byte aligned, as it must be on CUDA", name, rows->data,
+                    static_cast<int>(cuda::kRowAlign));
+    const int64_t strides[] = {rows->batch_stride, rows->token_stride, rows->head_stride};
+    for (int d = 0; d < 3; ++d) {
+      const int64_t bytes = strides[d] * dtype_bytes(rows->dtype);
+      if (bytes % cuda::kRowAlign)
+        return refuse(GD_UNSUPPORTED, "%s: stride[%d] is %" PRId64 ", must be a multiple of %d (%d bytes) on CUDA",
+                      name, d, strides[d], static_cast<int>(cuda::kRowAlign / dtype_bytes(rows->dtype)),
+                      static_cast<int>(cuda::kRowAlign));
+      if (bytes >= cuda::kMaxStrideBytes)
+        return refuse(GD_UNSUPPORTED, "%s: stride[%d] is %" PRId64 ", must be less than 2^39 on CUDA", name, d,
+                      strides[d]);
+    }
+  }
+  return GD_OK;
 }
 
 size_t slot_bitmap_bytes(const ForwardProblem& p) { return bitmap_bytes(p); }

@@ -1,5 +1,6 @@
 // Every rule about arguments, each with its own message. Validation turns argument structs into problems
-// (core/problem.hpp) in two steps: what shapes, strides and flags tell, and what offsets and indices hold.
+// (core/problem.hpp) in two steps: what shapes, strides and flags tell, and what offsets and indices hold. The second
+// step is for the CPU: what lies in a device's memory is not read.
 #pragma once
 
 #include <cstddef>
@@ -17,6 +18,9 @@ gd_status validate_exec(const gd_exec& exec);
 gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProblem& problem);
 gd_status validate_shapes(const gd_backward_args& args, Stage stage, BackwardProblem& problem);
 gd_status validate_shapes(const gd_recurrent_args& args, Stage stage, RecurrentProblem& problem);
+
+// What the CUDA backend adds: of a forward whose shapes are right, what its kernels cannot do.
+gd_status validate_cuda(const gd_forward_args& args, Stage stage, const ForwardProblem& problem);
 
 // Scratch memory validate_contents needs: one bit per slot of the largest pool that is written, when slots are given.
 size_t slot_bitmap_bytes(const ForwardProblem& problem);

@@ -1,0 +1,65 @@
+# GD_CUDA: whether the Hopper kernels are built. Sets GD_CUDA_COMPILED, and with it GD_NVCC and CUDA::cudart_static.
+set(GD_CUDA AUTO CACHE STRING "Build the CUDA backend: AUTO (where there is an nvcc), ON or OFF")
+set_property(CACHE GD_CUDA PROPERTY STRINGS AUTO ON OFF)
+
+set(GD_CUDA_COMPILED 0)
+function(gd_find_cuda)
+  if(GD_CUDA STREQUAL "AUTO" AND (CMAKE_CROSSCOMPILING OR GD_SANITIZE OR GD_FUZZ))
+    set(problem "not for a cross, sanitizer or fuzz build")
+  else()
+    find_program(GD_NVCC NAMES $ENV{CUDACXX} nvcc PATHS /usr/local/cuda/bin DOC "nvcc, for the CUDA backend")
+    if(NOT GD_NVCC)
+      set(problem "there is no nvcc in PATH, CUDACXX or /usr/local/cuda/bin")
+    else()
+      file(REAL_PATH ${GD_NVCC} nvcc)
+      get_filename_component(CUDAToolkit_ROOT ${nvcc}/../.. ABSOLUTE)
+      find_package(CUDAToolkit QUIET)
+      find_package(Python3 QUIET COMPONENTS Interpreter)
+      if(NOT TARGET CUDA::cudart_static)
+        set(problem "${nvcc} comes without the static CUDA run time")
+      elseif(CUDAToolkit_VERSION VERSION_LESS 12.5)
+        set(problem "CUDA 12.5 or later is needed, ${nvcc} is ${CUDAToolkit_VERSION}")
+      elseif(NOT Python3_FOUND)
+        set(problem "tools/nvcc_checked.py needs Python 3")
+      endif()
+    endif()
+  endif()
+  if(NOT problem)
+    message(STATUS "CUDA backend: ${GD_NVCC} ${CUDAToolkit_VERSION}")
+    set(GD_CUDA_COMPILED 1 PARENT_SCOPE)
+    set(Python3_EXECUTABLE ${Python3_EXECUTABLE} PARENT_SCOPE)
+  elseif(GD_CUDA STREQUAL "AUTO")
+    message(STATUS "CUDA backend: off, ${problem}")
+  else()
+    message(FATAL_ERROR "GD_CUDA is ON, but ${problem}")
+  endif()
+endfunction()
+if(NOT GD_CUDA MATCHES "^(AUTO|ON|OFF)$")
+  message(FATAL_ERROR "GD_CUDA is '${GD_CUDA}', must be AUTO, ON or OFF")
+elseif(NOT GD_CUDA STREQUAL "OFF")
+  gd_find_cuda()
+endif()
+
+# gd_add_cuda(<target> <source>): one .cu file, sm_90a alone. By nvcc itself instead of CMake's CUDA language: that knows
+# neither every nvcc nor this architecture in all versions of CMake we build with, and what ptxas says must be read.
+function(gd_add_cuda target source)
+  get_filename_component(name ${source} NAME)
+  get_filename_component(path ${source} ABSOLUTE)
+  set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}.o)
+  set(werror)
+  if(GD_WERROR)
+    set(werror -Werror all-warnings)
+  endif()
+  add_custom_command(
+    OUTPUT ${object}
+    COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/nvcc_checked.py ${GD_NVCC} -ccbin ${CMAKE_CXX_COMPILER}
+            -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra
+            ${werror} -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include -MD -MF ${object}.d -c ${path}
+            -o ${object}
+    DEPENDS ${path} ${PROJECT_SOURCE_DIR}/tools/nvcc_checked.py
+    DEPFILE ${object}.d
+    COMMENT "Building CUDA object ${name}.o"
+    VERBATIM)
+  set_source_files_properties(${object} PROPERTIES EXTERNAL_OBJECT ON GENERATED ON)
+  target_sources(${target} PRIVATE ${object})
+endfunction()

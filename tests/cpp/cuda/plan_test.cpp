@@ -1,0 +1,135 @@
+// Chunks' places in the workspace, its size, and the choice of kernels.
+#include "cuda/forward/plan.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <vector>
+
+namespace gatedelta::cuda {
+namespace {
+
+ForwardProblem dense(int64_t batch, int64_t tokens, int64_t heads, bool checkpoints = false) {
+  ForwardProblem p;
+  p.in.key_heads = p.in.value_heads = heads;
+  p.in.group = 1;
+  p.in.sequences.count = p.in.sequences.batch = batch;
+  p.in.sequences.tokens = tokens;
+  p.checkpoint_every = checkpoints ? kChunkTokens : 0;
+  return p;
+}
+ForwardProblem packed(int64_t sequences, int64_t tokens, int64_t heads, bool checkpoints = false) {
+  ForwardProblem p = dense(1, tokens, heads, checkpoints);
+  p.in.sequences.count = sequences;
+  p.in.sequences.offsets = {nullptr, false, true};  // as a query has them
+  return p;
+}
+
+TEST(Slots, OfPackedSequencesNeverMeet) {
+  std::mt19937 random(1);
+  for (int round = 0; round < 2000; ++round) {
+    const int count = static_cast<int>(random() % 40);
+    std::vector<int32_t> offsets(count + 1, 0);
+    for (int n = 0; n < count; ++n) {
+      // empty, short, around a whole number of chunks, long
+      const int lengths[] = {0, static_cast<int>(random() % 64), 63 + static_cast<int>(random() % 3) + 64 * (n % 3),
+                             static_cast<int>(random() % 1000)};
+      offsets[n + 1] = offsets[n] + lengths[random() % 4];
+    }
+    const int64_t tokens = offsets[count] + random() % 200;
+    const Sequences s = {count, 1, tokens, {offsets.data(), false}};
+    int64_t free = 0;                   // first slot nobody has taken
+    for (int n = 0; n <= count; ++n) {  // the last are the tokens nobody owns
+      const int64_t length = n < count ? s[n].length : tokens - offsets[count];
+      EXPECT_GE(s.first_slot(n), free);
+      free = std::max(free, s.first_slot(n) + Sequences::chunks(length));
+    }
+    EXPECT_LE(free, s.slots());
+  }
+}
+
+TEST(Slots, OfADenseBatchHaveNoGaps) {
+  for (const int64_t tokens : {0, 1, 63, 64, 65, 1000}) {
+    const Sequences s = {7, 7, tokens, {}};
+    for (int n = 0; n < 7; ++n) EXPECT_EQ(s.first_slot(n), n * Sequences::chunks(tokens));
+    EXPECT_EQ(s.slots(), s.first_slot(6) + Sequences::chunks(tokens));
+  }
+}
+
+TEST(Workspace, PartsFollowEachOther) {
+  const ForwardWorkspace w = forward_layout(packed(5, 1000, 3, true));
+  EXPECT_EQ(w.prepared, 0u);
+  EXPECT_EQ(w.order, (1000 / 64 + 5 + 1) * size_t{3} * kPreparedBytes);
+  EXPECT_EQ(w.first_checkpoint, w.order + 128);
+  EXPECT_EQ(w.bytes, w.first_checkpoint + 128 + 64);
+  for (const size_t at : {w.prepared, w.order, w.first_checkpoint}) EXPECT_EQ(at % ForwardWorkspace::kAlign, 0u);
+  EXPECT_EQ(forward_layout(packed(5, 1000, 3)).bytes, w.first_checkpoint + 64);
+}
+
+TEST(Workspace, QueryAndCallAgree) {
+  const int32_t offsets[] = {0, 10, 700};
+  ForwardProblem call = packed(2, 700, 4);
+  const size_t asked = forward_layout(call).bytes;
+  call.in.sequences.offsets.data = offsets;
+  EXPECT_EQ(forward_layout(call).bytes, asked);
+}
+
+constexpr size_t kMiB = size_t{1} << 20;
+size_t promised(const ForwardProblem& p) {  // 192 bytes per token and value head, and 1 MiB
+  return static_cast<size_t>(192 * p.in.sequences.batch * p.in.sequences.tokens * p.in.value_heads) + kMiB;
+}
+
+// A sequence's last chunk takes as much as a whole one. From 257 tokens on that is paid by the chunks before it.
+TEST(Workspace, KeepsItsPromiseForBatches) {
+  for (const int64_t tokens : {64, 128, 192, 256, 257, 258, 300, 319, 321, 1000, 4096, 8191, 32769}) {
+    for (const int64_t batch : {1, 2, 7, 64, 500}) {
+      for (const int64_t heads : {1, 4, 48, 64}) {
+        const ForwardProblem p = dense(batch, tokens, heads, true);
+        EXPECT_LE(forward_layout(p).bytes, promised(p)) << batch << " x " << tokens << ", " << heads << " heads";
+      }
+    }
+  }
+}
+
+// A packed sequence costs a chunk more: paid from 244 tokens per sequence on, counting one more sequence than there
+// are.
+TEST(Workspace, KeepsItsPromiseForPackedSequences) {
+  std::mt19937 random(2);
+  for (int round = 0; round < 5000; ++round) {
+    const int64_t count = random() % 3000, tokens = 244 * (count + 1) + random() % 100000, heads = 1 + random() % 64;
+    const ForwardProblem p = packed(count, tokens, heads, round % 2);
+    EXPECT_LE(forward_layout(p).bytes, promised(p)) << count << " in " << tokens << ", " << heads << " heads";
+  }
+}
+
+// What the promise does not cover: many short sequences. A chunk of its own for each is what they cost, at most.
+TEST(Workspace, OfShortSequencesIsAChunkEach) {
+  EXPECT_GT(forward_layout(dense(128, 1, 1)).bytes, promised(dense(128, 1, 1)));
+  EXPECT_GT(forward_layout(packed(1000, 128000, 32)).bytes, promised(packed(1000, 128000, 32)));
+  std::mt19937 random(3);
+  for (int round = 0; round < 5000; ++round) {
+    const int64_t count = random() % 3000, tokens = random() % 200000, heads = 1 + random() % 64;
+    const ForwardProblem p = round % 2 ? packed(count, tokens, heads, true) : dense(count, tokens % 300, heads, true);
+    const int64_t total = p.in.sequences.batch * p.in.sequences.tokens;
+    const int64_t bound = (total / kChunkTokens + count + 1) * heads * kPreparedBytes + count * 12 + 64 + 3 * 128;
+    EXPECT_LE(forward_layout(p).bytes, static_cast<size_t>(bound));
+  }
+}
+
+TEST(Blocks, OfPrepare) {
+  EXPECT_EQ(prepare_blocks(dense(3, 65, 4).in), 3 * 2 * 4 + 1);
+  EXPECT_EQ(prepare_blocks(packed(3, 640, 4).in), (10 + 3 + 1) * 4 + 1);
+  EXPECT_EQ(prepare_blocks(packed(0, 0, 1).in), 2);
+}
+
+TEST(Blocks, ShareAHeadOnlyWhereHeadsAreFew) {
+  EXPECT_EQ(math_warpgroups(1, 64, 132), 1);
+  EXPECT_EQ(math_warpgroups(1, 131, 132), 1);
+  EXPECT_EQ(math_warpgroups(1, 132, 132), 2);
+  EXPECT_EQ(math_warpgroups(33, 4, 132), 2);
+  EXPECT_EQ(math_warpgroups(kMaxPairs / 65536, 65536, 132), 2);
+}
+
+}  // namespace
+}  // namespace gatedelta::cuda

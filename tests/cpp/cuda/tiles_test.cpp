@@ -1,0 +1,125 @@
+// Shared-memory tiles and register fragments against what the PTX ISA says about them.
+#include "cuda/tiles.hpp"
+
+#include <gtest/gtest.h>
+
+#include <set>
+
+namespace gatedelta::cuda {
+namespace {
+
+constexpr int kLanes = 32, kRows = 128;  // the tallest operand is X^T, two tiles
+
+// Where register r of lane `lane` lies within its 8 x 8 matrix (ldmatrix, stmatrix and mma alike): row lane / 4, two
+// neighbours from column 2 (lane % 4).
+constexpr Place in_matrix(int lane, int j) { return {lane / 4, lane % 4 * 2 + j}; }
+
+TEST(Tiles, SwizzleIsAnInvolutionWithinRows) {
+  for (uint32_t at = 0; at < kRows * kTileRowBytes; ++at) {
+    EXPECT_EQ(swizzled(swizzled(at)), at);
+    EXPECT_EQ(swizzled(at) / kTileRowBytes, at / kTileRowBytes);
+    EXPECT_EQ(swizzled(at) % 16, at % 16);  // 16-byte chunks move as a whole
+  }
+}
+
+TEST(Tiles, SwizzleIsThatOfTheCopyEngine) {  // 128-byte mode: chunk c of row r is at chunk c ^ (r % 8)
+  for (int row = 0; row < kRows; ++row) {
+    for (int chunk = 0; chunk < 8; ++chunk)
+      EXPECT_EQ(tile_offset(row, chunk * 8), static_cast<uint32_t>(row * 128 + (chunk ^ row % 8) * 16));
+  }
+}
+
+TEST(Tiles, EightRowsOfAMatrixAreInEightDifferentBanks) {
+  for (int row = 0; row < kRows; row += 8) {
+    for (int column = 0; column < kTileColumns; column += 8) {
+      std::set<uint32_t> chunks;
+      for (int i = 0; i < 8; ++i) chunks.insert(tile_offset(row + i, column) / 16 % 8);  // of the 32 banks of 4 bytes
+      EXPECT_EQ(chunks.size(), 8u);
+    }
+  }
+}
+
+TEST(Tiles, StepsOfABlockRowAreExclusiveOrs) {  // how the kernels walk along a row, and down the rows
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (int row = 0; row < kRows; row += 16) {
+      const int own = row + block_row(lane), column = block_column(lane);
+      for (int J = 0; J < 4; ++J) EXPECT_EQ(tile_offset(own, column) ^ (J * 32), tile_offset(own, column + 16 * J));
+    }
+    for (int column = 0; column < kTileColumns; column += 16) {
+      const int row = turned_row(lane), own = column + turned_column(lane);
+      for (int n = 0; n < 8; ++n) EXPECT_EQ(tile_offset(row, own) + n * 1024, tile_offset(row + 8 * n, own));
+    }
+  }
+}
+
+// PTX ISA, wgmma.mma_async with .m64nNk16, accumulator D: T0 holds d0, d1 in row 0, columns 0, 1; d2, d3 in row 8; d4,
+// d5 in row 0, columns 8, 9; a warp has 16 rows.
+TEST(Fragments, Accumulator) {
+  static_assert(accumulator_place(0, 0).row == 0 && accumulator_place(0, 0).column == 0);
+  static_assert(accumulator_place(0, 1).row == 0 && accumulator_place(0, 1).column == 1);
+  static_assert(accumulator_place(0, 2).row == 8 && accumulator_place(0, 2).column == 0);
+  static_assert(accumulator_place(0, 4).row == 0 && accumulator_place(0, 4).column == 8);
+  static_assert(accumulator_place(1, 0).row == 0 && accumulator_place(1, 0).column == 2);
+  static_assert(accumulator_place(4, 0).row == 1 && accumulator_place(4, 0).column == 0);
+  static_assert(accumulator_place(31, 7).row == 15 && accumulator_place(31, 7).column == 15);
+  static_assert(accumulator_place(31, 63).row == 15 && accumulator_place(31, 63).column == 127);
+  for (const int n : {16, 32, 48, 64, 128}) {
+    std::set<int> places;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      for (int i = 0; i < n / 2; ++i) {
+        const Place place = accumulator_place(lane, i);
+        EXPECT_TRUE(place.row >= 0 && place.row < 16 && place.column >= 0 && place.column < n);
+        places.insert(place.row * n + place.column);
+      }
+    }
+    EXPECT_EQ(places.size(), static_cast<size_t>(16 * n));
+  }
+}
+
+// ldmatrix/stmatrix .x4: lanes 8 m .. 8 m + 7 name the rows of matrix m, whose elements are in register m. A 16 x 16
+// block of an accumulator, packed pair by pair, must go where it came from.
+TEST(Fragments, BlocksAreStoredWhereTheyBelong) {
+  for (int m = 0; m < 4; ++m) {
+    for (int i = 0; i < 8; ++i) {
+      EXPECT_EQ(block_row(8 * m + i), block_row(8 * m) + i);
+      EXPECT_EQ(block_column(8 * m + i), block_column(8 * m));
+    }
+    for (int lane = 0; lane < kLanes; ++lane) {
+      for (int j = 0; j < 2; ++j) {
+        const Place from = accumulator_place(lane, 2 * m + j), in = in_matrix(lane, j);
+        EXPECT_EQ(from.row, block_row(8 * m) + in.row);
+        EXPECT_EQ(from.column, block_column(8 * m) + in.column);
+      }
+    }
+  }
+}
+
+// With .trans a lane holds what lies at [column][row] of the stored matrix: rows of memory are columns of the fragment.
+TEST(Fragments, TurnedBlocksAreTheTranspose) {
+  for (int m = 0; m < 4; ++m) {
+    for (int i = 0; i < 8; ++i) {
+      EXPECT_EQ(turned_row(8 * m + i), turned_row(8 * m) + i);
+      EXPECT_EQ(turned_column(8 * m + i), turned_column(8 * m));
+    }
+    for (int lane = 0; lane < kLanes; ++lane) {
+      for (int j = 0; j < 2; ++j) {
+        const Place of = accumulator_place(lane, 2 * m + j), in = in_matrix(lane, j);
+        EXPECT_EQ(of.column, turned_row(8 * m) + in.column);
+        EXPECT_EQ(of.row, turned_column(8 * m) + in.row);
+      }
+    }
+  }
+}
+
+// PTX ISA, matrix descriptor: address >> 4 in bits 0-13, leading offset >> 4 in 16-29, stride offset >> 4 in 32-45,
+// swizzle in 62-63 with 1 = 128 bytes.
+TEST(Descriptors, Fields) {
+  constexpr uint32_t kAddress = 0x1f000;
+  static_assert((descriptor_low(kAddress) & 0x3fff) == kAddress >> 4);
+  static_assert((kDescriptorHigh & 0x3fff) << 4 == 8 * kTileRowBytes);
+  static_assert(kDescriptorHigh >> 30 == 1);
+  static_assert(kStepContiguous << 4 == 16 * 2 && kStepRows << 4 == 16 * kTileRowBytes);
+}
+
+}  // namespace
+}  // namespace gatedelta::cuda
