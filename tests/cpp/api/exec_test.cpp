@@ -20,12 +20,6 @@ void in_turn(void*, int64_t count, gd_task_fn run, void* task) {
   for (int64_t i = 0; i < count; ++i) run(task, i);
 }
 
-RULE(CudaIsNotBuilt) {
-  CALL;
-  c.exec.device = GD_CUDA;
-  EXPECT_TRUE(c.refuses(GD_UNSUPPORTED, "this build has no CUDA backend"));
-}
-
 RULE(UnknownDevice) {
   CALL;
   c.exec.device = 2;
@@ -250,7 +244,8 @@ TEST(Info, SaysWhatThereIs) {
   EXPECT_TRUE(machine.cpu_isa_usable & (1 << GD_ISA_GENERIC));
   EXPECT_TRUE(machine.cpu_isa_usable & (1 << machine.cpu_isa_best));
   EXPECT_GE(machine.cpu_count, 1);
-  EXPECT_EQ(machine.cuda_compiled, 0);
+  EXPECT_GE(machine.cuda_devices, 0);
+  EXPECT_TRUE(machine.cuda_compiled || machine.cuda_devices == 0);
 }
 
 TEST(Info, RefusesOlderStruct) {
