@@ -1,7 +1,7 @@
 """The CUDA forward on the rows of the public H200 table: time by CUDA-graph replay, error against the fp64 recurrence.
 
-Inputs as in the comparison with the peers: q and k l2-normalised bf16, v normal bf16, g = logsigmoid(normal) / 16 in fp32
-with a quarter of the heads at 0, beta = sigmoid(normal) in fp32, an fp32 initial state, the final state written.
+Inputs as in the comparison with the peers: q and k l2-normalised bf16, v normal bf16, g = logsigmoid(normal) / 16 in
+fp32 with a quarter of the heads at 0, beta = sigmoid(normal) in fp32, an fp32 initial state, the final state written.
 
 Usage: python bench/gpu.py [--only 16/64] [--seq 8192x4] [--peers FILE] [--output FILE] [--no-errors]
 """

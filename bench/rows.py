@@ -1,4 +1,4 @@
-"""The rows of the forward and backward tables: head counts and sequence lengths that FlashQLA's public H200 table uses."""
+"""The rows of the forward table: head counts and sequence lengths of FlashQLA's public H200 table."""
 
 from __future__ import annotations
 
