@@ -159,12 +159,16 @@ std::vector<int64_t> Judge::final_slots(const gd_tensor& final_indices) const {
 }
 
 Judgement Judge::forward(const Exec& exec) {
+  return forward(chunk_compute(problem_.spec.dtype, exec.isa),
+                 [&](const gd_forward_args& args) { return run_forward(args, exec); });
+}
+
+Judgement Judge::forward(Compute compute, const std::function<std::string(const gd_forward_args&)>& run) {
   problem_.reset();
   const auto& truth = forward_truth();
   const gd_forward_args& args = problem_.forward;
-  const Compute compute = chunk_compute(problem_.spec.dtype, exec.isa);
   Judgement result;
-  if (auto error = run_forward(args, exec); !error.empty()) {
+  if (auto error = run(args); !error.empty()) {
     result.problems.push_back(error);
     return result;
   }

@@ -63,6 +63,18 @@ class CurrentDevice {
   bool changed_ = false;
 };
 
+// A kernel's first use loads its code, which a capture in one of the stricter modes would take for a mistake.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // The driver's encoder of tensor maps; this library is not linked to the driver. Looked up once, like best_isa().
 cudaError_t find_encoder(EncodeTiled& encode) {
   static std::atomic<EncodeTiled> found{nullptr};
@@ -172,6 +184,7 @@ int usable_devices() {
 
 Outcome forward(const ForwardProblem& problem, const Context& context) {
   if (Outcome outcome = check_device(context.device); outcome.status != GD_OK) return outcome;
+  const RelaxedCapture relaxed;
   const CurrentDevice current(context.device);
   if (current.error()) return failure(current.error(), "select the device");
   int multiprocessors = 0;

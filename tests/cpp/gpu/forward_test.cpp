@@ -1,0 +1,268 @@
+#include <cstring>
+
+#include "device.hpp"
+#include "testing/judge.hpp"
+
+namespace gatedelta::testing {
+namespace {
+
+using Specs = std::vector<std::string>;
+using Forward = Gpu;
+
+// Every case with both types of rows, at the head size there is.
+const Specs kTypes = {"K=128 V=128 dtype=bf16", "K=128 V=128 dtype=fp16"};
+
+Specs cross(const Specs& a, const Specs& b) {
+  Specs all;
+  for (const std::string& x : a) {
+    for (const std::string& y : b) all.push_back(x + " " + y);
+  }
+  return all;
+}
+
+std::string on_device(const gd_forward_args& host) {
+  DeviceForward device(host);
+  if (std::string error = device.run(); !error.empty()) return error;
+  return device.download(host);
+}
+
+void expect_ok(const Judgement& judgement, const Case& c) {
+  if (!judgement.ok()) ADD_FAILURE() << describe(c) << "\n" << judgement.text();
+}
+
+// The products of both types are of 16-bit operands, so fp16 is held to the bounds of bf16.
+void check(const Specs& specs) {
+  for (const std::string& spec : cross(specs, kTypes)) {
+    Judge judge(parse_case(spec));
+    expect_ok(judge.forward(Compute::bf16, on_device), judge.problem().spec);
+  }
+}
+
+std::vector<char> bytes_of(const gd_tensor& t) {  // of a tensor without gaps
+  const char* data = static_cast<const char*>(t.data);
+  return {data, data + element_count(t) * element_bytes(t.dtype)};
+}
+
+TEST_F(Forward, Dense) {
+  check({"T=1", "T=63", "T=64", "T=65", "T=128", "B=3 T=200", "B=2 T=513", "B=2 T=0", "T=300 h0=0", "T=300 ht=0",
+         "B=70 T=70 Hk=1 Hv=2"});  // more heads than multiprocessors
+}
+
+TEST_F(Forward, EveryLength) {
+  std::string lengths;
+  for (int length = 0; length <= 130; ++length) lengths += (length ? "+" : "") + std::to_string(length);
+  check({"lengths=" + lengths + " pad=9 Hk=1 Hv=2"});
+}
+
+TEST_F(Forward, Packs) {
+  check({"lengths=0+0+300+0+1+63+64+65+0 pad=1 i64 Hk=2 Hv=2", "lengths=5x1+128+2x0 Hk=1 Hv=3 gate=strong",
+         "lengths=129 pad=70 gate=raw l2norm", "lengths=129 pad=200", "lengths=4x0 pad=5 Hk=1 Hv=2", "lengths=0",
+         "lengths=40+0+90 pad=3 Hk=1 Hv=2 h0=0"});
+}
+
+TEST_F(Forward, Heads) {
+  check({"B=2 T=150 Hk=2 Hv=2", "B=2 T=150 Hk=2 Hv=4", "T=150 Hk=1 Hv=3", "T=150 Hk=2 Hv=16 l2norm", "T=70 Hk=5 Hv=15",
+         "T=70 Hk=1 Hv=33"});
+}
+
+TEST_F(Forward, Gates) {
+  check(cross({"T=200 Hk=4 Hv=8"}, {"gate=zero", "gate=weak", "gate=strong", "gate=spiky", "gate=mixed", "gate=inf",
+                                    "gate=huge", "gate=raw", "gate=raw dt_bias=0", "gate=raw gdtype=bf16 beta=logit",
+                                    "gate=mixed gdtype=fp16", "gate=huge gdtype=bf16"}));
+}
+
+TEST_F(Forward, Betas) {
+  check(cross({"T=150 Hk=2 Hv=4 seed=2"}, {"beta=unit", "beta=zeros", "beta=two", "beta=one", "beta=logit",
+                                           "beta=logit2", "beta=logit gdtype=bf16"}));
+}
+
+TEST_F(Forward, Keys) {
+  check(cross({"T=170 Hk=2 Hv=4 seed=3"},
+              {"keys=correlated gate=zero", "keys=correlated beta=two gate=weak", "keys=correlated l2norm gate=raw",
+               "keys=repeated beta=one", "keys=repeated l2norm", "keys=loose", "keys=loose l2norm",
+               "keys=random l2norm beta=logit2"}));
+}
+
+TEST_F(Forward, States) {
+  check(cross(cross({"lengths=70+0+64+1+129+30+20 pad=4 Hk=1 Hv=2"}, {"state=fp32", "state=bf16", "state=fp16"}),
+              cross({"layout=kv", "layout=vk"}, {"pool=0", "pool=1", "pool=1 i64 strided", "h0=0", "ht=0"})));
+}
+
+TEST_F(Forward, InPlace) {
+  check(cross({"lengths=70+0+64+1+129+30+20 Hk=1 Hv=2 inplace"},
+              {"pool=0", "pool=1", "pool=1 strided i64 layout=vk", "state=bf16", "state=fp16 layout=vk"}));
+}
+
+TEST_F(Forward, Checkpoints) {
+  check(cross({"B=2 T=400 Hk=1 Hv=2 every=64", "T=390 Hk=1 Hv=2 every=128",
+               "lengths=64+63+0+200+130+128+65 pad=3 Hk=1 Hv=2 every=64", "lengths=64+63+0+400+130+192+65 every=192",
+               "T=60 every=64"},
+              {"pool=0", "pool=1", "pool=1 i64 strided", "state=bf16 layout=vk", "state=fp16"}));
+}
+
+TEST_F(Forward, Strides) {
+  check(cross({"B=2 T=75 Hk=2 Hv=4 strided", "lengths=70+3+0+66+128 pad=6 Hk=1 Hv=2 strided layout=vk"},
+              {"gate=mixed", "gate=raw l2norm beta=logit"}));
+}
+
+TEST_F(Forward, Scale) { check(cross({"T=70 Hk=1 Hv=2"}, {"scale=0", "scale=-2.5", "scale=1"})); }
+
+TEST_F(Forward, PromisedBounds) {
+  check({"T=1024 Hk=2 Hv=4", "T=1024 Hk=2 Hv=4 l2norm gate=raw", "B=2 T=4096 Hk=1 Hv=4"});
+}
+
+TEST_F(Forward, RepeatsBitForBit) {
+  for (const std::string& spec : cross({"lengths=300+0+70+129+1 pad=5 Hk=2 Hv=4", "B=40 T=200 Hk=2 Hv=4"}, kTypes)) {
+    Problem problem(parse_case(spec));
+    const gd_forward_args& args = problem.forward;
+    std::vector<char> o, states;
+    for (int round = 0; round < 10; ++round) {
+      problem.reset();
+      ASSERT_EQ(on_device(args), "");
+      if (round == 0) {
+        o = bytes_of(args.o);
+        states = bytes_of(args.final_state);
+      }
+      EXPECT_EQ(o, bytes_of(args.o)) << spec << ", round " << round;
+      EXPECT_EQ(states, bytes_of(args.final_state)) << spec << ", round " << round;
+    }
+  }
+}
+
+// One sequence alone is computed by blocks that share heads, 70 of them by blocks that do not.
+TEST_F(Forward, DoesNotDependOnTheBatch) {
+  Problem problem(parse_case("B=70 T=150 Hk=2 Hv=4 K=128 V=128 dtype=bf16"));
+  DeviceForward device(problem.forward);
+  ASSERT_EQ(device.run(), "");
+  ASSERT_EQ(device.download(problem.forward), "");
+  const auto o = bytes_of(problem.forward.o), states = bytes_of(problem.forward.final_state);
+
+  problem.reset();
+  device.upload(problem.forward);
+  gd_forward_args& alone = device.args();
+  for (gd_tensor* t : {&alone.in.q, &alone.in.k, &alone.in.v, &alone.in.g, &alone.in.beta, &alone.in.initial_state,
+                       &alone.o, &alone.final_state})
+    t->shape[0] = 1;
+  ASSERT_EQ(device.run(), "");
+  ASSERT_EQ(device.download(problem.forward), "");
+  const auto o_alone = bytes_of(problem.forward.o), states_alone = bytes_of(problem.forward.final_state);
+  EXPECT_EQ(std::memcmp(o.data(), o_alone.data(), o.size() / 70), 0);
+  EXPECT_EQ(std::memcmp(states.data(), states_alone.data(), states.size() / 70), 0);
+}
+
+class Stream {
+ public:
+  Stream() { GD_CUDA_OK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  ~Stream() { cudaStreamDestroy(stream_); }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  operator cudaStream_t() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// A captured call holds pointers and shapes; what lies there, lengths included, is read anew by every replay.
+TEST_F(Forward, GraphReplaysWithNewContents) {
+  for (const std::string& type : kTypes) {
+    const std::string rest = " pad=6 Hk=2 Hv=4 pool " + type + " seed=";
+    Judge first(parse_case("lengths=70+0+130+64+30" + rest + "1"));
+    Judge second(parse_case("lengths=1+199+0+63+31" + rest + "2"));
+    DeviceForward device(first.problem().forward);
+    const Stream stream;
+    cudaGraph_t graph = nullptr;
+    GD_CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    const std::string error = device.run(stream);
+    GD_CUDA_OK(cudaStreamEndCapture(stream, &graph));
+    ASSERT_EQ(error, "");
+    cudaGraphExec_t replay = nullptr;
+    GD_CUDA_OK(cudaGraphInstantiate(&replay, graph, 0));
+    for (Judge* judge : {&first, &second, &first}) {
+      const auto run = [&](const gd_forward_args& host) {
+        device.upload(host);
+        GD_CUDA_OK(cudaGraphLaunch(replay, stream));
+        return device.download(host);
+      };
+      expect_ok(judge->forward(Compute::bf16, run), judge->problem().spec);
+    }
+    GD_CUDA_OK(cudaGraphExecDestroy(replay));
+    GD_CUDA_OK(cudaGraphDestroy(graph));
+  }
+}
+
+TEST_F(Forward, RunsOnAStream) {
+  Judge judge(parse_case("B=2 T=200 Hk=1 Hv=2 K=128 V=128 dtype=bf16"));
+  const Stream stream;
+  const auto run = [&](const gd_forward_args& host) {
+    DeviceForward device(host);
+    if (std::string error = device.run(stream); !error.empty()) return error;
+    return device.download(host);
+  };
+  expect_ok(judge.forward(Compute::bf16, run), judge.problem().spec);
+}
+
+TEST_F(Forward, LeavesTheCurrentDeviceAlone) {
+  int before = -1, after = -1, devices = 0;
+  GD_CUDA_OK(cudaGetDeviceCount(&devices));
+  GD_CUDA_OK(cudaGetDevice(&before));
+  Problem problem(parse_case("T=100 K=128 V=128 dtype=bf16"));
+  ASSERT_EQ(on_device(problem.forward), "");
+  GD_CUDA_OK(cudaGetDevice(&after));
+  EXPECT_EQ(after, before);
+  if (devices < 2) GTEST_SKIP() << "one CUDA device only: no call on another one";
+  GD_CUDA_OK(cudaSetDevice(1));
+  DeviceForward device(problem.forward);
+  GD_CUDA_OK(cudaSetDevice(0));
+  device.args().exec.device_index = 1;
+  EXPECT_EQ(device.run(), "");
+  GD_CUDA_OK(cudaGetDevice(&after));
+  EXPECT_EQ(after, 0);
+  GD_CUDA_OK(cudaSetDevice(1));
+  GD_CUDA_OK(cudaDeviceSynchronize());
+  GD_CUDA_OK(cudaSetDevice(before));
+}
+
+// A refusal writes nothing and does not spoil the next call.
+TEST_F(Forward, RefusesAndGoesOn) {
+  Judge judge(parse_case("T=200 Hk=1 Hv=2 K=128 V=128 dtype=bf16"));
+  const auto run = [](const gd_forward_args& host) -> std::string {
+    DeviceForward device(host);
+    const gd_exec right = device.args().exec;
+    device.args().exec.device_index = 1000;
+    if (gd_forward(&device.args()) != GD_INVALID_ARGUMENT) return "a device that is not there was taken";
+    if (std::string(gd_last_error()) != "device_index is 1000, and there is no such CUDA device")
+      return gd_last_error();
+    device.args().exec = right;
+    device.args().exec.workspace_bytes -= 1;
+    if (gd_forward(&device.args()) != GD_WORKSPACE_TOO_SMALL) return "a small workspace was taken";
+    device.args().exec = right;
+    device.args().in.q.stride[1] += 1;
+    if (gd_forward(&device.args()) != GD_UNSUPPORTED) return "rows without alignment were taken";
+    device.args().in.q.stride[1] -= 1;
+    if (std::string error = device.run(); !error.empty()) return error;
+    return device.download(host);
+  };
+  expect_ok(judge.forward(Compute::bf16, run), judge.problem().spec);
+}
+
+// q and k of one head for all: strides of 0, as expand() makes them.
+TEST_F(Forward, BroadcastHeads) {
+  Judge judge(parse_case("T=200 Hk=1 Hv=4 K=128 V=128 dtype=bf16"));
+  bool taken = true;
+  const auto run = [&](const gd_forward_args& host) -> std::string {
+    DeviceForward device(host);
+    for (gd_tensor* t : {&device.args().in.q, &device.args().in.k}) {
+      t->shape[2] = 4;
+      t->stride[2] = 0;
+    }
+    const std::string error = device.run();
+    taken = error.find("tensor maps") == std::string::npos;
+    return error.empty() ? device.download(host) : error;
+  };
+  const Judgement judgement = judge.forward(Compute::bf16, run);
+  if (!taken) GTEST_SKIP() << "the driver's tensor maps take no strides of 0, and the call was refused";
+  expect_ok(judgement, judge.problem().spec);
+}
+
+}  // namespace
+}  // namespace gatedelta::testing
