@@ -63,7 +63,7 @@ GD_DEVICE void load_matrices(uint32_t (&r)[4], uint32_t p) {
                : "r"(p)
                : "memory");
 }
-GD_DEVICE void load_matrices_turned(uint32_t (&r)[4], uint32_t p) {
+GD_DEVICE void load_matrices_turned(uint32_t* r, uint32_t p) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(p)

@@ -481,57 +481,59 @@ struct Forward {
     mma_commit();
     if (c > 0) store_out(out, m, it, c - 1, kChunkTokens, load.previous());
     const float gamma_L = exp2_approx(load_shared(vector(load.slot, kLogGamma) + 63 * 4));
-    mma_wait<1>();
-#pragma unroll
-    for (int i = 0; i < 64; ++i) state.s[i] *= gamma_L;
     barrier_wait(values.full(load.slot), load.parity);
-    mma_wait<0>();
-    // W = V - gamma o (K S), transposed.
+    // W = V - gamma o (K S), transposed. What it needs is fetched while K S still runs.
+    uint32_t v[16];
+    float2 scale_k[8];
     {
       const uint32_t at = value_tile(load.slot, m) + tile_offset(turned_row(lane), 16 * warp + turned_column(lane));
       const uint32_t scale = vector(load.slot, kReadKey) + 8 * t;
 #pragma unroll
-      for (int n = 0; n < 8; n += 2) {
-        uint32_t v[4];
-        load_matrices_turned(v, at + n * 1024);
-        const float2 a = load_shared2(scale + n * 32), b = load_shared2(scale + n * 32 + 32);
-        const float* c0 = u + 4 * n;
-        const float2 v0 = unpack<Elem>(v[0]), v1 = unpack<Elem>(v[1]), v2 = unpack<Elem>(v[2]), v3 = unpack<Elem>(v[3]);
-        w[2 * n] = pack<Elem>(v0.x - a.x * c0[0], v0.y - a.y * c0[1]);
-        w[2 * n + 1] = pack<Elem>(v1.x - a.x * c0[2], v1.y - a.y * c0[3]);
-        w[2 * n + 2] = pack<Elem>(v2.x - b.x * c0[4], v2.y - b.y * c0[5]);
-        w[2 * n + 3] = pack<Elem>(v3.x - b.x * c0[6], v3.y - b.y * c0[7]);
-      }
+      for (int n = 0; n < 4; ++n) load_matrices_turned(v + 4 * n, at + n * 2048);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) scale_k[n] = load_shared2(scale + n * 32);
+    }
+    mma_wait<0>();
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float* c0 = u + 4 * n;
+      const float2 v0 = unpack<Elem>(v[2 * n]), v1 = unpack<Elem>(v[2 * n + 1]), a = scale_k[n];
+      w[2 * n] = pack<Elem>(v0.x - a.x * c0[0], v0.y - a.y * c0[1]);
+      w[2 * n + 1] = pack<Elem>(v1.x - a.x * c0[2], v1.y - a.y * c0[3]);
     }
     // By now the copy engine has read the rows that went out at the start of this chunk.
     if (leaving && tid == 0) {
       store_wait_read<0>();
       barrier_arrive(values.empty(load.previous()));
     }
-    operands.wait_full(operand);
-    // (Q S)^T, S += X^T W, then O += R W.
+    // (Q S)^T; while it runs, S *= gamma_L (earlier it would only be moved down to here), then S += X^T W.
     mma_fence();
 #pragma unroll
     for (int step = 0; step < 8; ++step)
       Mma64::template rs<false>(o, state.packed + 4 * step,
                                 descriptor_low(query_tile(load.slot, step / 4)) + step % 4 * kStepContiguous, step > 0);
     mma_commit();
+    mma_wait<1>();
+#pragma unroll
+    for (int i = 0; i < 64; ++i) state.s[i] *= gamma_L;
+    operands.wait_full(operand);
+    mma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
       Wgmma<Elem, 128>::template rs<false>(state.s, w + 4 * step,
                                            descriptor_low(x_tile(operand.slot)) + step * kStepContiguous, true);
     mma_commit();
-    mma_wait<1>();
-    {
-      const uint32_t scale = vector(load.slot, kReadQuery) + 8 * t;
+    // O = s gamma o (Q S)^T + R W.
+    float2 scale_q[8];
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        const float2 a = load_shared2(scale + n * 32);
-        o[4 * n] *= a.x;
-        o[4 * n + 1] *= a.y;
-        o[4 * n + 2] *= a.x;
-        o[4 * n + 3] *= a.y;
-      }
+    for (int n = 0; n < 8; ++n) scale_q[n] = load_shared2(vector(load.slot, kReadQuery) + 8 * t + n * 32);
+    mma_wait<1>();
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      o[4 * n] *= scale_q[n].x;
+      o[4 * n + 1] *= scale_q[n].y;
+      o[4 * n + 2] *= scale_q[n].x;
+      o[4 * n + 3] *= scale_q[n].y;
     }
     mma_fence();
 #pragma unroll
