@@ -84,3 +84,43 @@ def test_texts(name, text, good):
     import check_texts
 
     assert (not list(check_texts.problems_of(Path(name), text))) == good
+
+
+KERNEL = """ptxas info    : Function properties for _Z1kv
+    %s bytes stack frame, %s bytes spill stores, %s bytes spill loads
+"""
+
+
+@pytest.mark.parametrize(
+    "text, problems",
+    [
+        (KERNEL % (0, 0, 0), []),
+        (KERNEL % (0, 0, 0) + KERNEL % (8, 4, 12), ["_Z1kv: 8 bytes stack frame"]),
+        (KERNEL % (16, 0, 0), ["_Z1kv: 16 bytes stack frame"]),
+        (KERNEL % (0, 0, 4), ["_Z1kv: 0 bytes stack frame, 0 bytes spill stores, 4 bytes spill loads"]),
+        ("ptxas info    : (C7510) Potential Performance Loss: wgmma serialized\n" + KERNEL % (0, 0, 0), ["(C7510)"]),
+        ("ptxas info    : (C7514) something new\n" + KERNEL % (0, 0, 0), ["(C7514)"]),
+        ("ptxas info    : 0 bytes gmem\n", ["nothing was checked"]),
+        ("", ["nothing was checked"]),
+    ],
+)
+def test_nvcc_output(text, problems):
+    import nvcc_checked
+
+    found = nvcc_checked.problems_of(text)
+    assert len(found) == len(problems) and all(part in line for part, line in zip(problems, found))
+
+
+@pytest.mark.parametrize("spilled, good", [(0, True), (4, False)])
+def test_nvcc_failure_leaves_no_object(tmp_path, spilled, good):
+    text = KERNEL % (0, spilled, spilled)
+    compiler = tmp_path / "nvcc"
+    compiler.write_text(f"#!/bin/sh\ntouch {tmp_path}/k.o\nprintf '%s' '{text}a warning\n' >&2\n")
+    compiler.chmod(0o755)
+    result = run("nvcc_checked.py", compiler, "-c", "k.cu", "-o", tmp_path / "k.o")
+    assert (result.returncode == 0) == good and (tmp_path / "k.o").exists() == good
+    assert "a warning" in result.stdout and ("spill" in result.stdout) != good
+
+
+def test_nvcc_error_is_passed_on():
+    assert run("nvcc_checked.py", "false", "-o", "k.o").returncode == 1

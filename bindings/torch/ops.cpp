@@ -1,6 +1,8 @@
 // The torch operators of namespace `gatedelta`: schemas and boxed kernels over the C ABI, through torch's stable C
 // shim. One binary serves torch 2.10 and newer, of any build. The kernels read tensors, allocate outputs and workspace,
-// and lend torch's threads; what a call may look like is checked by the library itself.
+// and lend torch's threads or its current stream; what a call may look like is checked by the library itself.
+#include <dlfcn.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
@@ -125,10 +127,9 @@ struct Device {
   int32_t type, index;
 
   explicit Device(const Tensor& q) : type(q.device_type()), index(q.device_index()) {
-    if (type != aoti_torch_device_type_cpu()) {
-      fail("q is not on the CPU, and this build of the torch binding serves CPU tensors only");
-    }
+    if (type != aoti_torch_device_type_cpu() && !is_cuda()) fail("q is neither on the CPU nor on a CUDA device");
   }
+  bool is_cuda() const { return type == aoti_torch_device_type_cuda(); }
 
   Tensor empty(int64_t rank, const int64_t* sizes, int32_t dtype) const {
     int64_t strides[GD_MAX_RANK];
@@ -268,6 +269,27 @@ class TorchThreads {
   bool failed_ = false;
 };
 
+// torch's current stream. Where there are CUDA tensors, libtorch_cuda.so is loaded, but perhaps not for all to see.
+void* current_stream(int32_t device_index) {
+  static const auto get = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    return reinterpret_cast<decltype(&aoti_torch_get_current_cuda_stream)>(
+        dlsym(library ? library : RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream"));
+  }();
+  if (!get) fail("this torch does not say what its current CUDA stream is");
+  void* stream = nullptr;
+  GD_TORCH(get(device_index, &stream));
+  return stream;
+}
+
+gd_exec cuda_exec(const Device& device) {
+  gd_exec exec{};
+  exec.device = GD_CUDA;
+  exec.device_index = device.index;
+  exec.stream = current_stream(device.index);
+  return exec;
+}
+
 template <typename Args>
 Args new_args() {
   Args args{};
@@ -275,12 +297,13 @@ Args new_args() {
   return args;
 }
 
-// Asks for the workspace, allocates it, runs. `workspace` and `run` are a pair of functions of the C ABI.
+// Asks for the workspace, allocates it, runs. `workspace` and `run` are a pair of functions of the C ABI. On CUDA the
+// kernels may still run when the workspace is freed: torch gives it to nothing but later work of the same stream.
 template <typename Args>
 void run_with_workspace(Args& args, const Device& device, gd_status (*workspace)(const Args*, size_t*),
                         gd_status (*run)(const Args*)) {
   TorchThreads threads;
-  args.exec = threads.exec();
+  args.exec = device.is_cuda() ? cuda_exec(device) : threads.exec();
   check(workspace(&args, &args.exec.workspace_bytes));
   const Tensor memory = device.empty_bytes(args.exec.workspace_bytes);
   GD_TORCH(torch_get_mutable_data_ptr(memory.get(), &args.exec.workspace));
@@ -397,6 +420,7 @@ void chunk_fwd(StableIValue* stack, uint64_t, uint64_t) {
     args.final_state = device.output(final_state, "final_state");
   }
   if (save) {
+    if (device.is_cuda()) fail("there is no backward on CUDA yet, so nothing can be saved for it");
     check(gd_forward_saved_size(&args, &args.saved_bytes));
     saved = device.empty_bytes(args.saved_bytes);
     GD_TORCH(torch_get_mutable_data_ptr(saved.get(), &args.saved));
@@ -577,7 +601,7 @@ constexpr Operator kOperators[] = {
     {kRecurrent, recurrent}, {kRecurrentOut, recurrent_out},
 };
 
-// The CUDA key leads to the same kernels, which say what is missing better than the dispatcher would.
+// The same kernels for both: the library knows which devices have which operation, and says so.
 constexpr const char* kDispatchKeys[] = {"CPU", "CUDA"};
 
 // The library objects live as long as the process: deleting one would take its operators away. A failure ends the

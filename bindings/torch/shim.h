@@ -49,10 +49,14 @@ int32_t aoti_torch_dtype_int32();
 int32_t aoti_torch_dtype_int64();
 int32_t aoti_torch_dtype_uint8();
 int32_t aoti_torch_device_type_cpu();
+int32_t aoti_torch_device_type_cuda();
 
 // torch's own threads, so that torch.set_num_threads() holds for us too.
 AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain_size,
                                   void (*func)(int64_t begin, int64_t end, void* context), void* context);
 AOTITorchError torch_get_num_threads(uint32_t* ret);
+
+// In libtorch_cuda.so, which not every torch has: looked up when it is needed, never linked to.
+AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret);
 
 }  // extern "C"

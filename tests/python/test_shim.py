@@ -26,14 +26,18 @@ def test_declarations_agree_with_torchs_headers(root, tmp_path):
         source = tmp_path / "both.cpp"
         source.write_text(f'#include <torch/csrc/stable/c/shim.h>\n#include "{source.with_name("ours.h")}"\n')
         source.with_name("ours.h").write_text(text)
-        command = [compiler, "-std=c++20", "-fsyntax-only", f"-I{include}", str(source)]
+        command = [compiler, "-std=c++20", "-fsyntax-only", "-DUSE_CUDA", f"-I{include}", str(source)]
         return subprocess.run(command, capture_output=True, text=True)
 
     # A C function declared twice with different types does not compile; so this check can fail.
     result = compiles(shim.read_text())
     assert result.returncode == 0, result.stderr
-    wrong = shim.read_text().replace("int64_t grain_size,", "int32_t grain_size,")
-    assert wrong != shim.read_text() and compiles(wrong).returncode != 0
+    for right, wrong in (
+        ("int64_t grain_size,", "int32_t grain_size,"),
+        ("int32_t device_index, void**", "int32_t device_index, int**"),
+    ):
+        text = shim.read_text().replace(right, wrong)
+        assert text != shim.read_text() and compiles(text).returncode != 0
 
 
 def test_every_symbol_resolves(run_python):

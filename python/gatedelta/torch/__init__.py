@@ -6,6 +6,9 @@ N is B, or ``len(cu_seqlens) - 1`` for packed sequences (then B is 1). Tokens pa
 outputs and gradients are 0. g is the natural logarithm of the decay. q, k, v are float32, bfloat16 or float16; the rest
 may also be of another of these. A call the library refuses raises RuntimeError with the reason; an argument these
 functions refuse themselves raises ValueError or NotImplementedError.
+
+CUDA tensors run on torch's current stream: the forward of ``chunk_gated_delta_rule`` on Hopper, without gradients for
+now. What lies in cu_seqlens and index tensors there is not checked.
 """
 
 from __future__ import annotations
@@ -137,7 +140,7 @@ def chunk_gated_delta_rule(
         o, states, _ = _ops.chunk_fwd(*inputs, initial_state, initial_state_indices, *options, output_final_state,
                                       False, *schedule)  # fmt: skip
     else:
-        _check_pool_gradient(initial_state, initial_state_indices)
+        _check_gradient(q, initial_state, initial_state_indices)
         o, states, _ = _GatedDeltaRule.apply(*inputs, initial_state, initial_state_indices, options,
                                              output_final_state, True, recompute, schedule)  # fmt: skip
     return o, states if output_final_state else None
@@ -231,7 +234,7 @@ def fused_recurrent_gated_delta_rule(
     if not needs_grad:
         o, states = _ops.recurrent(*inputs, initial_state, initial_state_indices, *options, output_final_state)
     else:
-        _check_pool_gradient(initial_state, initial_state_indices)
+        _check_gradient(q, initial_state, initial_state_indices)
         o, states, _ = _GatedDeltaRule.apply(*inputs, initial_state, initial_state_indices, options,
                                              output_final_state, False, True, (_lib.CP_AUTO, False))  # fmt: skip
     return o, states if output_final_state else None
@@ -421,7 +424,11 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def _check_pool_gradient(initial_state: Tensor | None, initial_state_indices: Tensor | None) -> None:
+def _check_gradient(q: Tensor, initial_state: Tensor | None, initial_state_indices: Tensor | None) -> None:
+    if q.is_cuda:
+        raise NotImplementedError(
+            "there is no backward on CUDA yet, but an input requires a gradient: call it under torch.no_grad()"
+        )
     if initial_state_indices is not None and initial_state is not None and initial_state.requires_grad:
         raise ValueError(
             "initial_state requires a gradient, but with initial_state_indices it is a pool, which has none: pass "
