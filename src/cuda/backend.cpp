@@ -10,9 +10,7 @@ size_t forward_workspace(const ForwardProblem& problem) { return forward_layout(
 #if !GD_CUDA_COMPILED
 bool is_compiled() { return false; }
 int usable_devices() { return 0; }
-Outcome forward(const ForwardProblem&, const Context&) {
-  return {GD_UNSUPPORTED, "this build has no CUDA backend"};
-}
+Outcome forward(const ForwardProblem&, const Context&) { return {GD_UNSUPPORTED, "this build has no CUDA backend"}; }
 #endif
 
 }  // namespace gatedelta::cuda

@@ -16,6 +16,7 @@ namespace gatedelta::cuda {
 // the 16-byte chunk index is XORed with the row's lowest three bits.
 constexpr int kTileRowBytes = 128;
 constexpr int kTileColumns = 64;
+constexpr int kTileBytes = 64 * kTileRowBytes;
 
 GD_HOST_DEVICE constexpr uint32_t swizzled(uint32_t byte_offset) {
   return byte_offset ^ ((byte_offset >> 3) & 0x70);
@@ -24,14 +25,31 @@ GD_HOST_DEVICE constexpr uint32_t tile_offset(int row, int column) {
   return swizzled(static_cast<uint32_t>(row * kTileRowBytes + column * 2));
 }
 
-// wgmma matrix descriptors. The upper word is the same for every operand here: 1024 bytes between groups of eight rows,
-// 128-byte swizzle. The lower word is the address in units of 16 bytes; the leading offset in its upper half only counts
-// for operands wider than one tile in the contiguous direction, which none here is.
-constexpr uint32_t kDescriptorHigh = (1024 >> 4) | (1u << 30);
-GD_HOST_DEVICE constexpr uint32_t descriptor_low(uint32_t address) { return (address >> 4) | (1u << 16); }
-// Steps of 16 along the contracted dimension, in descriptor units.
+// A lower triangular 64 x 64 matrix without its zero blocks: ten blocks of 16 x 16, block row after block row. A block is
+// two groups of eight rows of 32 bytes, with the 32-byte swizzle: the upper four rows of a group swap their halves.
+constexpr int kBlockBytes = 512;
+constexpr int kTriangleBytes = 10 * kBlockBytes;
+GD_HOST_DEVICE constexpr uint32_t triangle_block(int I, int J) {
+  return static_cast<uint32_t>(I * (I + 1) / 2 + J) * kBlockBytes;
+}
+// Within a block; column is 0 or 8 (a 16-byte half) or inside one.
+GD_HOST_DEVICE constexpr uint32_t block_offset(int row, int column) {
+  return static_cast<uint32_t>(row * 32 + (((column >> 3) ^ (row >> 2)) & 1) * 16 + (column & 7) * 2);
+}
+
+// wgmma matrix descriptors: address and leading offset in the lower word, stride offset and swizzle in the upper one, all
+// in units of 16 bytes. Tiles: 1024 bytes between groups of eight rows, 128-byte swizzle; the leading offset only counts
+// for operands wider than one tile in the contiguous direction, which none here is. Triangles: 256 bytes between groups of
+// eight rows, 512 between blocks of 16 columns, 32-byte swizzle.
+constexpr uint32_t kTileDescriptorHigh = (1024 >> 4) | (1u << 30);
+constexpr uint32_t kTriangleDescriptorHigh = (256 >> 4) | (3u << 30);
+GD_HOST_DEVICE constexpr uint32_t tile_descriptor_low(uint32_t address) { return (address >> 4) | (1u << 16); }
+GD_HOST_DEVICE constexpr uint32_t triangle_descriptor_low(uint32_t address) {
+  return (address >> 4) | ((kBlockBytes >> 4) << 16);
+}
+// Steps of 16 along the contracted dimension of a tile, in descriptor units.
 constexpr uint32_t kStepContiguous = 32 >> 4;     // contracted dimension runs inside the rows
-constexpr uint32_t kStepRows = (16 * 128) >> 4;  // contracted dimension runs over the rows ("transposed" operand)
+constexpr uint32_t kStepRows = (16 * 128) >> 4;  // contracted dimension runs over the rows ("turned" operand)
 
 // A 64 x n accumulator: lane's (row, column) of element i, within the warp's 16 rows.
 struct Place {

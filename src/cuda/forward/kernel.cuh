@@ -16,7 +16,6 @@ namespace gatedelta::cuda {
 
 enum Slots { kLoadSlots = 3, kValueSlots = 3, kInverseSlots = 2, kOperandSlots = 2 };
 constexpr int kChunksAhead = 2;  // that have been asked for when one is worked on
-constexpr int kTileBytes = 64 * kTileRowBytes;
 
 // kMath warpgroups hold 64 value columns each.
 template <int kMath>
@@ -24,7 +23,8 @@ struct ForwardSmem {
   static constexpr int kKeysQueries = 0;  // [slot][K0 K1 Q0 Q1]
   static constexpr int kValues = kKeysQueries + kLoadSlots * 4 * kTileBytes;  // V; once that is read, O on its way out
   static constexpr int kInverses = kValues + kValueSlots * kMath * kTileBytes;
-  static constexpr int kX = kInverses + kInverseSlots * kTileBytes;  // X^T [128][64]
+  static constexpr int kX = kInverses + kInverseSlots * kInverseBytes;  // X^T [128][64]
+  static_assert(kX % 1024 == 0);
   static constexpr int kR = kX + kOperandSlots * 2 * kTileBytes;
   static constexpr int kVectorsAt = kR + kOperandSlots * kTileBytes;
   static constexpr int kBarriers = kVectorsAt + kLoadSlots * kVectorsBytes;
@@ -124,7 +124,7 @@ struct Forward {
   GD_DEVICE uint32_t key_tile(int slot, int half) const { return smem + Smem::kKeysQueries + (slot * 4 + half) * kTileBytes; }
   GD_DEVICE uint32_t query_tile(int slot, int half) const { return key_tile(slot, half) + 2 * kTileBytes; }
   GD_DEVICE uint32_t value_tile(int slot, int m) const { return smem + Smem::kValues + (slot * kMath + m) * kTileBytes; }
-  GD_DEVICE uint32_t inverse_tile(int slot) const { return smem + Smem::kInverses + slot * kTileBytes; }
+  GD_DEVICE uint32_t inverse_at(int slot) const { return smem + Smem::kInverses + slot * kInverseBytes; }
   GD_DEVICE uint32_t x_tile(int slot) const { return smem + Smem::kX + slot * 2 * kTileBytes; }
   GD_DEVICE uint32_t r_tile(int slot) const { return smem + Smem::kR + slot * kTileBytes; }
   GD_DEVICE uint32_t vector(int slot, ChunkVector v) const {
@@ -212,7 +212,7 @@ struct Forward {
     if (tid == 0) {
       inverses.wait_empty(inverse);
       barrier_arrive_expect(inverses.full(inverse.slot), kInverseBytes);
-      load_bulk(inverse_tile(inverse.slot), prepared, kInverseBytes, inverses.full(inverse.slot));
+      load_bulk(inverse_at(inverse.slot), prepared, kInverseBytes, inverses.full(inverse.slot));
       loads.wait_empty(load);
       if (rows >= kChunkTokens) load_keys_queries(it, token, load.slot, prepared);
       barrier_wait(values.empty(load.slot), load.parity ^ 1);
@@ -265,7 +265,7 @@ struct Forward {
   }
 
   GD_DEVICE void build_x(int load, int inverse, const Ring<kOperandSlots>& operand) const {
-    const uint32_t T = descriptor_low(inverse_tile(inverse));
+    const uint32_t T = inverse_at(inverse);
     float x[32];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -291,11 +291,11 @@ struct Forward {
   // Rows [64 half, ...) of K^T T. T is lower triangular: step i of the contraction reaches only columns up to 16 i + 15.
   // The full one comes first because it sets the accumulators.
   GD_DEVICE void multiply_keys(float (&x)[32], int load, int half, uint32_t T) const {
-    const uint32_t K = descriptor_low(key_tile(load, half));
-    Mma64::template ss<true, true>(x, K + 3 * kStepRows, T + 3 * kStepRows, false);
-    Wgmma<Elem, 48>::template ss<true, true>(x, K + 2 * kStepRows, T + 2 * kStepRows, true);
-    Wgmma<Elem, 32>::template ss<true, true>(x, K + kStepRows, T + kStepRows, true);
-    Wgmma<Elem, 16>::template ss<true, true>(x, K, T, true);
+    const uint32_t K = key_tile(load, half);
+    Mma64::template ss<true, true>(x, tile_descriptor(K, 3 * kStepRows), triangle_descriptor(T, 3), false);
+    Wgmma<Elem, 48>::template ss<true, true>(x, tile_descriptor(K, 2 * kStepRows), triangle_descriptor(T, 2), true);
+    Wgmma<Elem, 32>::template ss<true, true>(x, tile_descriptor(K, kStepRows), triangle_descriptor(T, 1), true);
+    Wgmma<Elem, 16>::template ss<true, true>(x, tile_descriptor(K, 0), triangle_descriptor(T, 0), true);
     mma_commit();
   }
 
@@ -340,20 +340,20 @@ struct Forward {
 #pragma unroll
       for (int step = 0; step < 8; ++step)
         Mma64::template ss<false, false>(qk,
-                                         descriptor_low(query_tile(load, step / 4)) + step % 4 * kStepContiguous,
-                                         descriptor_low(key_tile(load, step / 4)) + step % 4 * kStepContiguous, step > 0);
+                                         tile_descriptor(query_tile(load, step / 4), step % 4 * kStepContiguous),
+                                         tile_descriptor(key_tile(load, step / 4), step % 4 * kStepContiguous), step > 0);
       mma_commit();
       mma_wait<0>();
       with_warp(warp, [&](auto w) { pack_scores<decltype(w)::value>(scores, qk); });
     }
     inverses.wait_full(inverse);
-    const uint32_t T = descriptor_low(inverse_tile(inverse.slot));
+    const uint32_t T = inverse_at(inverse.slot);
     float r[32];
     mma_fence();
-    Mma64::template rs<true>(r, scores + 12, T + 3 * kStepRows, false);
-    Wgmma<Elem, 48>::template rs<true>(r, scores + 8, T + 2 * kStepRows, true);
-    Wgmma<Elem, 32>::template rs<true>(r, scores + 4, T + kStepRows, true);
-    Wgmma<Elem, 16>::template rs<true>(r, scores, T, true);
+    Mma64::template rs<true>(r, scores + 12, triangle_descriptor(T, 3), false);
+    Wgmma<Elem, 48>::template rs<true>(r, scores + 8, triangle_descriptor(T, 2), true);
+    Wgmma<Elem, 32>::template rs<true>(r, scores + 4, triangle_descriptor(T, 1), true);
+    Wgmma<Elem, 16>::template rs<true>(r, scores, triangle_descriptor(T, 0), true);
     mma_commit();
     operands.wait_empty(operand);
     mma_wait<0>();
@@ -477,7 +477,7 @@ struct Forward {
 #pragma unroll
     for (int step = 0; step < 8; ++step)
       Mma64::template rs<false>(u, state.packed + 4 * step,
-                                descriptor_low(key_tile(load.slot, step / 4)) + step % 4 * kStepContiguous, step > 0);
+                                tile_descriptor(key_tile(load.slot, step / 4), step % 4 * kStepContiguous), step > 0);
     mma_commit();
     if (c > 0) store_out(out, m, it, c - 1, kChunkTokens, load.previous());
     const float gamma_L = exp2_approx(load_shared(vector(load.slot, kLogGamma) + 63 * 4));
@@ -511,7 +511,7 @@ struct Forward {
 #pragma unroll
     for (int step = 0; step < 8; ++step)
       Mma64::template rs<false>(o, state.packed + 4 * step,
-                                descriptor_low(query_tile(load.slot, step / 4)) + step % 4 * kStepContiguous, step > 0);
+                                tile_descriptor(query_tile(load.slot, step / 4), step % 4 * kStepContiguous), step > 0);
     mma_commit();
     mma_wait<1>();
 #pragma unroll
@@ -521,7 +521,7 @@ struct Forward {
 #pragma unroll
     for (int step = 0; step < 4; ++step)
       Wgmma<Elem, 128>::template rs<false>(state.s, w + 4 * step,
-                                           descriptor_low(x_tile(operand.slot)) + step * kStepContiguous, true);
+                                           tile_descriptor(x_tile(operand.slot), step * kStepContiguous), true);
     mma_commit();
     // O = s gamma o (Q S)^T + R W.
     float2 scale_q[8];
@@ -538,7 +538,7 @@ struct Forward {
     mma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      Mma64::template rs<false>(o, w + 4 * step, descriptor_low(r_tile(operand.slot)) + step * kStepContiguous, true);
+      Mma64::template rs<false>(o, w + 4 * step, tile_descriptor(r_tile(operand.slot), step * kStepContiguous), true);
     mma_commit();
     mma_wait<1>();
     pack_state(state);

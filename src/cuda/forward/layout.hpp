@@ -75,7 +75,7 @@ struct Sequences {
 };
 
 // What prepare leaves for one chunk and value head: the inverse as a tile ready for wgmma, then vectors of 64 floats.
-constexpr int kInverseBytes = 64 * kTileRowBytes;
+constexpr int kInverseBytes = kTriangleBytes;
 constexpr int kVectorBytes = kChunkTokens * 4;
 enum ChunkVector {
   kLogGamma,    // b_i, cumulated gate in units of log 2

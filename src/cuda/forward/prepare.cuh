@@ -24,8 +24,8 @@ constexpr int kMaxSorted = 1024;  // sequences that are put in order; more of th
 
 struct PrepareSmem {
   static constexpr int kKeys = 0;                                 // two tiles [64 tokens][64]
-  static constexpr int kInverse = kKeys;                          // in their place once K K^T is done: two buffers
-  static constexpr int kPairs = kKeys + 2 * kInverseBytes;        // per warp: two 8 x 8 fp32
+  static constexpr int kInverse = kKeys;                          // in their place once K K^T is done: two triangles
+  static constexpr int kPairs = kKeys + 2 * kTileBytes;           // per warp: two 8 x 8 fp32
   static constexpr int kDiagonal = kPairs + 4 * 512;              // D_I, fp16, 8 x 8 parts
   static constexpr int kOffDiagonal = kDiagonal + 3 * 512;        // L_IJ, then M_IJ
   static constexpr int kProducts = kOffDiagonal + 6 * 512;        // K K^T, block rows up to the diagonal, by lane
@@ -206,20 +206,20 @@ GD_DEVICE void finish_block_row(float (&kk)[32], uint32_t smem, int lane) {
   }
 }
 
-// The block row to the tile, rows scaled by r^k. Blocks above the diagonal stay zero.
+// The block row to its triangle, rows scaled by r^k.
 template <int I, class Elem>
-GD_DEVICE void store_inverse(const float (&T)[32], const uint32_t (&diagonal)[4], uint32_t tile, uint32_t norms,
+GD_DEVICE void store_inverse(const float (&T)[32], const uint32_t (&diagonal)[4], uint32_t triangle, uint32_t norms,
                              int lane) {
   const float r0 = load_shared(norms + (16 * I + (lane >> 2)) * 4), r1 = load_shared(norms + (16 * I + (lane >> 2) + 8) * 4);
-  const uint32_t at = tile + tile_offset(16 * I + block_row(lane), block_column(lane));
+  const uint32_t at = triangle + triangle_block(I, 0) + block_offset(block_row(lane), block_column(lane));
 #pragma unroll
   for (int J = 0; J < I; ++J) {
     const float* c = T + 8 * J;
-    store_matrices(at ^ (J * 32), pack<Elem>(r0 * c[0], r0 * c[1]), pack<Elem>(r1 * c[2], r1 * c[3]),
+    store_matrices(at + J * kBlockBytes, pack<Elem>(r0 * c[0], r0 * c[1]), pack<Elem>(r1 * c[2], r1 * c[3]),
                    pack<Elem>(r0 * c[4], r0 * c[5]), pack<Elem>(r1 * c[6], r1 * c[7]));
   }
   const float2 a = unpack<__half>(diagonal[0]), b = unpack<__half>(diagonal[1]), d = unpack<__half>(diagonal[3]);
-  store_matrices(at ^ (I * 32), pack<Elem>(r0 * a.x, r0 * a.y), pack<Elem>(r1 * b.x, r1 * b.y), 0,
+  store_matrices(at + I * kBlockBytes, pack<Elem>(r0 * a.x, r0 * a.y), pack<Elem>(r1 * b.x, r1 * b.y), 0,
                  pack<Elem>(r1 * d.x, r1 * d.y));
 }
 
@@ -329,17 +329,6 @@ GD_DEVICE int sequence_of_slot(const Sequences& s, int64_t slot, int lane) {
   return low;
 }
 
-// Blocks of 16 x 16 above the diagonal of both inverse buffers; what is below gets written.
-GD_DEVICE void zero_upper_blocks(uint32_t tiles) {
-  constexpr int kPiecesPerTile = 6 * 16 * 2;
-  for (int i = threadIdx.x; i < 2 * kPiecesPerTile; i += kPrepareThreads) {
-    const int block = i % kPiecesPerTile / 32, row = i / 2 % 16;
-    const int I = block < 3 ? 0 : block < 5 ? 1 : 2, J = block < 3 ? block + 1 : block < 5 ? block - 1 : 3;
-    store_shared_words(tiles + i / kPiecesPerTile * kInverseBytes + tile_offset(16 * I + row, 16 * J + i % 2 * 8),
-                       make_uint4(0, 0, 0, 0));
-  }
-}
-
 GD_DEVICE void zero_rows(const ForwardParams& p, int batch, int64_t token, int rows, int key_head) {
   constexpr int kPieces = kHeadDim * 2 / 16;
   const int per_token = p.group * kPieces;
@@ -386,7 +375,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
   for (int i = 0; i < kChunkTokens * kPieces / kPrepareThreads; ++i) {
     const int row = (i * kPrepareThreads + tid) / kPieces, piece = tid % kPieces;
     const bool valid = row < rows;
-    copy_async16(smem + PrepareSmem::kKeys + piece / 8 * kInverseBytes + tile_offset(row, piece % 8 * 8),
+    copy_async16(smem + PrepareSmem::kKeys + piece / 8 * kTileBytes + tile_offset(row, piece % 8 * 8),
                  k + (valid ? row * p.k.token_stride : 0) + piece * 8, valid);
   }
   const int first_head = key_head * p.group;
@@ -401,7 +390,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
     float rk = 1.0f, rq = 1.0f;
     if (p.l2norm) {
       float sum_k = 0, sum_q = 0;
-      const uint32_t at = smem + PrepareSmem::kKeys + half * kInverseBytes + row * kTileRowBytes;
+      const uint32_t at = smem + PrepareSmem::kKeys + half * kTileBytes + row * kTileRowBytes;
       const auto* q = static_cast<const uint16_t*>(p.q.data) + p.q.offset(span.batch, token + row, key_head);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -428,19 +417,18 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
   mma_fence();
 #pragma unroll
   for (int step = 0; step < 8; ++step) {
-    const uint32_t at = descriptor_low(smem + PrepareSmem::kKeys + step / 4 * kInverseBytes) + step % 4 * kStepContiguous;
+    const uint64_t at = tile_descriptor(smem + PrepareSmem::kKeys + step / 4 * kTileBytes, step % 4 * kStepContiguous);
     Wgmma<Elem, 64>::template ss<false, false>(kk, at, at, step > 0);
   }
   mma_commit();
   mma_wait<0>();
   with_warp(warp, [&](auto w) { store_products<decltype(w)::value>(smem + PrepareSmem::kProducts, kk, lane); });
   __syncthreads();  // K is not read any more
-  zero_upper_blocks(smem + PrepareSmem::kInverse);
 
 #pragma unroll 1
   for (int v = 0; v < p.group; ++v) {
     uint32_t diagonal[4];
-    const uint32_t tile = smem + PrepareSmem::kInverse + v % 2 * kInverseBytes;
+    const uint32_t triangle = smem + PrepareSmem::kInverse + v % 2 * kInverseBytes;
     if (tid == 0) store_wait_read<1>();  // the others learn of it at the next barrier
     with_warp(warp, [&](auto w) {
       constexpr int I = decltype(w)::value;
@@ -451,12 +439,12 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
     with_warp(warp, [&](auto w) {
       constexpr int I = decltype(w)::value;
       finish_block_row<I>(kk, smem, lane);
-      store_inverse<I, Elem>(kk, diagonal, tile, smem + PrepareSmem::kNorms, lane);
+      store_inverse<I, Elem>(kk, diagonal, triangle, smem + PrepareSmem::kNorms, lane);
     });
     fence_async_reads();
     __syncthreads();
     if (tid == 0) {
-      store_bulk(p.prepared_chunk(slot, first_head + v), tile, kInverseBytes);
+      store_bulk(p.prepared_chunk(slot, first_head + v), triangle, kInverseBytes);
       store_commit();
     }
   }
