@@ -40,7 +40,7 @@ elseif(NOT GD_CUDA STREQUAL "OFF")
   gd_find_cuda()
 endif()
 
-# gd_add_cuda(<target> <source>): one .cu file, sm_90a alone. By nvcc itself instead of CMake's CUDA language: that knows
+# gd_add_cuda(<target> <source>): one .cu file, sm_90a alone. By nvcc itself, not by CMake's CUDA language: that knows
 # neither every nvcc nor this architecture in all versions of CMake we build with, and what ptxas says must be read.
 function(gd_add_cuda target source)
   get_filename_component(name ${source} NAME)

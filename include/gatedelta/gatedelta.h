@@ -12,6 +12,9 @@
  *     query gives from shapes alone (data pointers may be null in a query).
  *   - A call returns GD_OK, or another status with a message for this thread in gd_last_error(); in that case no output
  *     was written (only the workspace may have been).
+ *   - On CUDA a call puts kernels on the stream and returns; it waits for nothing and can be captured in a graph.
+ *     Tensors and workspace are the device's memory. What cu_seqlens and indices hold is not looked at: it must be
+ *     right.
  *   - Strides are in elements. A tensor is absent when its dtype is GD_DTYPE_NONE (all-zero struct).
  *   - Results do not depend on the thread count and repeat bit for bit.
  */
@@ -102,7 +105,7 @@ typedef void (*gd_parallel_for_fn)(void* context, int64_t count, gd_task_fn run,
 /* Where and with what a call runs. */
 typedef struct gd_exec {
   int32_t device;       /* gd_device */
-  int32_t device_index; /* CUDA ordinal */
+  int32_t device_index; /* CUDA ordinal; must be 0 on the CPU */
   void* stream;         /* cudaStream_t; must be null on the CPU */
   void* workspace;      /* caller-owned, 64-byte aligned, private to this call until it has finished */
   size_t workspace_bytes;

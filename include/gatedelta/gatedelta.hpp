@@ -172,6 +172,8 @@ class Workspace {
 // Gives the call `workspace`, enlarged if need be.
 template <class Args>
 void attach(Args& args, Workspace& workspace) {
+  if (args.exec.device != GD_CPU)
+    throw Error(GD_INVALID_ARGUMENT, "a Workspace is the CPU's memory: on CUDA set exec.workspace to the device's");
   workspace.reserve(workspace_size(args));
   args.exec.workspace = workspace.data();
   args.exec.workspace_bytes = workspace.size();

@@ -94,6 +94,19 @@ struct Layer {
   }
 };
 
+TEST(CppFace, WorkspaceIsForTheCpu) {
+  ForwardArgs args;
+  Workspace workspace;
+  args.exec.device = GD_CUDA;
+  try {
+    forward(args, workspace);
+    FAIL() << "host memory was taken for a device's workspace";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), GD_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(error.what()).find("a Workspace is the CPU's memory"), std::string::npos) << error.what();
+  }
+}
+
 TEST(CppFace, OperationsAgree) {
   const Layer layer;
   const ThreadPool pool(2);
