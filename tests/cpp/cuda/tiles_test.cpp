@@ -112,13 +112,43 @@ TEST(Fragments, TurnedBlocksAreTheTranspose) {
 }
 
 // PTX ISA, matrix descriptor: address >> 4 in bits 0-13, leading offset >> 4 in 16-29, stride offset >> 4 in 32-45,
-// swizzle in 62-63 with 1 = 128 bytes.
+// swizzle in 62-63 with 1 = 128 bytes, 3 = 32 bytes.
 TEST(Descriptors, Fields) {
   constexpr uint32_t kAddress = 0x1f000;
-  static_assert((descriptor_low(kAddress) & 0x3fff) == kAddress >> 4);
-  static_assert((kDescriptorHigh & 0x3fff) << 4 == 8 * kTileRowBytes);
-  static_assert(kDescriptorHigh >> 30 == 1);
+  static_assert((tile_descriptor_low(kAddress) & 0x3fff) == kAddress >> 4);
+  static_assert((kTileDescriptorHigh & 0x3fff) << 4 == 8 * kTileRowBytes);
+  static_assert(kTileDescriptorHigh >> 30 == 1);
   static_assert(kStepContiguous << 4 == 16 * 2 && kStepRows << 4 == 16 * kTileRowBytes);
+  static_assert((triangle_descriptor_low(kAddress) & 0x3fff) == kAddress >> 4);
+  static_assert((triangle_descriptor_low(kAddress) >> 16) << 4 == kBlockBytes);  // to the next 16 columns
+  static_assert((kTriangleDescriptorHigh & 0x3fff) << 4 == kBlockBytes / 2);     // to the next 8 rows
+  static_assert(kTriangleDescriptorHigh >> 30 == 3);
+}
+
+TEST(Triangles, EveryElementHasItsPlace) {
+  std::set<uint32_t> places;
+  for (int row = 0; row < 64; ++row)
+    for (int column = 0; column < (row / 16 + 1) * 16; ++column)
+      places.insert(triangle_block(row / 16, column / 16) + block_offset(row % 16, column % 16));
+  EXPECT_EQ(places.size(), kTriangleBytes / 2u);
+  EXPECT_EQ(*places.rbegin(), kTriangleBytes - 2u);
+}
+
+TEST(Triangles, SwizzleIsThatOf32ByteRows) {  // bit 4 of an address is XORed with bit 7
+  for (int row = 0; row < 16; ++row)
+    for (int column = 0; column < 16; ++column) {
+      const uint32_t plain = row * 32 + column * 2;
+      EXPECT_EQ(block_offset(row, column), plain ^ (plain >> 3 & 0x10));
+    }
+}
+
+TEST(Triangles, EightRowsOfAMatrixAreInEightDifferentBanks) {
+  for (int row = 0; row < 16; row += 8)
+    for (int column = 0; column < 16; column += 8) {
+      std::set<uint32_t> chunks;
+      for (int i = 0; i < 8; ++i) chunks.insert(block_offset(row + i, column) / 16 % 8);
+      EXPECT_EQ(chunks.size(), 8u);
+    }
 }
 
 }  // namespace

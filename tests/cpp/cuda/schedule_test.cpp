@@ -1,0 +1,221 @@
+// A model of how the main kernel's warpgroups hand slots to each other (src/cuda/forward/kernel.cuh): rings, barriers
+// and who arrives where, with everything else left out. Run in random order it must end, and nobody may ever see a slot
+// that holds another chunk than the one expected.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <random>
+#include <vector>
+
+namespace {
+
+constexpr int kLoadSlots = 3, kInverseSlots = 2, kOperandSlots = 2, kChunksAhead = 2;
+constexpr int kNothing = -1;
+
+struct Barrier {
+  int expected, pending, phase = 0;
+  explicit Barrier(int count) : expected(count), pending(count) {}
+  void arrive() {
+    ASSERT_GT(pending, 0);
+    if (--pending == 0) {
+      ++phase;
+      pending = expected;
+    }
+  }
+  bool passed(int parity) const { return (phase & 1) != parity; }
+};
+
+struct Ring {
+  int slots, slot = 0, parity = 0;
+  explicit Ring(int n) : slots(n) {}
+  void next() {
+    if (++slot == slots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+  int previous() const { return slot == 0 ? slots - 1 : slot - 1; }
+};
+
+struct Slots {
+  std::vector<Barrier> full, empty;
+  std::vector<int> holds;  // the chunk, counted over all items
+  Slots(int n, int producers, int consumers)
+      : full(n, Barrier(producers)), empty(n, Barrier(consumers)), holds(n, kNothing) {}
+};
+
+// A warpgroup is a list of steps; a step returns false while it has to wait.
+struct Role {
+  std::vector<std::function<bool()>> steps;
+  size_t at = 0;
+  bool ended() const { return at == steps.size(); }
+  bool run() { return steps[at]() ? (++at, true) : false; }
+};
+
+struct Model {
+  Slots loads, values, inverses, x, r;
+  std::vector<Barrier> operands_full, operands_empty;
+  struct Copy {
+    Slots* slots;
+    int slot, chunk;
+  };
+  std::vector<Copy> copies;  // asked for, under way in any order
+  std::vector<Role> roles;
+
+  Model(const std::vector<int>& items, int math)
+      : loads(kLoadSlots, 1, 2 + math),
+        values(kLoadSlots, 1, math),
+        inverses(kInverseSlots, 1, 2),
+        x(kOperandSlots, 1, 1),
+        r(kOperandSlots, 1, 1),
+        operands_full(kOperandSlots, Barrier(2)),
+        operands_empty(kOperandSlots, Barrier(math)) {
+    int chunks = 0;
+    for (const int n : items) chunks += n;
+    roles.push_back(keys(chunks));
+    roles.push_back(scores(chunks));
+    for (int m = 0; m < math; ++m) roles.push_back(math_role(items));
+  }
+
+  // Steps are recorded with the rings' positions at that point.
+  static void wait(Role& role, const Barrier& barrier, int parity) {
+    role.steps.push_back([&barrier, parity] { return barrier.passed(parity); });
+  }
+  static void act(Role& role, std::function<void()> action) {
+    role.steps.push_back([action = std::move(action)] {
+      action();
+      return true;
+    });
+  }
+  static void expect(Role& role, Slots& slots, int slot, int chunk) {
+    act(role, [&slots, slot, chunk] { EXPECT_EQ(slots.holds[slot], chunk); });
+  }
+
+  Role keys(int chunks) {
+    Role role;
+    Ring load(kLoadSlots), asked(kLoadSlots), inverse(kInverseSlots), asked_inverse(kInverseSlots),
+        operand(kOperandSlots);
+    int next = 0;
+    const auto ask = [&] {
+      if (next == chunks) return;
+      const auto copy = [&](Slots& slots, const Ring& ring) {
+        wait(role, slots.empty[ring.slot], ring.parity ^ 1);
+        act(role, [this, &slots, slot = ring.slot, chunk = next] { copies.push_back({&slots, slot, chunk}); });
+      };
+      copy(inverses, asked_inverse);
+      copy(loads, asked);
+      copy(values, asked);
+      ++next;
+      asked.next();
+      asked_inverse.next();
+    };
+    for (int i = 0; i < kChunksAhead; ++i) ask();
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      wait(role, loads.full[load.slot], load.parity);
+      wait(role, inverses.full[inverse.slot], inverse.parity);
+      build(role, x, load, inverse, operand, chunk);
+      load.next();
+      inverse.next();
+      operand.next();
+      ask();
+    }
+    return role;
+  }
+
+  Role scores(int chunks) {
+    Role role;
+    Ring load(kLoadSlots), inverse(kInverseSlots), operand(kOperandSlots);
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      wait(role, loads.full[load.slot], load.parity);
+      expect(role, loads, load.slot, chunk);
+      wait(role, inverses.full[inverse.slot], inverse.parity);
+      build(role, r, load, inverse, operand, chunk);
+      load.next();
+      inverse.next();
+      operand.next();
+    }
+    return role;
+  }
+
+  void build(Role& role, Slots& result, const Ring& load, const Ring& inverse, const Ring& operand, int chunk) {
+    expect(role, loads, load.slot, chunk);
+    expect(role, inverses, inverse.slot, chunk);
+    wait(role, operands_empty[operand.slot], operand.parity ^ 1);
+    act(role, [&result, slot = operand.slot] { result.holds[slot] = kNothing; });  // half written
+    expect(role, loads, load.slot, chunk);
+    expect(role, inverses, inverse.slot, chunk);
+    act(role, [this, &result, load = load.slot, inverse = inverse.slot, operand = operand.slot, chunk] {
+      result.holds[operand] = chunk;
+      operands_full[operand].arrive();
+      inverses.empty[inverse].arrive();
+      loads.empty[load].arrive();
+    });
+  }
+
+  Role math_role(const std::vector<int>& items) {
+    Role role;
+    Ring load(kLoadSlots), operand(kOperandSlots);
+    int chunk = 0;
+    for (const int count : items) {
+      for (int c = 0; c < count; ++c, ++chunk) {
+        wait(role, loads.full[load.slot], load.parity);
+        expect(role, loads, load.slot, chunk);
+        if (c > 0) expect(role, values, load.previous(), chunk - 1);  // o leaves through the slot its v came in
+        wait(role, values.full[load.slot], load.parity);
+        expect(role, values, load.slot, chunk);
+        if (chunk > 0) {
+          expect(role, values, load.previous(), chunk - 1);
+          act(role, [this, slot = load.previous()] { values.empty[slot].arrive(); });
+        }
+        expect(role, loads, load.slot, chunk);
+        wait(role, operands_full[operand.slot], operand.parity);
+        for (int i = 0; i < 2; ++i) {
+          expect(role, x, operand.slot, chunk);
+          expect(role, r, operand.slot, chunk);
+          expect(role, loads, load.slot, chunk);
+        }
+        act(role, [this, load = load.slot, operand = operand.slot] {
+          operands_empty[operand].arrive();
+          loads.empty[load].arrive();
+        });
+        load.next();
+        operand.next();
+      }
+      if (count > 0) expect(role, values, load.previous(), chunk - 1);
+    }
+    return role;
+  }
+
+  // True if every role came to its end.
+  bool run(std::mt19937& random) {
+    for (int idle = 0; idle < 2000; ++idle) {
+      bool ended = true;
+      for (const Role& role : roles) ended = ended && role.ended();
+      if (ended) return true;
+      if (!copies.empty() && random() % 3 == 0) {
+        const size_t i = random() % copies.size();
+        const Copy copy = copies[i];
+        copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(i));
+        copy.slots->holds[copy.slot] = copy.chunk;
+        copy.slots->full[copy.slot].arrive();
+        idle = 0;
+      }
+      Role& role = roles[random() % roles.size()];
+      if (!role.ended() && role.run()) idle = 0;
+    }
+    return false;
+  }
+};
+
+TEST(Schedule, EndsAndNeverMixesChunks) {
+  std::mt19937 random(1);
+  for (int trial = 0; trial < 300; ++trial) {
+    std::vector<int> items(1 + random() % 7);
+    for (int& chunks : items) chunks = static_cast<int>(random() % 7);
+    Model model(items, 1 + static_cast<int>(random() % 2));
+    ASSERT_TRUE(model.run(random)) << "a deadlock in trial " << trial;
+    if (HasFailure()) return;
+  }
+}
+
+}  // namespace
