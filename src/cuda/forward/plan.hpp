@@ -58,10 +58,11 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p) {
   return w;
 }
 
-// Math warpgroups per block, of 64 value columns each. Where whole heads would leave multiprocessors without a block,
-// two blocks share a head. The bits are the same: value columns never mix.
+// Math warpgroups per block, of 64 value columns each. Where heads are so few that their halves all run at once, two
+// blocks share a head: half a head takes more than half as long, so a second round of halves would lose. The bits are the
+// same: value columns never mix.
 inline int math_warpgroups(int64_t sequences, int64_t value_heads, int multiprocessors) {
-  return sequences * value_heads < multiprocessors ? 1 : 2;
+  return 2 * sequences * value_heads <= multiprocessors ? 1 : 2;
 }
 
 }  // namespace gatedelta::cuda

@@ -125,8 +125,8 @@ TEST(Blocks, OfPrepare) {
 
 TEST(Blocks, ShareAHeadOnlyWhereHeadsAreFew) {
   EXPECT_EQ(math_warpgroups(1, 64, 132), 1);
-  EXPECT_EQ(math_warpgroups(1, 131, 132), 1);
-  EXPECT_EQ(math_warpgroups(1, 132, 132), 2);
+  EXPECT_EQ(math_warpgroups(1, 66, 132), 1);
+  EXPECT_EQ(math_warpgroups(1, 67, 132), 2);
   EXPECT_EQ(math_warpgroups(33, 4, 132), 2);
   EXPECT_EQ(math_warpgroups(kMaxPairs / 65536, 65536, 132), 2);
 }
