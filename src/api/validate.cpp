@@ -662,10 +662,11 @@ gd_status validate_cuda(const gd_forward_args& args, Stage stage, const ForwardP
                     static_cast<int>(cuda::kRowAlign));
     const int64_t strides[] = {rows->batch_stride, rows->token_stride, rows->head_stride};
     for (int d = 0; d < 3; ++d) {
-      const int64_t bytes = strides[d] * dtype_bytes(rows->dtype);
+      constexpr int64_t kElementBytes = 2;  // bf16 or fp16, by now
+      const int64_t bytes = strides[d] * kElementBytes;
       if (bytes % cuda::kRowAlign)
         return refuse(GD_UNSUPPORTED, "%s: stride[%d] is %" PRId64 ", must be a multiple of %d (%d bytes) on CUDA",
-                      name, d, strides[d], static_cast<int>(cuda::kRowAlign / dtype_bytes(rows->dtype)),
+                      name, d, strides[d], static_cast<int>(cuda::kRowAlign / kElementBytes),
                       static_cast<int>(cuda::kRowAlign));
       if (bytes >= cuda::kMaxStrideBytes)
         return refuse(GD_UNSUPPORTED, "%s: stride[%d] is %" PRId64 ", must be less than 2^39 on CUDA", name, d,
