@@ -46,16 +46,15 @@ function(gd_add_cuda target source)
   get_filename_component(name ${source} NAME)
   get_filename_component(path ${source} ABSOLUTE)
   set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}.o)
-  set(werror)
+  set(warnings -Xcompiler=-Wall,-Wextra,-Wno-unused-function) # CUDA's own headers are full of those
   if(GD_WERROR)
-    set(werror -Werror all-warnings)
+    list(APPEND warnings -Werror all-warnings)
   endif()
   add_custom_command(
     OUTPUT ${object}
     COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/nvcc_checked.py ${GD_NVCC} -ccbin ${CMAKE_CXX_COMPILER}
-            -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra
-            ${werror} -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include -MD -MF ${object}.d -c ${path}
-            -o ${object}
+            -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Xcompiler=-fPIC,-fvisibility=hidden ${warnings}
+            -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include -MD -MF ${object}.d -c ${path} -o ${object}
     DEPENDS ${path} ${PROJECT_SOURCE_DIR}/tools/nvcc_checked.py
     DEPFILE ${object}.d
     COMMENT "Building CUDA object ${name}.o"
