@@ -94,6 +94,18 @@ sanitize: ## the C++ tests under ASan+UBSan, then under TSan
 	$(TOTAL) ASan+UBSan=$(REPORTS)/asan.xml TSan=$(REPORTS)/tsan.xml || status=1
 	exit $$status
 
+cuda: ## compile the CUDA backend (needs nvcc) and run its tests; those of a GPU are skipped without one
+	tools/require $(BASE) gtest
+	if ! { command -v nvcc || test -x /usr/local/cuda/bin/nvcc; } >/dev/null; then
+	  echo "no nvcc here: the CUDA backend was NOT compiled"
+	  exit 0
+	fi
+	$(call build,cuda,gatedelta cuda_host_test gpu_forward)
+	status=0
+	$(call ctest,cuda) --tests-regex '^(cuda_host_test|gpu_forward)\.' || status=1
+	$(TOTAL) CUDA=$(REPORTS)/cuda.xml || status=1
+	exit $$status
+
 cross: ## build for the other architecture and run the C++ tests under QEMU
 	tools/require $(BASE) gtest cross
 	status=0
@@ -129,4 +141,4 @@ fuzz: ## a short libFuzzer run on the C ABI (FUZZ_SECONDS=30)
 clean: ## remove build/ and dist/ (not .venv)
 	rm -rf build dist
 
-.PHONY: help run test bench record lint format wheel sanitize cross oldcpu fuzz clean
+.PHONY: help run test bench record lint format wheel sanitize cuda cross oldcpu fuzz clean

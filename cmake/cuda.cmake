@@ -1,5 +1,6 @@
-# GD_CUDA: whether the Hopper kernels are built. Sets GD_CUDA_COMPILED, and with it GD_NVCC and CUDA::cudart_static.
-set(GD_CUDA AUTO CACHE STRING "Build the CUDA backend: AUTO (where there is an nvcc), ON or OFF")
+# GD_CUDA: whether the Hopper kernels are built; off by default until a release has them. Sets GD_CUDA_COMPILED, and
+# with it GD_NVCC and CUDA::cudart_static.
+set(GD_CUDA OFF CACHE STRING "Build the CUDA backend: AUTO (where there is an nvcc), ON or OFF")
 set_property(CACHE GD_CUDA PROPERTY STRINGS AUTO ON OFF)
 
 set(GD_CUDA_COMPILED 0)

@@ -13,7 +13,8 @@
 
 namespace gatedelta::cuda {
 
-// ---- shared memory addresses, loads and stores ------------------------------------------------------------------------
+// ---- shared memory addresses, loads and stores
+// ------------------------------------------------------------------------
 
 GD_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
@@ -37,7 +38,9 @@ GD_DEVICE uint4 load_shared_words(uint32_t p) {
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
   return v;
 }
-GD_DEVICE void store_shared(uint32_t p, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(p), "f"(v) : "memory"); }
+GD_DEVICE void store_shared(uint32_t p, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(p), "f"(v) : "memory");
+}
 GD_DEVICE void store_shared2(uint32_t p, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(p), "f"(x), "f"(y) : "memory");
 }
@@ -51,11 +54,10 @@ GD_DEVICE void copy_async16(uint32_t dst, const void* src, bool valid) {
   const int bytes = valid ? 16 : 0;  // the rest is filled with zeros
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
-GD_DEVICE void copy_async_wait() {
-  asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
-}
+GD_DEVICE void copy_async_wait() { asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory"); }
 
-// ---- 8 x 8 matrices ---------------------------------------------------------------------------------------------------
+// ---- 8 x 8 matrices
+// ---------------------------------------------------------------------------------------------------
 
 GD_DEVICE void load_matrices(uint32_t (&r)[4], uint32_t p) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -90,10 +92,9 @@ GD_DEVICE void store_matrices_turned(uint32_t p, uint32_t a, uint32_t b, uint32_
 
 // c += a b, fp16 operands, fp32 sums: 16 x 8 with 16 or 8 contracted.
 GD_DEVICE void mma_k16(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 GD_DEVICE void mma_k8(float* c, uint32_t a0, uint32_t a1, uint32_t b0) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
@@ -101,7 +102,8 @@ GD_DEVICE void mma_k8(float* c, uint32_t a0, uint32_t a1, uint32_t b0) {
                : "r"(a0), "r"(a1), "r"(b0));
 }
 
-// ---- numbers ----------------------------------------------------------------------------------------------------------
+// ---- numbers
+// ----------------------------------------------------------------------------------------------------------
 
 GD_DEVICE float exp2_approx(float x) {
   float y;
@@ -137,7 +139,8 @@ GD_DEVICE float2 unpack<__half>(uint32_t x) {
   return v;
 }
 
-// ---- barriers and fences ----------------------------------------------------------------------------------------------
+// ---- barriers and fences
+// ----------------------------------------------------------------------------------------------
 
 GD_DEVICE void barrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
@@ -164,8 +167,8 @@ GD_DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"
 // What this thread wrote to shared memory, before the copy engine or wgmma reads it.
 GD_DEVICE void fence_async_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Programmatic dependent launch: the next kernel may be put on the card once every block has called allow_next_kernel (or
-// ended); it sees what this one wrote after wait_for_previous_kernel.
+// Programmatic dependent launch: the next kernel may be put on the card once every block has called allow_next_kernel
+// (or ended); it sees what this one wrote after wait_for_previous_kernel.
 GD_DEVICE void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 GD_DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
@@ -178,14 +181,16 @@ GD_DEVICE void shrink_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// ---- copy engine ------------------------------------------------------------------------------------------------------
+// ---- copy engine
+// ------------------------------------------------------------------------------------------------------
 
 // A box of a 4-D tensor (column, head, token, batch) to shared memory.
 GD_DEVICE void load_box(uint32_t dst, const CUtensorMap* map, uint32_t barrier, int column, int head, int token,
                         int batch) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::
-          "r"(dst), "l"(map), "r"(barrier), "r"(column), "r"(head), "r"(token), "r"(batch)
+          "r"(dst),
+      "l"(map), "r"(barrier), "r"(column), "r"(head), "r"(token), "r"(batch)
       : "memory");
 }
 GD_DEVICE void store_box(const CUtensorMap* map, uint32_t src, int column, int head, int token, int batch) {

@@ -1,5 +1,5 @@
-// Shared-memory tiles and register fragments, as plain constexpr arithmetic: the kernels use it on the device, the tests
-// prove it on the host.
+// Shared-memory tiles and register fragments, as plain constexpr arithmetic: the kernels use it on the device, the
+// tests prove it on the host.
 #pragma once
 
 #include <cstdint>
@@ -18,15 +18,13 @@ constexpr int kTileRowBytes = 128;
 constexpr int kTileColumns = 64;
 constexpr int kTileBytes = 64 * kTileRowBytes;
 
-GD_HOST_DEVICE constexpr uint32_t swizzled(uint32_t byte_offset) {
-  return byte_offset ^ ((byte_offset >> 3) & 0x70);
-}
+GD_HOST_DEVICE constexpr uint32_t swizzled(uint32_t byte_offset) { return byte_offset ^ ((byte_offset >> 3) & 0x70); }
 GD_HOST_DEVICE constexpr uint32_t tile_offset(int row, int column) {
   return swizzled(static_cast<uint32_t>(row * kTileRowBytes + column * 2));
 }
 
-// A lower triangular 64 x 64 matrix without its zero blocks: ten blocks of 16 x 16, block row after block row. A block is
-// two groups of eight rows of 32 bytes, with the 32-byte swizzle: the upper four rows of a group swap their halves.
+// A lower triangular 64 x 64 matrix without its zero blocks: ten blocks of 16 x 16, block row after block row. A block
+// is two groups of eight rows of 32 bytes, with the 32-byte swizzle: the upper four rows of a group swap their halves.
 constexpr int kBlockBytes = 512;
 constexpr int kTriangleBytes = 10 * kBlockBytes;
 GD_HOST_DEVICE constexpr uint32_t triangle_block(int I, int J) {
@@ -37,10 +35,10 @@ GD_HOST_DEVICE constexpr uint32_t block_offset(int row, int column) {
   return static_cast<uint32_t>(row * 32 + (((column >> 3) ^ (row >> 2)) & 1) * 16 + (column & 7) * 2);
 }
 
-// wgmma matrix descriptors: address and leading offset in the lower word, stride offset and swizzle in the upper one, all
-// in units of 16 bytes. Tiles: 1024 bytes between groups of eight rows, 128-byte swizzle; the leading offset only counts
-// for operands wider than one tile in the contiguous direction, which none here is. Triangles: 256 bytes between groups of
-// eight rows, 512 between blocks of 16 columns, 32-byte swizzle.
+// wgmma matrix descriptors: address and leading offset in the lower word, stride offset and swizzle in the upper one,
+// all in units of 16 bytes. Tiles: 1024 bytes between groups of eight rows, 128-byte swizzle; the leading offset only
+// counts for operands wider than one tile in the contiguous direction, which none here is. Triangles: 256 bytes between
+// groups of eight rows, 512 between blocks of 16 columns, 32-byte swizzle.
 constexpr uint32_t kTileDescriptorHigh = (1024 >> 4) | (1u << 30);
 constexpr uint32_t kTriangleDescriptorHigh = (256 >> 4) | (3u << 30);
 GD_HOST_DEVICE constexpr uint32_t tile_descriptor_low(uint32_t address) { return (address >> 4) | (1u << 16); }
@@ -48,7 +46,7 @@ GD_HOST_DEVICE constexpr uint32_t triangle_descriptor_low(uint32_t address) {
   return (address >> 4) | ((kBlockBytes >> 4) << 16);
 }
 // Steps of 16 along the contracted dimension of a tile, in descriptor units.
-constexpr uint32_t kStepContiguous = 32 >> 4;     // contracted dimension runs inside the rows
+constexpr uint32_t kStepContiguous = 32 >> 4;    // contracted dimension runs inside the rows
 constexpr uint32_t kStepRows = (16 * 128) >> 4;  // contracted dimension runs over the rows ("turned" operand)
 
 // A 64 x n accumulator: lane's (row, column) of element i, within the warp's 16 rows.

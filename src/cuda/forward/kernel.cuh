@@ -1,9 +1,10 @@
 // The chunked forward in form C, one persistent block per SM. Per chunk and value head (docs/math.md):
 //   W  = V - gamma o (K S)                S <- gamma_L S + X^T W            O = s gamma o (Q S) + R W
 //   X  = delta beta o (T^T K)             R = s Gamma o (tril(Q K^T) T) o beta_j
-// S^T stays in the registers of the math warpgroups (64 value rows each) as accumulators, and is repacked in place as the
-// register operand of the next products. Warpgroups and their roles:
-//   keys    asks the copy engine for K, Q, V, T and the vectors of the chunks ahead (a ragged last chunk it loads by hand,
+// S^T stays in the registers of the math warpgroups (64 value rows each) as accumulators, and is repacked in place as
+// the register operand of the next products. Warpgroups and their roles:
+//   keys    asks the copy engine for K, Q, V, T and the vectors of the chunks ahead (a ragged last chunk it loads by
+//   hand,
 //           zero-filled), and builds X
 //   scores  builds R
 //   math    the state chain and the output; one or two of them
@@ -20,7 +21,7 @@ constexpr int kChunksAhead = 2;  // that have been asked for when one is worked 
 // kMath warpgroups hold 64 value columns each.
 template <int kMath>
 struct ForwardSmem {
-  static constexpr int kKeysQueries = 0;  // [slot][K0 K1 Q0 Q1]
+  static constexpr int kKeysQueries = 0;                                      // [slot][K0 K1 Q0 Q1]
   static constexpr int kValues = kKeysQueries + kLoadSlots * 4 * kTileBytes;  // V; once that is read, O on its way out
   static constexpr int kInverses = kValues + kValueSlots * kMath * kTileBytes;
   static constexpr int kX = kInverses + kInverseSlots * kInverseBytes;  // X^T [128][64]
@@ -112,8 +113,8 @@ struct Forward {
         operands{inverses.at + 16 * kInverseSlots} {}
 
   GD_DEVICE void init_barriers() const {
-    // Every thread that may fill a slot counts: one of them for all in the copy engine's case, each for itself in a ragged
-    // chunk's. Of the consumers every warp reports.
+    // Every thread that may fill a slot counts: one of them for all in the copy engine's case, each for itself in a
+    // ragged chunk's. Of the consumers every warp reports.
     loads.init(128, 8 + 4 * kMath);
     values.init(128, kMath);
     inverses.init(1, 8);
@@ -121,9 +122,13 @@ struct Forward {
     barrier_init_fence();
   }
 
-  GD_DEVICE uint32_t key_tile(int slot, int half) const { return smem + Smem::kKeysQueries + (slot * 4 + half) * kTileBytes; }
+  GD_DEVICE uint32_t key_tile(int slot, int half) const {
+    return smem + Smem::kKeysQueries + (slot * 4 + half) * kTileBytes;
+  }
   GD_DEVICE uint32_t query_tile(int slot, int half) const { return key_tile(slot, half) + 2 * kTileBytes; }
-  GD_DEVICE uint32_t value_tile(int slot, int m) const { return smem + Smem::kValues + (slot * kMath + m) * kTileBytes; }
+  GD_DEVICE uint32_t value_tile(int slot, int m) const {
+    return smem + Smem::kValues + (slot * kMath + m) * kTileBytes;
+  }
   GD_DEVICE uint32_t inverse_at(int slot) const { return smem + Smem::kInverses + slot * kInverseBytes; }
   GD_DEVICE uint32_t x_tile(int slot) const { return smem + Smem::kX + slot * 2 * kTileBytes; }
   GD_DEVICE uint32_t r_tile(int slot) const { return smem + Smem::kR + slot * kTileBytes; }
@@ -131,7 +136,8 @@ struct Forward {
     return smem + Smem::kVectorsAt + slot * kVectorsBytes + v * kVectorBytes;
   }
 
-  // ---- items ----------------------------------------------------------------------------------------------------------
+  // ---- items
+  // ----------------------------------------------------------------------------------------------------------
 
   static constexpr int kHalves = 2 / kMath;  // blocks that share a value head
   GD_DEVICE int items() const { return p.sequences.count * p.value_heads * kHalves; }
@@ -173,7 +179,8 @@ struct Forward {
     find_item(at);
   }
 
-  // ---- keys: loads, and X^T = K^T T with scaled columns ------------------------------------------------------------------
+  // ---- keys: loads, and X^T = K^T T with scaled columns
+  // ------------------------------------------------------------------
 
   GD_DEVICE void run_keys() const {
     Ring<kLoadSlots> load, asked;
@@ -288,8 +295,8 @@ struct Forward {
     }
   }
 
-  // Rows [64 half, ...) of K^T T. T is lower triangular: step i of the contraction reaches only columns up to 16 i + 15.
-  // The full one comes first because it sets the accumulators.
+  // Rows [64 half, ...) of K^T T. T is lower triangular: step i of the contraction reaches only columns up to 16 i
+  // + 15. The full one comes first because it sets the accumulators.
   GD_DEVICE void multiply_keys(float (&x)[32], int load, int half, uint32_t T) const {
     const uint32_t K = key_tile(load, half);
     Mma64::template ss<true, true>(x, tile_descriptor(K, 3 * kStepRows), triangle_descriptor(T, 3), false);
@@ -313,7 +320,8 @@ struct Forward {
     }
   }
 
-  // ---- scores: R = gates o (tril(Q K^T) T) -----------------------------------------------------------------------------
+  // ---- scores: R = gates o (tril(Q K^T) T)
+  // -----------------------------------------------------------------------------
 
   GD_DEVICE void run_scores() const {
     Ring<kLoadSlots> load;
@@ -339,9 +347,9 @@ struct Forward {
       mma_fence();
 #pragma unroll
       for (int step = 0; step < 8; ++step)
-        Mma64::template ss<false, false>(qk,
-                                         tile_descriptor(query_tile(load, step / 4), step % 4 * kStepContiguous),
-                                         tile_descriptor(key_tile(load, step / 4), step % 4 * kStepContiguous), step > 0);
+        Mma64::template ss<false, false>(qk, tile_descriptor(query_tile(load, step / 4), step % 4 * kStepContiguous),
+                                         tile_descriptor(key_tile(load, step / 4), step % 4 * kStepContiguous),
+                                         step > 0);
       mma_commit();
       mma_wait<0>();
       with_warp(warp, [&](auto w) { pack_scores<decltype(w)::value>(scores, qk); });
@@ -384,8 +392,9 @@ struct Forward {
     }
   }
 
-  // Block row I of R. Left of the diagonal block, e^{b_i - b_j} is split at the block row's first token: both factors are
-  // at most 1, and there are fewer of them. On the diagonal what lies above is left out by selection, never by a product.
+  // Block row I of R. Left of the diagonal block, e^{b_i - b_j} is split at the block row's first token: both factors
+  // are at most 1, and there are fewer of them. On the diagonal what lies above is left out by selection, never by a
+  // product.
   template <int I>
   GD_DEVICE void store_r(float (&r)[32], int operand, int load) const {
     const int g = lane >> 2, t = lane & 3, column = 2 * t;
@@ -426,7 +435,8 @@ struct Forward {
                    pack<Elem>(e6, e7));
   }
 
-  // ---- math -----------------------------------------------------------------------------------------------------------
+  // ---- math
+  // -----------------------------------------------------------------------------------------------------------
 
   // S^T: rows are value columns, columns are key dimensions.
   struct State {
@@ -577,7 +587,8 @@ struct Forward {
     meet(kMathMeet + m, 128);  // before the slot is given back
   }
 
-  // ---- states in memory -------------------------------------------------------------------------------------------------
+  // ---- states in memory
+  // -------------------------------------------------------------------------------------------------
 
   // Offset of accumulator element i; row is the lane's first.
   GD_DEVICE int state_offset(int row, int i) const {

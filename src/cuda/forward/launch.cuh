@@ -12,8 +12,8 @@ using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, 
                                  CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 // Boxes of 64 tokens x 64 columns of one head of [B, T, H, 128].
-inline CUresult encode_rows(EncodeTiled encode, CUtensorMap* map, const Rows& rows, int heads, int64_t tokens, int batch,
-                            bool bf16) {
+inline CUresult encode_rows(EncodeTiled encode, CUtensorMap* map, const Rows& rows, int heads, int64_t tokens,
+                            int batch, bool bf16) {
   const cuuint64_t sizes[4] = {kHeadDim, static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(tokens),
                                static_cast<cuuint64_t>(batch)};
   const cuuint64_t strides[3] = {static_cast<cuuint64_t>(rows.head_stride) * 2,
@@ -28,13 +28,23 @@ inline CUresult encode_rows(EncodeTiled encode, CUtensorMap* map, const Rows& ro
 template <class Elem, int kMath>
 cudaError_t launch_main(const ForwardParams& p, int sms, cudaStream_t stream) {
   constexpr int kBytes = ForwardSmem<kMath>::kAllocated;
-  if (const cudaError_t e = cudaFuncSetAttribute(forward_kernel<Elem, kMath>,
-                                                 cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes))
+  if (const cudaError_t e =
+          cudaFuncSetAttribute(forward_kernel<Elem, kMath>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes))
     return e;
   const int64_t items = int64_t{p.sequences.count} * p.value_heads * (2 / kMath);
   const int blocks = static_cast<int>(items < sms ? items : sms);
-  forward_kernel<Elem, kMath><<<blocks, kForwardThreads<kMath>, kBytes, stream>>>(p);
-  return cudaGetLastError();
+  // Its blocks may come to the card while the last of prepare's are still there; they wait before they read.
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kForwardThreads<kMath>);
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, forward_kernel<Elem, kMath>, p);
 }
 
 template <class Elem>
@@ -43,7 +53,8 @@ cudaError_t launch_prepare(const ForwardParams& p, cudaStream_t stream) {
   if (const cudaError_t e =
           cudaFuncSetAttribute(prepare_kernel<Elem>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
     return e;
-  prepare_kernel<Elem><<<static_cast<unsigned>(p.sequences.slots() * p.key_heads + 1), kPrepareThreads, bytes, stream>>>(p);
+  prepare_kernel<Elem>
+      <<<static_cast<unsigned>(p.sequences.slots() * p.key_heads + 1), kPrepareThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -59,8 +59,8 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p) {
 }
 
 // Math warpgroups per block, of 64 value columns each. Where heads are so few that their halves all run at once, two
-// blocks share a head: half a head takes more than half as long, so a second round of halves would lose. The bits are the
-// same: value columns never mix.
+// blocks share a head: half a head takes more than half as long, so a second round of halves would lose. The bits are
+// the same: value columns never mix.
 inline int math_warpgroups(int64_t sequences, int64_t value_heads, int multiprocessors) {
   return 2 * sequences * value_heads <= multiprocessors ? 1 : 2;
 }

@@ -23,14 +23,14 @@ constexpr int kPrepareBlocksPerSm = 6;
 constexpr int kMaxSorted = 1024;  // sequences that are put in order; more of them balance themselves
 
 struct PrepareSmem {
-  static constexpr int kKeys = 0;                                 // two tiles [64 tokens][64]
-  static constexpr int kInverse = kKeys;                          // in their place once K K^T is done: two triangles
-  static constexpr int kPairs = kKeys + 2 * kTileBytes;           // per warp: two 8 x 8 fp32
-  static constexpr int kDiagonal = kPairs + 4 * 512;              // D_I, fp16, 8 x 8 parts
-  static constexpr int kOffDiagonal = kDiagonal + 3 * 512;        // L_IJ, then M_IJ
-  static constexpr int kProducts = kOffDiagonal + 6 * 512;        // K K^T, block rows up to the diagonal, by lane
-  static constexpr int kNorms = kProducts + 10 * 1024;            // r^k, r^q
-  static constexpr int kBetas = kNorms + 2 * kVectorBytes;        // [group]
+  static constexpr int kKeys = 0;                           // two tiles [64 tokens][64]
+  static constexpr int kInverse = kKeys;                    // in their place once K K^T is done: two triangles
+  static constexpr int kPairs = kKeys + 2 * kTileBytes;     // per warp: two 8 x 8 fp32
+  static constexpr int kDiagonal = kPairs + 4 * 512;        // D_I, fp16, 8 x 8 parts
+  static constexpr int kOffDiagonal = kDiagonal + 3 * 512;  // L_IJ, then M_IJ
+  static constexpr int kProducts = kOffDiagonal + 6 * 512;  // K K^T, block rows up to the diagonal, by lane
+  static constexpr int kNorms = kProducts + 10 * 1024;      // r^k, r^q
+  static constexpr int kBetas = kNorms + 2 * kVectorBytes;  // [group]
   static constexpr int bytes(int group) { return kBetas + group * kVectorBytes; }
 };
 
@@ -89,10 +89,12 @@ GD_DEVICE uint32_t pack_half(float first, float second) { return pack<__half>(fi
 GD_DEVICE void store_block(uint32_t at, const float* c) {
   store_matrices(at, pack_half(c[0], c[1]), pack_half(c[2], c[3]), pack_half(c[4], c[5]), pack_half(c[6], c[7]));
 }
-GD_DEVICE constexpr uint32_t off_diagonal_slot(int I, int J) { return static_cast<uint32_t>(I * (I - 1) / 2 + J) * 512; }
+GD_DEVICE constexpr uint32_t off_diagonal_slot(int I, int J) {
+  return static_cast<uint32_t>(I * (I - 1) / 2 + J) * 512;
+}
 
-// kk: the warp's 16 rows of K K^T. On return kk[8 J ..] = M_IJ for J < I, diagonal = D_I in fp16, and both are where the
-// warps below look for them.
+// kk: the warp's 16 rows of K K^T. On return kk[8 J ..] = M_IJ for J < I, diagonal = D_I in fp16, and both are where
+// the warps below look for them.
 template <int I>
 GD_DEVICE void begin_block_row(float (&kk)[32], uint32_t (&diagonal)[4], uint32_t smem, uint32_t betas, int lane) {
   const int g = lane >> 2, t = lane & 3;
@@ -145,16 +147,15 @@ GD_DEVICE void begin_block_row(float (&kk)[32], uint32_t (&diagonal)[4], uint32_
   }
   __syncwarp();
   if (lane < 16)
-    store_shared_words(pairs + lane * 16,
-                       make_uint4(pack_half(x[0], x[1]), pack_half(x[2], x[3]), pack_half(x[4], x[5]),
-                                  pack_half(x[6], x[7])));
+    store_shared_words(pairs + lane * 16, make_uint4(pack_half(x[0], x[1]), pack_half(x[2], x[3]),
+                                                     pack_half(x[4], x[5]), pack_half(x[6], x[7])));
   __syncwarp();
   {
     uint32_t columns[2], rows[2];  // D11 and D22, by columns and by rows
     load_pair(columns, pairs + (lane & 15) * 16);
     load_pair_turned(rows, pairs + (lane & 15) * 16);
     float y[4] = {}, z[4] = {};
-    mma_k8(y, columns[0], 0, below);                // (L21 D11)^T
+    mma_k8(y, columns[0], 0, below);               // (L21 D11)^T
     mma_k8(z, rows[1], 0, pack_half(y[0], y[1]));  // D22 L21 D11
     diagonal[0] = rows[0];
     diagonal[1] = pack_half(-z[0], -z[1]);
@@ -210,7 +211,8 @@ GD_DEVICE void finish_block_row(float (&kk)[32], uint32_t smem, int lane) {
 template <int I, class Elem>
 GD_DEVICE void store_inverse(const float (&T)[32], const uint32_t (&diagonal)[4], uint32_t triangle, uint32_t norms,
                              int lane) {
-  const float r0 = load_shared(norms + (16 * I + (lane >> 2)) * 4), r1 = load_shared(norms + (16 * I + (lane >> 2) + 8) * 4);
+  const float r0 = load_shared(norms + (16 * I + (lane >> 2)) * 4),
+              r1 = load_shared(norms + (16 * I + (lane >> 2) + 8) * 4);
   const uint32_t at = triangle + triangle_block(I, 0) + block_offset(block_row(lane), block_column(lane));
 #pragma unroll
   for (int J = 0; J < I; ++J) {
@@ -223,7 +225,8 @@ GD_DEVICE void store_inverse(const float (&T)[32], const uint32_t (&diagonal)[4]
                  pack<Elem>(r1 * d.x, r1 * d.y));
 }
 
-// ---- gates ------------------------------------------------------------------------------------------------------------
+// ---- gates
+// ------------------------------------------------------------------------------------------------------------
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLowestGate = -128.0f;  // e^g is 0 in fp32 from here on, and -inf would make differences NaN
@@ -256,8 +259,8 @@ GD_DEVICE Given load_given(const ForwardParams& p, const Span& span, int64_t tok
                        p.beta.offset(span.batch, t + 1, head), first, second)};
 }
 
-// The vectors of one value head, by one warp, two tokens a lane; beta also goes to shared memory. Tokens past the end have
-// g = 0 and beta = 0.
+// The vectors of one value head, by one warp, two tokens a lane; beta also goes to shared memory. Tokens past the end
+// have g = 0 and beta = 0.
 GD_DEVICE void prepare_vectors(const ForwardParams& p, const Given& given, int rows, int head, float* vectors,
                                uint32_t smem, uint32_t betas, int lane) {
   const bool first = 2 * lane < rows, second = 2 * lane + 1 < rows;
@@ -288,7 +291,8 @@ GD_DEVICE void prepare_vectors(const ForwardParams& p, const Given& given, int r
   store_shared2(betas + lane * 8, beta[0], beta[1]);
 }
 
-// ---- the kernel -------------------------------------------------------------------------------------------------------
+// ---- the kernel
+// -------------------------------------------------------------------------------------------------------
 
 // Rank of a sequence = how many are longer, or as long and before it.
 GD_DEVICE void sort_sequences(const ForwardParams& p) {
