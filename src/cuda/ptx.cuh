@@ -13,8 +13,7 @@
 
 namespace gatedelta::cuda {
 
-// ---- shared memory addresses, loads and stores
-// ------------------------------------------------------------------------
+// ---- shared memory addresses, loads and stores ---------------------------------------------------------------------
 
 GD_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
@@ -56,8 +55,7 @@ GD_DEVICE void copy_async16(uint32_t dst, const void* src, bool valid) {
 }
 GD_DEVICE void copy_async_wait() { asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory"); }
 
-// ---- 8 x 8 matrices
-// ---------------------------------------------------------------------------------------------------
+// ---- 8 x 8 matrices ------------------------------------------------------------------------------------------------
 
 GD_DEVICE void load_matrices(uint32_t (&r)[4], uint32_t p) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -102,8 +100,7 @@ GD_DEVICE void mma_k8(float* c, uint32_t a0, uint32_t a1, uint32_t b0) {
                : "r"(a0), "r"(a1), "r"(b0));
 }
 
-// ---- numbers
-// ----------------------------------------------------------------------------------------------------------
+// ---- numbers -------------------------------------------------------------------------------------------------------
 
 GD_DEVICE float exp2_approx(float x) {
   float y;
@@ -139,8 +136,7 @@ GD_DEVICE float2 unpack<__half>(uint32_t x) {
   return v;
 }
 
-// ---- barriers and fences
-// ----------------------------------------------------------------------------------------------
+// ---- barriers and fences -------------------------------------------------------------------------------------------
 
 GD_DEVICE void barrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
@@ -181,8 +177,7 @@ GD_DEVICE void shrink_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// ---- copy engine
-// ------------------------------------------------------------------------------------------------------
+// ---- copy engine ---------------------------------------------------------------------------------------------------
 
 // A box of a 4-D tensor (column, head, token, batch) to shared memory.
 GD_DEVICE void load_box(uint32_t dst, const CUtensorMap* map, uint32_t barrier, int column, int head, int token,

@@ -17,6 +17,11 @@ namespace gatedelta::cuda {
 constexpr int kTileRowBytes = 128;
 constexpr int kTileColumns = 64;
 constexpr int kTileBytes = 64 * kTileRowBytes;
+constexpr int kTileAlign = 1024;
+GD_HOST_DEVICE constexpr uint32_t tile_aligned(uint32_t address) {
+  return (address + kTileAlign - 1) & ~uint32_t{kTileAlign - 1};
+}
+constexpr int kMaxSharedBytes = 232448;  // a block may have on Hopper
 
 GD_HOST_DEVICE constexpr uint32_t swizzled(uint32_t byte_offset) { return byte_offset ^ ((byte_offset >> 3) & 0x70); }
 GD_HOST_DEVICE constexpr uint32_t tile_offset(int row, int column) {

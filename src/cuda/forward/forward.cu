@@ -12,8 +12,7 @@ namespace gatedelta::cuda {
 namespace {
 
 constexpr int kSupportedMajor = 9;  // compute capability: the kernels are sm_90a code and nothing else
-constexpr int kSharedBytes = 232448;
-static_assert(PrepareSmem::bytes(kMaxGroup) + 1024 <= kSharedBytes);
+static_assert(PrepareSmem::allocated(kMaxGroup) <= kMaxSharedBytes);
 
 [[gnu::format(printf, 2, 3)]] Outcome failure(gd_status status, const char* format, ...) {
   Outcome outcome{status};

@@ -3,9 +3,8 @@
 //   X  = delta beta o (T^T K)             R = s Gamma o (tril(Q K^T) T) o beta_j
 // S^T stays in the registers of the math warpgroups (64 value rows each) as accumulators, and is repacked in place as
 // the register operand of the next products. Warpgroups and their roles:
-//   keys    asks the copy engine for K, Q, V, T and the vectors of the chunks ahead (a ragged last chunk it loads by
-//   hand,
-//           zero-filled), and builds X
+//   keys    asks the copy engine for K, Q, V, T and the vectors of the chunks ahead (a ragged last chunk it loads
+//           itself, zero-filled), and builds X
 //   scores  builds R
 //   math    the state chain and the output; one or two of them
 // They meet only at rings of shared-memory slots with full and empty barriers.
@@ -15,9 +14,6 @@
 
 namespace gatedelta::cuda {
 
-enum Slots { kLoadSlots = 3, kValueSlots = 3, kInverseSlots = 2, kOperandSlots = 2 };
-constexpr int kChunksAhead = 2;  // that have been asked for when one is worked on
-
 // kMath warpgroups hold 64 value columns each.
 template <int kMath>
 struct ForwardSmem {
@@ -25,14 +21,14 @@ struct ForwardSmem {
   static constexpr int kValues = kKeysQueries + kLoadSlots * 4 * kTileBytes;  // V; once that is read, O on its way out
   static constexpr int kInverses = kValues + kValueSlots * kMath * kTileBytes;
   static constexpr int kX = kInverses + kInverseSlots * kInverseBytes;  // X^T [128][64]
-  static_assert(kX % 1024 == 0);
+  static_assert(kX % kTileAlign == 0);
   static constexpr int kR = kX + kOperandSlots * 2 * kTileBytes;
   static constexpr int kVectorsAt = kR + kOperandSlots * kTileBytes;
   static constexpr int kBarriers = kVectorsAt + kLoadSlots * kVectorsBytes;
   static constexpr int kBytes = kBarriers + 2 * 8 * (kLoadSlots + kValueSlots + kInverseSlots + kOperandSlots);
-  static constexpr int kAllocated = kBytes + 1024;  // tiles are 1024-byte aligned
+  static constexpr int kAllocated = kBytes + kTileAlign;
 };
-static_assert(ForwardSmem<2>::kAllocated <= 232448);
+static_assert(ForwardSmem<2>::kAllocated <= kMaxSharedBytes);
 
 // Registers a thread of each role gets; the sum over warpgroups is what the launch allocates.
 template <int kMath>
@@ -52,20 +48,6 @@ template <int kMath>
 constexpr int kForwardThreads = 128 * (2 + kMath);
 
 enum NamedBarrier { kKeysMeet = 1, kMathMeet = 2 };  // and kMathMeet + 1
-
-// A slot of a ring and the parity of the barrier phase a consumer waits for there; a producer waits for the other one.
-template <int kSlots>
-struct Ring {
-  int slot = 0;
-  uint32_t parity = 0;
-  GD_DEVICE void next() {
-    if (++slot == kSlots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-  GD_DEVICE int previous() const { return slot == 0 ? kSlots - 1 : slot - 1; }
-};
 
 template <int kSlots>
 struct Barriers {
@@ -136,8 +118,7 @@ struct Forward {
     return smem + Smem::kVectorsAt + slot * kVectorsBytes + v * kVectorBytes;
   }
 
-  // ---- items
-  // ----------------------------------------------------------------------------------------------------------
+  // ---- items -------------------------------------------------------------------------------------------------------
 
   static constexpr int kHalves = 2 / kMath;  // blocks that share a value head
   GD_DEVICE int items() const { return p.sequences.count * p.value_heads * kHalves; }
@@ -179,8 +160,7 @@ struct Forward {
     find_item(at);
   }
 
-  // ---- keys: loads, and X^T = K^T T with scaled columns
-  // ------------------------------------------------------------------
+  // ---- keys: loads, and X^T = K^T T with scaled columns ------------------------------------------------------------
 
   GD_DEVICE void run_keys() const {
     Ring<kLoadSlots> load, asked;
@@ -295,8 +275,8 @@ struct Forward {
     }
   }
 
-  // Rows [64 half, ...) of K^T T. T is lower triangular: step i of the contraction reaches only columns up to 16 i
-  // + 15. The full one comes first because it sets the accumulators.
+  // Rows [64 half, ...) of K^T T. T is lower triangular: of its block row I only the first I + 1 blocks are there. The
+  // full one comes first because it sets the accumulators.
   GD_DEVICE void multiply_keys(float (&x)[32], int load, int half, uint32_t T) const {
     const uint32_t K = key_tile(load, half);
     Mma64::template ss<true, true>(x, tile_descriptor(K, 3 * kStepRows), triangle_descriptor(T, 3), false);
@@ -320,8 +300,7 @@ struct Forward {
     }
   }
 
-  // ---- scores: R = gates o (tril(Q K^T) T)
-  // -----------------------------------------------------------------------------
+  // ---- scores: R = gates o (tril(Q K^T) T) -------------------------------------------------------------------------
 
   GD_DEVICE void run_scores() const {
     Ring<kLoadSlots> load;
@@ -435,8 +414,7 @@ struct Forward {
                    pack<Elem>(e6, e7));
   }
 
-  // ---- math
-  // -----------------------------------------------------------------------------------------------------------
+  // ---- math --------------------------------------------------------------------------------------------------------
 
   // S^T: rows are value columns, columns are key dimensions.
   struct State {
@@ -452,7 +430,7 @@ struct Forward {
     bool leaving = false;  // the slot before this one still holds rows of o on their way out
     for (int i = blockIdx.x; i < items(); i += gridDim.x) {
       const Item it = item(i);
-      const int row = (it.half + m) * 64 + warp * 16 + (lane >> 2);  // of the state, in value columns
+      const int row = (it.half + m) * 64 + warp * 16;  // of the state, in value columns
       if (p.is_nobody(it.sequence)) continue;
       load_state(state.s, it, row);
       pack_state(state);
@@ -587,49 +565,43 @@ struct Forward {
     meet(kMathMeet + m, 128);  // before the slot is given back
   }
 
-  // ---- states in memory
-  // -------------------------------------------------------------------------------------------------
+  // ---- states in memory --------------------------------------------------------------------------------------------
 
-  // Offset of accumulator element i; row is the lane's first.
+  // Offset of accumulator element i; row is the warp's first.
   GD_DEVICE int state_offset(int row, int i) const {
-    const int v = row + i / 2 % 2 * 8, k = i / 4 * 8 + (lane & 3) * 2 + i % 2;
+    const Place at = accumulator_place(lane, i);
+    const int v = row + at.row, k = at.column;
     return p.state_value_first ? v * kHeadDim + k : k * kHeadDim + v;
+  }
+  // Calls f with the head's matrix in the slot, as a pointer to its numbers.
+  template <class F>
+  GD_DEVICE static void with_matrix(const States& states, int64_t slot, int head, const F& f) {
+    const int64_t at = slot * states.slot_stride + head * states.head_stride;
+    if (states.dtype == GD_F32) {
+      f(static_cast<float*>(states.data) + at);
+    } else if (states.dtype == GD_BF16) {
+      f(static_cast<__nv_bfloat16*>(states.data) + at);
+    } else {
+      f(static_cast<__half*>(states.data) + at);
+    }
   }
   GD_DEVICE void load_state(float (&s)[64], const Item& it, int row) const {
     const int64_t slot = p.initial.slot(it.sequence);
-    const int64_t base = slot * p.initial.slot_stride + it.head * p.initial.head_stride;
     if (slot < 0) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) s[i] = 0;
-    } else if (p.initial.dtype == GD_F32) {
-      const auto* from = static_cast<const float*>(p.initial.data) + base;
-#pragma unroll
-      for (int i = 0; i < 64; ++i) s[i] = from[state_offset(row, i)];
-    } else if (p.initial.dtype == GD_BF16) {
-      const auto* from = static_cast<const __nv_bfloat16*>(p.initial.data) + base;
-#pragma unroll
-      for (int i = 0; i < 64; ++i) s[i] = __bfloat162float(from[state_offset(row, i)]);
-    } else {
-      const auto* from = static_cast<const __half*>(p.initial.data) + base;
-#pragma unroll
-      for (int i = 0; i < 64; ++i) s[i] = __half2float(from[state_offset(row, i)]);
+      return;
     }
+    with_matrix(p.initial, slot, it.head, [&](const auto* from) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) s[i] = static_cast<float>(from[state_offset(row, i)]);
+    });
   }
   GD_DEVICE void store_state(const States& states, int64_t slot, int head, const float (&s)[64], int row) const {
-    const int64_t base = slot * states.slot_stride + head * states.head_stride;
-    if (states.dtype == GD_F32) {
-      auto* to = static_cast<float*>(states.data) + base;
+    with_matrix(states, slot, head, [&](auto* to) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) to[state_offset(row, i)] = s[i];
-    } else if (states.dtype == GD_BF16) {
-      auto* to = static_cast<__nv_bfloat16*>(states.data) + base;
-#pragma unroll
-      for (int i = 0; i < 64; ++i) to[state_offset(row, i)] = __float2bfloat16_rn(s[i]);
-    } else {
-      auto* to = static_cast<__half*>(states.data) + base;
-#pragma unroll
-      for (int i = 0; i < 64; ++i) to[state_offset(row, i)] = __float2half_rn(s[i]);
-    }
+    });
   }
   GD_DEVICE void store_checkpoint(const float (&s)[64], const Item& it, int c, int row) const {
     const int64_t done = int64_t{c + 1} * kChunkTokens;
@@ -644,7 +616,7 @@ template <class Elem, int kMath>
 __global__ void __launch_bounds__(kForwardThreads<kMath>, 1) forward_kernel(const __grid_constant__ ForwardParams p) {
   extern __shared__ uint8_t dynamic_smem[];
   using Registers = ForwardRegisters<kMath>;
-  const uint32_t smem = (shared_address(dynamic_smem) + 1023) & ~1023u;
+  const uint32_t smem = tile_aligned(shared_address(dynamic_smem));
   const Forward<Elem, kMath> forward(p, smem);
   // Blocks of R above the diagonal are never written.
   for (int i = threadIdx.x; i < kOperandSlots * kTileBytes / 16; i += kForwardThreads<kMath>)

@@ -49,7 +49,7 @@ cudaError_t launch_main(const ForwardParams& p, int sms, cudaStream_t stream) {
 
 template <class Elem>
 cudaError_t launch_prepare(const ForwardParams& p, cudaStream_t stream) {
-  const int bytes = PrepareSmem::bytes(p.group) + 1024;
+  const int bytes = PrepareSmem::allocated(p.group);
   if (const cudaError_t e =
           cudaFuncSetAttribute(prepare_kernel<Elem>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
     return e;

@@ -89,4 +89,22 @@ enum ChunkVector {
 constexpr int kVectorsBytes = kVectors * kVectorBytes;
 constexpr int kPreparedBytes = kInverseBytes + kVectorsBytes;
 
+// Rings of slots in the main kernel's shared memory.
+enum Slots { kLoadSlots = 3, kValueSlots = 3, kInverseSlots = 2, kOperandSlots = 2 };
+constexpr int kChunksAhead = 2;  // that have been asked for when one is worked on
+
+// A slot of a ring and the parity of the barrier phase a consumer waits for there; a producer waits for the other one.
+template <int kSlots>
+struct Ring {
+  int slot = 0;
+  uint32_t parity = 0;
+  GD_HOST_DEVICE void next() {
+    if (++slot == kSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+  GD_HOST_DEVICE int previous() const { return slot == 0 ? kSlots - 1 : slot - 1; }
+};
+
 }  // namespace gatedelta::cuda

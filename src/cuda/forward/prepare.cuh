@@ -31,7 +31,7 @@ struct PrepareSmem {
   static constexpr int kProducts = kOffDiagonal + 6 * 512;  // K K^T, block rows up to the diagonal, by lane
   static constexpr int kNorms = kProducts + 10 * 1024;      // r^k, r^q
   static constexpr int kBetas = kNorms + 2 * kVectorBytes;  // [group]
-  static constexpr int bytes(int group) { return kBetas + group * kVectorBytes; }
+  static constexpr int allocated(int group) { return kBetas + group * kVectorBytes + kTileAlign; }
 };
 
 GD_DEVICE float load_number(const void* data, int dtype, int64_t i) {
@@ -225,8 +225,7 @@ GD_DEVICE void store_inverse(const float (&T)[32], const uint32_t (&diagonal)[4]
                  pack<Elem>(r1 * d.x, r1 * d.y));
 }
 
-// ---- gates
-// ------------------------------------------------------------------------------------------------------------
+// ---- gates ---------------------------------------------------------------------------------------------------------
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLowestGate = -128.0f;  // e^g is 0 in fp32 from here on, and -inf would make differences NaN
@@ -291,8 +290,7 @@ GD_DEVICE void prepare_vectors(const ForwardParams& p, const Given& given, int r
   store_shared2(betas + lane * 8, beta[0], beta[1]);
 }
 
-// ---- the kernel
-// -------------------------------------------------------------------------------------------------------
+// ---- the kernel ----------------------------------------------------------------------------------------------------
 
 // Rank of a sequence = how many are longer, or as long and before it.
 GD_DEVICE void sort_sequences(const ForwardParams& p) {
@@ -352,7 +350,7 @@ template <class Elem>
 __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
     prepare_kernel(const __grid_constant__ ForwardParams p) {
   extern __shared__ uint8_t dynamic_smem[];
-  const uint32_t smem = (shared_address(dynamic_smem) + 1023) & ~1023u;
+  const uint32_t smem = tile_aligned(shared_address(dynamic_smem));
   const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(~0u, tid >> 5, 0);
   allow_next_kernel();
   if (blockIdx.x == 0) return sort_sequences(p);

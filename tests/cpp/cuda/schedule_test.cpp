@@ -7,9 +7,11 @@
 #include <random>
 #include <vector>
 
+#include "cuda/forward/layout.hpp"
+
+namespace gatedelta::cuda {
 namespace {
 
-constexpr int kLoadSlots = 3, kInverseSlots = 2, kOperandSlots = 2, kChunksAhead = 2;
 constexpr int kNothing = -1;
 
 struct Barrier {
@@ -22,25 +24,13 @@ struct Barrier {
       pending = expected;
     }
   }
-  bool passed(int parity) const { return (phase & 1) != parity; }
+  bool passed(uint32_t parity) const { return (static_cast<uint32_t>(phase) & 1) != parity; }
 };
 
-struct Ring {
-  int slots, slot = 0, parity = 0;
-  explicit Ring(int n) : slots(n) {}
-  void next() {
-    if (++slot == slots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-  int previous() const { return slot == 0 ? slots - 1 : slot - 1; }
-};
-
-struct Slots {
+struct SlotSet {
   std::vector<Barrier> full, empty;
   std::vector<int> holds;  // the chunk, counted over all items
-  Slots(int n, int producers, int consumers)
+  SlotSet(int n, int producers, int consumers)
       : full(n, Barrier(producers)), empty(n, Barrier(consumers)), holds(n, kNothing) {}
 };
 
@@ -53,10 +43,10 @@ struct Role {
 };
 
 struct Model {
-  Slots loads, values, inverses, x, r;
+  SlotSet loads, values, inverses, x, r;
   std::vector<Barrier> operands_full, operands_empty;
   struct Copy {
-    Slots* slots;
+    SlotSet* slots;
     int slot, chunk;
   };
   std::vector<Copy> copies;  // asked for, under way in any order
@@ -78,7 +68,7 @@ struct Model {
   }
 
   // Steps are recorded with the rings' positions at that point.
-  static void wait(Role& role, const Barrier& barrier, int parity) {
+  static void wait(Role& role, const Barrier& barrier, uint32_t parity) {
     role.steps.push_back([&barrier, parity] { return barrier.passed(parity); });
   }
   static void act(Role& role, std::function<void()> action) {
@@ -87,18 +77,19 @@ struct Model {
       return true;
     });
   }
-  static void expect(Role& role, Slots& slots, int slot, int chunk) {
+  static void expect(Role& role, SlotSet& slots, int slot, int chunk) {
     act(role, [&slots, slot, chunk] { EXPECT_EQ(slots.holds[slot], chunk); });
   }
 
   Role keys(int chunks) {
     Role role;
-    Ring load(kLoadSlots), asked(kLoadSlots), inverse(kInverseSlots), asked_inverse(kInverseSlots),
-        operand(kOperandSlots);
+    Ring<kLoadSlots> load, asked;
+    Ring<kInverseSlots> inverse, asked_inverse;
+    Ring<kOperandSlots> operand;
     int next = 0;
     const auto ask = [&] {
       if (next == chunks) return;
-      const auto copy = [&](Slots& slots, const Ring& ring) {
+      const auto copy = [&](SlotSet& slots, const auto& ring) {
         wait(role, slots.empty[ring.slot], ring.parity ^ 1);
         act(role, [this, &slots, slot = ring.slot, chunk = next] { copies.push_back({&slots, slot, chunk}); });
       };
@@ -124,7 +115,9 @@ struct Model {
 
   Role scores(int chunks) {
     Role role;
-    Ring load(kLoadSlots), inverse(kInverseSlots), operand(kOperandSlots);
+    Ring<kLoadSlots> load;
+    Ring<kInverseSlots> inverse;
+    Ring<kOperandSlots> operand;
     for (int chunk = 0; chunk < chunks; ++chunk) {
       wait(role, loads.full[load.slot], load.parity);
       expect(role, loads, load.slot, chunk);
@@ -137,7 +130,8 @@ struct Model {
     return role;
   }
 
-  void build(Role& role, Slots& result, const Ring& load, const Ring& inverse, const Ring& operand, int chunk) {
+  void build(Role& role, SlotSet& result, const Ring<kLoadSlots>& load, const Ring<kInverseSlots>& inverse,
+             const Ring<kOperandSlots>& operand, int chunk) {
     expect(role, loads, load.slot, chunk);
     expect(role, inverses, inverse.slot, chunk);
     wait(role, operands_empty[operand.slot], operand.parity ^ 1);
@@ -154,7 +148,8 @@ struct Model {
 
   Role math_role(const std::vector<int>& items) {
     Role role;
-    Ring load(kLoadSlots), operand(kOperandSlots);
+    Ring<kLoadSlots> load;
+    Ring<kOperandSlots> operand;
     int chunk = 0;
     for (const int count : items) {
       for (int c = 0; c < count; ++c, ++chunk) {
@@ -219,3 +214,4 @@ TEST(Schedule, EndsAndNeverMixesChunks) {
 }
 
 }  // namespace
+}  // namespace gatedelta::cuda
