@@ -1,6 +1,5 @@
-# GD_CUDA: whether the Hopper kernels are built; off by default until a release has them. Sets GD_CUDA_COMPILED, and
-# with it GD_NVCC and CUDA::cudart_static.
-set(GD_CUDA OFF CACHE STRING "Build the CUDA backend: AUTO (where there is an nvcc), ON or OFF")
+# GD_CUDA: whether the Hopper kernels are built. Sets GD_CUDA_COMPILED, and with it GD_NVCC and CUDA::cudart_static.
+set(GD_CUDA AUTO CACHE STRING "Build the CUDA backend: AUTO (where there is an nvcc), ON or OFF")
 set_property(CACHE GD_CUDA PROPERTY STRINGS AUTO ON OFF)
 
 set(GD_CUDA_COMPILED 0)
@@ -54,7 +53,8 @@ function(gd_add_cuda target source)
   add_custom_command(
     OUTPUT ${object}
     COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/nvcc_checked.py ${GD_NVCC} -ccbin ${CMAKE_CXX_COMPILER}
-            -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Xcompiler=-fPIC,-fvisibility=hidden ${warnings}
+            -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a --no-compress # tools/sass.py reads the code
+            -Xcompiler=-fPIC,-fvisibility=hidden ${warnings}
             -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include -MD -MF ${object}.d -c ${path} -o ${object}
     DEPENDS ${path} ${PROJECT_SOURCE_DIR}/tools/nvcc_checked.py
     DEPFILE ${object}.d

@@ -49,9 +49,10 @@ GD_API int gdt_reference_recurrent(const gd_recurrent_args* args, double* o, dou
 /* ---- judgement --------------------------------------------------------------------------------------------------
  * Tolerance of a quantity ("o", "final_state", "checkpoints", "step_states", "dq", "dk", "dv", "dg", "dbeta", "dA_log",
  * "d_dt_bias", "d_initial_state") stored as `stored`, for inputs of `dtype` on `isa` (GD_ISA_AUTO: the loosest;
- * for a recurrent call, which computes in fp32 everywhere, GD_ISA_GENERIC).
+ * for a recurrent call, which computes in fp32 everywhere, GD_ISA_GENERIC; GDT_CUDA for the CUDA backend).
  * `spec` is the case, or one of the same sizes that is as hard. Passes if, for each head,
  * |got - truth| <= relative |truth| + absolute sqrt(n) in L2 norms over the head's n values. Returns 0, or -1. */
+#define GDT_CUDA 1000
 GD_API int gdt_tolerance(const char* quantity, int32_t dtype, int32_t isa, int32_t stored, const char* spec,
                          double* relative, double* absolute);
 

@@ -158,8 +158,21 @@ GD_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
+// True for one thread of a warp that is all here.
+GD_DEVICE bool elect_one() {
+  uint32_t is_elected;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;}" : "=r"(is_elected));
+  return is_elected;
+}
+// One arrival for all lanes, after what each of them has read and written.
+GD_DEVICE void warp_arrive(uint32_t barrier) {
+  __syncwarp();
+  if (elect_one()) barrier_arrive(barrier);
+}
 // Threads that meet at a named barrier; ids below 16, 0 is __syncthreads().
 GD_DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+// The same for a thread that does not wait for the others.
+GD_DEVICE void arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 // What this thread wrote to shared memory, before the copy engine or wgmma reads it.
 GD_DEVICE void fence_async_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -179,18 +192,18 @@ GD_DEVICE void shrink_registers() {
 
 // ---- copy engine ---------------------------------------------------------------------------------------------------
 
-// A box of a 4-D tensor (column, head, token, batch) to shared memory.
-GD_DEVICE void load_box(uint32_t dst, const CUtensorMap* map, uint32_t barrier, int column, int head, int token,
-                        int batch) {
+// A box of a 5-D tensor (column, head, token, batch, half of the columns) to shared memory, and back.
+GD_DEVICE void load_box(uint32_t dst, const CUtensorMap* map, uint32_t barrier, int head, int token, int batch,
+                        int half) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::
-          "r"(dst),
-      "l"(map), "r"(barrier), "r"(column), "r"(head), "r"(token), "r"(batch)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6,%7}], "
+      "[%2];" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(0), "r"(head), "r"(token), "r"(batch), "r"(half)
       : "memory");
 }
-GD_DEVICE void store_box(const CUtensorMap* map, uint32_t src, int column, int head, int token, int batch) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5}], [%1];" ::"l"(map), "r"(src),
-               "r"(column), "r"(head), "r"(token), "r"(batch)
+GD_DEVICE void store_box(const CUtensorMap* map, uint32_t src, int head, int token, int batch, int half) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5,%6}], [%1];" ::"l"(map),
+               "r"(src), "r"(0), "r"(head), "r"(token), "r"(batch), "r"(half)
                : "memory");
 }
 GD_DEVICE void load_bulk(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier) {

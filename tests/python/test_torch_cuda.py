@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import gatedelta  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
+from tree import ROOT  # noqa: E402
 from truth import Case  # noqa: E402
+
+sys.path.insert(0, str(ROOT / "bench"))
+import gpu  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0, reason="no GPU, or none that is supported"
@@ -31,8 +37,8 @@ def on_gpu(case: Case) -> dict:
 
 def check(case: Case, o: torch.Tensor, final_state: torch.Tensor) -> None:
     truth = case.forward_truth()
-    case.check("o", o.cpu(), truth["o"])
-    case.check("final_state", final_state.cpu(), truth["final_state"])
+    case.check("o", o, truth["o"])
+    case.check("final_state", final_state, truth["final_state"])
 
 
 @pytest.mark.parametrize("spec", CASES)
@@ -41,6 +47,20 @@ def test_forward(spec):
     o, final_state = gd.chunk_gated_delta_rule(**on_gpu(case), output_final_state=True)
     assert o.is_cuda and final_state.is_cuda and final_state.dtype == torch.float32
     check(case, o, final_state)
+
+
+@pytest.mark.parametrize(("decaying", "bar_o", "bar_state"), [(False, 4.08e-3, 2.48e-3), (True, 3.44e-3, 2.50e-3)])
+def test_as_accurate_as_the_best_peer(decaying, bar_o, bar_state):
+    """On the inputs the peers' errors were measured on: all heads together, with and without heads that never decay."""
+    row = {"hk": 4, "hv": 8, "lengths": [1000, 3000, 64, 32]}
+    inputs = gpu.make_inputs(row)
+    if decaying:
+        g = inputs["g"]
+        g[:, :, ::4] = g[:, :, 1::4]
+    o, final_state = gd.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    true_o, true_state = gpu.recurrence(row, inputs, range(row["hv"]))
+    assert gpu.distance(o[0], true_o) <= bar_o
+    assert gpu.distance(final_state, true_state) <= bar_state
 
 
 def test_buffers_and_pool_in_place():

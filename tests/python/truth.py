@@ -112,12 +112,21 @@ def describe(array) -> _lib.Tensor:
     return result
 
 
-def tolerance(quantity: str, dtype: int, stored: int, spec: str) -> tuple[float, float]:
+CUDA = 1000  # GDT_CUDA of testing/truth.h
+
+
+def tolerance(quantity: str, dtype: int, stored: int, spec: str, cuda: bool = False) -> tuple[float, float]:
     """Relative and absolute bound of a quantity in the shared table."""
     relative, absolute = c_double(), c_double()
     _check(
         _library().gdt_tolerance(
-            quantity.encode(), dtype, _lib.forced_isa(), stored, spec.encode(), byref(relative), byref(absolute)
+            quantity.encode(),
+            dtype,
+            CUDA if cuda else _lib.forced_isa(),
+            stored,
+            spec.encode(),
+            byref(relative),
+            byref(absolute),
         )
     )
     return relative.value, absolute.value
@@ -254,7 +263,9 @@ class Case:
         """Fails if `got` is further from the truth than the shared tolerance table allows."""
         assert tuple(got.shape) == truth.shape, f"{quantity}: shape {tuple(got.shape)}, not {truth.shape}"
         inputs = self.forward_args.inputs.q.dtype
-        relative, absolute = tolerance(quantity, inputs, describe(got).dtype, self.spec)
+        on_cuda = getattr(got, "is_cuda", False)
+        got = got.cpu() if on_cuda else got
+        relative, absolute = tolerance(quantity, inputs, describe(got).dtype, self.spec, on_cuda)
         result = compare(quantity, got, truth, relative, absolute)
         assert result.ok, (
             f"{quantity} of case '{self.spec}': error {result.error:.3g} at head {result.head}, "

@@ -3,9 +3,9 @@
 //   X  = delta beta o (T^T K)             R = s Gamma o (tril(Q K^T) T) o beta_j
 // S^T stays in the registers of the math warpgroups (64 value rows each) as accumulators, and is repacked in place as
 // the register operand of the next products. Warpgroups and their roles:
-//   keys    asks the copy engine for K, Q, V, T and the vectors of the chunks ahead (a ragged last chunk it loads
-//           itself, zero-filled), and builds X
-//   scores  builds R
+//   keys    builds tril(Q K^T), which scores go on with, and X
+//   scores  builds R; its first warp asks the copy engine for K, Q, V, T and the vectors of the chunks ahead (a ragged
+//           last chunk it loads itself, zero-filled)
 //   math    the state chain and the output; one or two of them
 // They meet only at rings of shared-memory slots with full and empty barriers.
 #pragma once
@@ -17,15 +17,14 @@ namespace gatedelta::cuda {
 // kMath warpgroups hold 64 value columns each.
 template <int kMath>
 struct ForwardSmem {
-  static constexpr int kKeysQueries = 0;                                      // [slot][K0 K1 Q0 Q1]
+  static constexpr int kKeysQueries = 0;                                      // [slot][Q0 K0 Q1 K1]
   static constexpr int kValues = kKeysQueries + kLoadSlots * 4 * kTileBytes;  // V; once that is read, O on its way out
-  static constexpr int kInverses = kValues + kValueSlots * kMath * kTileBytes;
-  static constexpr int kX = kInverses + kInverseSlots * kInverseBytes;  // X^T [128][64]
-  static_assert(kX % kTileAlign == 0);
+  static constexpr int kX = kValues + kValueSlots * kMath * kTileBytes;       // X^T [128][64]
   static constexpr int kR = kX + kOperandSlots * 2 * kTileBytes;
-  static constexpr int kVectorsAt = kR + kOperandSlots * kTileBytes;
-  static constexpr int kBarriers = kVectorsAt + kLoadSlots * kVectorsBytes;
-  static constexpr int kBytes = kBarriers + 2 * 8 * (kLoadSlots + kValueSlots + kInverseSlots + kOperandSlots);
+  static constexpr int kPrepared = kR + kOperandSlots * kTileBytes;        // T and the vectors
+  static constexpr int kScores = kPrepared + kLoadSlots * kPreparedBytes;  // tril(Q K^T), blocks by lane
+  static constexpr int kBarriers = kScores + kScoreSlots * kTriangleBytes;
+  static constexpr int kBytes = kBarriers + 2 * 8 * (kLoadSlots + kValueSlots + kScoreSlots + kOperandSlots);
   static constexpr int kAllocated = kBytes + kTileAlign;
 };
 static_assert(ForwardSmem<2>::kAllocated <= kMaxSharedBytes);
@@ -47,13 +46,15 @@ struct ForwardRegisters<1> {
 template <int kMath>
 constexpr int kForwardThreads = 128 * (2 + kMath);
 
-enum NamedBarrier { kKeysMeet = 1, kMathMeet = 2 };  // and kMathMeet + 1
+enum NamedBarrier { kMathMeet = 1, kMathEnd = kMathMeet + 2 * kValueSlots };  // of each slot; of each warpgroup
 
-template <int kSlots>
+// kAt is part of the type so that it ends up as an offset in the instructions.
+template <int kSlots, int kAt>
 struct Barriers {
-  uint32_t at;
-  GD_DEVICE uint32_t full(int slot) const { return at + 8 * slot; }
-  GD_DEVICE uint32_t empty(int slot) const { return at + 8 * (kSlots + slot); }
+  static constexpr int kEnd = kAt + 2 * 8 * kSlots;
+  uint32_t smem;
+  GD_DEVICE uint32_t full(int slot) const { return smem + 8 * slot + kAt; }
+  GD_DEVICE uint32_t empty(int slot) const { return smem + 8 * slot + (kAt + 8 * kSlots); }
   GD_DEVICE void init(int producers, int consumers) const {
     for (int i = 0; i < kSlots; ++i) {
       barrier_init(full(i), producers);
@@ -64,9 +65,16 @@ struct Barriers {
   GD_DEVICE void wait_empty(const Ring<kSlots>& ring) const { barrier_wait(empty(ring.slot), ring.parity ^ 1); }
 };
 
+// A chunk of one value head, or of half of one.
+struct ChunkAt {
+  int batch, token, rows, head, half;  // rows the sequence has from here on; 0 or less = past the last chunk
+  GD_DEVICE bool is_whole() const { return rows >= kChunkTokens; }
+  GD_DEVICE ChunkAt next() const { return {batch, token + kChunkTokens, rows - kChunkTokens, head, half}; }
+  GD_DEVICE ChunkAt before() const { return {batch, token - kChunkTokens, rows + kChunkTokens, head, half}; }
+};
 struct Item {
-  int sequence, head, half;
-  int batch, begin, length, chunks;
+  int sequence;
+  ChunkAt first;
 };
 
 template <class Elem, int kMath>
@@ -78,10 +86,15 @@ struct Forward {
   const uint32_t smem;
   const int tid, warp, lane;  // within the warpgroup
 
-  Barriers<kLoadSlots> loads;
-  Barriers<kValueSlots> values;
-  Barriers<kInverseSlots> inverses;
-  Barriers<kOperandSlots> operands;
+  using Loads = Barriers<kLoadSlots, Smem::kBarriers>;
+  using Values = Barriers<kValueSlots, Loads::kEnd>;
+  using Scores = Barriers<kScoreSlots, Values::kEnd>;
+  using Operands = Barriers<kOperandSlots, Scores::kEnd>;
+  static_assert(Operands::kEnd == Smem::kBytes);
+  const Loads loads;
+  const Values values;
+  const Scores scores;
+  const Operands operands;
 
   GD_DEVICE Forward(const ForwardParams& params, uint32_t base)
       : p(params),
@@ -89,188 +102,252 @@ struct Forward {
         tid(threadIdx.x & 127),
         warp(__shfl_sync(~0u, (threadIdx.x & 127) >> 5, 0)),
         lane(threadIdx.x & 31),
-        loads{base + Smem::kBarriers},
-        values{loads.at + 16 * kLoadSlots},
-        inverses{values.at + 16 * kValueSlots},
-        operands{inverses.at + 16 * kInverseSlots} {}
+        loads{base},
+        values{base},
+        scores{base},
+        operands{base} {}
 
   GD_DEVICE void init_barriers() const {
-    // Every thread that may fill a slot counts: one of them for all in the copy engine's case, each for itself in a
-    // ragged chunk's. Of the consumers every warp reports.
-    loads.init(128, 8 + 4 * kMath);
-    values.init(128, kMath);
-    inverses.init(1, 8);
+    // What one warp loads, every lane of it reports; of those who read, every warp does, or the one that sends O away.
+    loads.init(32, 8 + 4 * kMath);
+    values.init(32, kMath);
+    scores.init(4, 4);
     operands.init(8, 4 * kMath);
     barrier_init_fence();
   }
 
-  GD_DEVICE uint32_t key_tile(int slot, int half) const {
-    return smem + Smem::kKeysQueries + (slot * 4 + half) * kTileBytes;
+  // Half of Q's columns and under it half of K's: one operand of 128 rows for Q S and K S.
+  GD_DEVICE uint32_t query_tile(int slot, int half) const {
+    return smem + Smem::kKeysQueries + (slot * 4 + half * 2) * kTileBytes;
   }
-  GD_DEVICE uint32_t query_tile(int slot, int half) const { return key_tile(slot, half) + 2 * kTileBytes; }
+  GD_DEVICE uint32_t key_tile(int slot, int half) const { return query_tile(slot, half) + kTileBytes; }
   GD_DEVICE uint32_t value_tile(int slot, int m) const {
     return smem + Smem::kValues + (slot * kMath + m) * kTileBytes;
   }
-  GD_DEVICE uint32_t inverse_at(int slot) const { return smem + Smem::kInverses + slot * kInverseBytes; }
+  GD_DEVICE uint32_t inverse_at(int slot) const { return smem + Smem::kPrepared + slot * kPreparedBytes; }
   GD_DEVICE uint32_t x_tile(int slot) const { return smem + Smem::kX + slot * 2 * kTileBytes; }
   GD_DEVICE uint32_t r_tile(int slot) const { return smem + Smem::kR + slot * kTileBytes; }
+  GD_DEVICE uint32_t score_block(int slot, int I, int J) const {
+    return smem + Smem::kScores + slot * kTriangleBytes + triangle_block(I, J) + lane * 16;
+  }
   GD_DEVICE uint32_t vector(int slot, ChunkVector v) const {
-    return smem + Smem::kVectorsAt + slot * kVectorsBytes + v * kVectorBytes;
+    return inverse_at(slot) + kInverseBytes + v * kVectorBytes;
   }
 
   // ---- items -------------------------------------------------------------------------------------------------------
 
   static constexpr int kHalves = 2 / kMath;  // blocks that share a value head
   GD_DEVICE int items() const { return p.sequences.count * p.value_heads * kHalves; }
+  // Numbers that all threads of a warp share, said so that they live in uniform registers.
+  GD_DEVICE static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
   GD_DEVICE Item item(int i) const {
-    Item result;
-    result.half = i % kHalves;
-    result.head = i / kHalves % p.value_heads;
-    result.sequence = p.order[i / kHalves / p.value_heads];
-    const Span span = p.sequences[result.sequence];
-    result.batch = span.batch;
-    result.begin = static_cast<int>(span.begin);
-    result.length = static_cast<int>(span.length);
-    result.chunks = p.is_nobody(result.sequence) ? 0 : (result.length + kChunkTokens - 1) / kChunkTokens;
-    return result;
+    const int half = i % kHalves, head = i / kHalves % p.value_heads;
+    const int n = p.order[i / kHalves / p.value_heads];
+    const Span span = p.sequences[n];
+    const int rows = p.is_nobody(n) ? 0 : static_cast<int>(span.length);
+    return {n, {span.batch, static_cast<int>(span.begin), rows, head, half}};
   }
 
-  // Where the next chunk to ask for is.
+  // The lane, forgotten at every use: the addresses made of it would fill the registers through all chunks.
+  GD_DEVICE int lane_here() const {
+    int x = lane;
+    asm volatile("" : "+r"(x));
+    return x;
+  }
+
+  // Walks through the chunks of this block's items; a step inside an item costs next to nothing.
   struct Cursor {
-    int i, chunk;
-    Item it;
+    int i, prepared, key_head;  // item; number of the chunk and head in the workspace
+    ChunkAt at;
   };
   GD_DEVICE Cursor first_chunk() const {
-    Cursor at{static_cast<int>(blockIdx.x), 0, {}};
-    find_item(at);
-    return at;
+    Cursor cursor{static_cast<int>(blockIdx.x), 0, 0, {}};
+    find_item(cursor);
+    return cursor;
   }
-  // The first item from at.i on that has a chunk.
-  GD_DEVICE void find_item(Cursor& at) const {
-    for (; at.i < items(); at.i += gridDim.x) {
-      at.it = item(at.i);
-      if (at.it.chunks > 0) return;
+  // The first item from cursor.i on that has a chunk.
+  GD_DEVICE void find_item(Cursor& cursor) const {
+    for (; cursor.i < items(); cursor.i += gridDim.x) {
+      const Item it = item(cursor.i);
+      const ChunkAt& at = it.first;
+      cursor.at = {uniform(at.batch), uniform(at.token), uniform(at.rows), at.head, at.half};
+      cursor.key_head = it.first.head / p.group;
+      cursor.prepared = uniform(static_cast<int>(p.sequences.first_slot(it.sequence))) * p.value_heads + it.first.head;
+      if (cursor.at.rows > 0) return;
     }
   }
-  GD_DEVICE bool is_past_the_last(const Cursor& at) const { return at.i >= items(); }
-  GD_DEVICE void next_chunk(Cursor& at) const {
-    if (++at.chunk < at.it.chunks) return;
-    at.chunk = 0;
-    at.i += gridDim.x;
-    find_item(at);
+  GD_DEVICE void next_chunk(Cursor& cursor) const {
+    cursor.at = cursor.at.next();
+    cursor.prepared += p.value_heads;
+    if (cursor.at.rows > 0) return;
+    cursor.i += gridDim.x;
+    find_item(cursor);
   }
 
-  // ---- keys: loads, and X^T = K^T T with scaled columns ------------------------------------------------------------
+  // ---- loads, by one warp ------------------------------------------------------------------------------------------
+
+  struct Loader {
+    Cursor next;     // to ask K and Q of
+    ChunkAt before;  // the one before it, which still lacks V: that slot comes free later, when O has left it
+    Ring<kLoadSlots> asked;
+    Ring<kValueSlots> asked_values;
+  };
+  GD_DEVICE Loader begin_loads() const {
+    Loader loader{first_chunk(), {}, {}, {}};
+    load_keys_queries(loader);
+    return loader;
+  }
+  GD_DEVICE void load_ahead(Loader& loader) const {
+    const ChunkAt at = loader.before;
+    load_keys_queries(loader);
+    load_values(at, loader.asked_values);
+    loader.asked_values.next();
+  }
+  GD_DEVICE void load_keys_queries(Loader& loader) const {
+    const Cursor& cursor = loader.next;
+    const ChunkAt& at = cursor.at;
+    if (at.rows <= 0) return;
+    const int slot = loader.asked.slot;
+    const uint32_t full = loads.full(slot);
+    loads.wait_empty(loader.asked);
+    if (!at.is_whole()) {
+      copy_rows(query_tile(slot, 0), 2, 2 * kTileBytes, p.q, at, cursor.key_head, 0);
+      copy_rows(key_tile(slot, 0), 2, 2 * kTileBytes, p.k, at, cursor.key_head, 0);
+      rows_are_here(full);
+    }
+    if (elect_one()) {
+      if (at.is_whole()) {
+        barrier_arrive_expect(full, 4 * kTileBytes + kPreparedBytes);
+        barrier_arrive(full, 31);
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
+          load_box(query_tile(slot, half), &p.q_map, full, cursor.key_head, at.token, at.batch, half);
+          load_box(key_tile(slot, half), &p.k_map, full, cursor.key_head, at.token, at.batch, half);
+        }
+      } else {
+        barrier_arrive_expect(full, kPreparedBytes);
+      }
+      load_bulk(inverse_at(slot), p.prepared + int64_t{cursor.prepared} * kPreparedBytes, kPreparedBytes, full);
+    }
+    loader.before = at;
+    loader.asked.next();
+    next_chunk(loader.next);
+  }
+  GD_DEVICE void load_values(const ChunkAt& at, const Ring<kValueSlots>& ring) const {
+    const int slot = ring.slot;
+    const uint32_t full = values.full(slot);
+    values.wait_empty(ring);
+    if (!at.is_whole()) {
+      copy_rows(value_tile(slot, 0), kMath, kTileBytes, p.v, at, at.head, at.half * 64);
+      rows_are_here(full);
+    }
+    if (elect_one()) {
+      if (at.is_whole()) {
+        barrier_arrive_expect(full, kMath * kTileBytes);
+        barrier_arrive(full, 31);
+#pragma unroll
+        for (int m = 0; m < kMath; ++m)
+          load_box(value_tile(slot, m), &p.v_map, full, at.head, at.token, at.batch, at.half + m);
+      } else {
+        barrier_arrive(full);
+      }
+    }
+  }
+  // The sequence's last rows. The copy engine would fetch what lies behind them, and 0 times a stranger's NaN is NaN.
+  GD_DEVICE void copy_rows(uint32_t tiles, int count, int tile_stride, const Rows& src, const ChunkAt& at, int head,
+                           int column) const {
+    const auto* from = static_cast<const uint16_t*>(src.data) + src.offset(at.batch, at.token, head) + column;
+#pragma unroll 1
+    for (int i = lane; i < kChunkTokens * count * 8; i += 32) {
+      const int piece = i % 8, tile = i / 8 % count, row = i / 8 / count;
+      const bool valid = row < at.rows;
+      copy_async16(tiles + tile * tile_stride + tile_offset(row, piece * 8),
+                   from + (valid ? row * src.token_stride : 0) + tile * 64 + piece * 8, valid);
+    }
+  }
+  // All lanes but the one that will say that the rest is on its way.
+  GD_DEVICE void rows_are_here(uint32_t full) const {
+    copy_async_wait();
+    fence_async_reads();
+    if (!elect_one()) barrier_arrive(full);
+    __syncwarp();
+  }
+
+  // ---- keys: X^T = K^T T with scaled columns -----------------------------------------------------------------------
 
   GD_DEVICE void run_keys() const {
-    Ring<kLoadSlots> load, asked;
-    Ring<kInverseSlots> inverse, asked_inverse;
+    Ring<kLoadSlots> load;
+    Ring<kScoreSlots> score;
     Ring<kOperandSlots> operand;
-    static_assert(int{kValueSlots} == int{kLoadSlots});  // one ring for both
-    Cursor cursor = first_chunk();
-    int ahead = 0;
-    const auto ask = [&] {
-      if (is_past_the_last(cursor)) return;
-      load_chunk(cursor, asked, asked_inverse);
-      next_chunk(cursor);
-      asked.next();
-      asked_inverse.next();
-      ++ahead;
-    };
+    for (int i = blockIdx.x; i < items(); i += gridDim.x) {
 #pragma unroll 1
-    for (int i = 0; i < kChunksAhead; ++i) ask();
-#pragma unroll 1
-    while (ahead > 0) {
-      loads.wait_full(load);
-      inverses.wait_full(inverse);
-      build_x(load.slot, inverse.slot, operand);
-      load.next();
-      inverse.next();
-      operand.next();
-      --ahead;
-      ask();
+      for (int rows = item(i).first.rows; rows > 0; rows -= kChunkTokens) {
+        loads.wait_full(load);
+        build_scores(load.slot, score);
+        build_x(load.slot, operand);
+        load.next();
+        score.next();
+        operand.next();
+      }
     }
   }
 
-  GD_DEVICE void load_chunk(const Cursor& at, const Ring<kLoadSlots>& load, const Ring<kInverseSlots>& inverse) const {
-    const Item& it = at.it;
-    const int rows = it.length - at.chunk * kChunkTokens, token = it.begin + at.chunk * kChunkTokens;
-    const uint8_t* prepared = p.prepared_chunk(p.sequences.first_slot(it.sequence) + at.chunk, it.head);
-    if (tid == 0) {
-      inverses.wait_empty(inverse);
-      barrier_arrive_expect(inverses.full(inverse.slot), kInverseBytes);
-      load_bulk(inverse_at(inverse.slot), prepared, kInverseBytes, inverses.full(inverse.slot));
-      loads.wait_empty(load);
-      if (rows >= kChunkTokens) load_keys_queries(it, token, load.slot, prepared);
-      barrier_wait(values.empty(load.slot), load.parity ^ 1);
-      if (rows >= kChunkTokens) load_values(it, token, load.slot);
-    }
-    if (rows < kChunkTokens) load_ragged(it, token, rows, load.slot, prepared);
-  }
-
-  GD_DEVICE void load_keys_queries(const Item& it, int token, int slot, const uint8_t* prepared) const {
-    const uint32_t full = loads.full(slot);
-    barrier_arrive_expect(full, 4 * kTileBytes + kVectorsBytes);
-    barrier_arrive(full, 127);
+  // tril(Q K^T) as R's register operand, by lane.
+  GD_DEVICE void build_scores(int load, const Ring<kScoreSlots>& score) const {
+    float qk[32];
+    mma_fence();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      load_box(key_tile(slot, half), &p.k_map, full, half * 64, it.head / p.group, token, it.batch);
-      load_box(query_tile(slot, half), &p.q_map, full, half * 64, it.head / p.group, token, it.batch);
-    }
-    load_bulk(vector(slot, kLogGamma), prepared + kInverseBytes, kVectorsBytes, full);
+    for (int step = 0; step < 8; ++step)
+      Mma64::template ss<false, false>(qk, tile_descriptor(query_tile(load, step / 4), step % 4 * kStepContiguous),
+                                       tile_descriptor(key_tile(load, step / 4), step % 4 * kStepContiguous), step > 0);
+    mma_commit();
+    scores.wait_empty(score);
+    mma_wait<0>();
+    with_warp(warp, [&](auto w) { store_scores<decltype(w)::value>(qk, score.slot); });
+    warp_arrive(scores.full(score.slot));
   }
-  GD_DEVICE void load_values(const Item& it, int token, int slot) const {
-    barrier_arrive_expect(values.full(slot), kMath * kTileBytes);
-    barrier_arrive(values.full(slot), 127);
+  template <int I>
+  GD_DEVICE void store_scores(const float (&qk)[32], int slot) const {
+    const int g = lane >> 2, column = (lane & 3) * 2;
 #pragma unroll
-    for (int m = 0; m < kMath; ++m)
-      load_box(value_tile(slot, m), &p.v_map, values.full(slot), (it.half + m) * 64, it.head, token, it.batch);
-  }
-
-  // The sequence's last rows. The copy engine would fetch what lies behind them, and 0 times a stranger's NaN is NaN.
-  GD_DEVICE void load_ragged(const Item& it, int token, int rows, int slot, const uint8_t* prepared) const {
-    meet(kKeysMeet, 128);
-    copy_rows(key_tile(slot, 0), 2, p.k, it.batch, token, rows, it.head / p.group, 0);
-    copy_rows(query_tile(slot, 0), 2, p.q, it.batch, token, rows, it.head / p.group, 0);
-    copy_rows(value_tile(slot, 0), kMath, p.v, it.batch, token, rows, it.head, it.half * 64);
-    fence_async_reads();
-    barrier_arrive(values.full(slot));
-    if (tid != 0) return barrier_arrive(loads.full(slot));
-    barrier_arrive_expect(loads.full(slot), kVectorsBytes);
-    load_bulk(vector(slot, kLogGamma), prepared + kInverseBytes, kVectorsBytes, loads.full(slot));
-  }
-  GD_DEVICE void copy_rows(uint32_t tiles, int count, const Rows& src, int batch, int token, int rows, int head,
-                           int column) const {
-    const auto* from = static_cast<const uint16_t*>(src.data) + src.offset(batch, token, head) + column;
-#pragma unroll 1
-    for (int i = tid; i < kChunkTokens * count * 8; i += 128) {
-      const int piece = i % 8, tile = i / 8 % count, row = i / 8 / count;
-      uint4 v = make_uint4(0, 0, 0, 0);
-      if (row < rows) v = *reinterpret_cast<const uint4*>(from + row * src.token_stride + tile * 64 + piece * 8);
-      store_shared_words(tiles + tile * kTileBytes + tile_offset(row, piece * 8), v);
+    for (int J = 0; J < I; ++J) {
+      const float* c = qk + 8 * J;
+      store_matrices(score_block(slot, I, J), pack<Elem>(c[0], c[1]), pack<Elem>(c[2], c[3]), pack<Elem>(c[4], c[5]),
+                     pack<Elem>(c[6], c[7]));
     }
+    const float* c = qk + 8 * I;
+    store_matrices(score_block(slot, I, I), pack<Elem>(column <= g ? c[0] : 0.0f, column < g ? c[1] : 0.0f),
+                   pack<Elem>(c[2], c[3]), 0, pack<Elem>(column <= g ? c[6] : 0.0f, column < g ? c[7] : 0.0f));
   }
 
-  GD_DEVICE void build_x(int load, int inverse, const Ring<kOperandSlots>& operand) const {
-    const uint32_t T = inverse_at(inverse);
+  GD_DEVICE void build_x(int load, const Ring<kOperandSlots>& operand) const {
+    const uint32_t T = inverse_at(load), tail = vector(load, kBetaTail) + 8 * (lane & 3);
+    float2 scale[8];
     float x[32];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       mma_fence();
       multiply_keys(x, load, half, T);
+      if (half == 0) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          const float after = decay_after_block(load, n / 2);
+          const float2 f = load_shared2(tail + n * 32);
+          scale[n] = make_float2(f.x * after, f.y * after);
+        }
+        operands.wait_empty(operand);
+      }
       mma_wait<0>();
-      if (half == 0) operands.wait_empty(operand);
-      store_x(x, half, operand.slot, load);
+      store_x(x, scale, half, operand.slot);
     }
-    report_operand(load, inverse, operand.slot);
+    report_operand(load, operand.slot);
   }
   // This warp's part of an operand is in place, and it needs K, Q and T no more.
-  GD_DEVICE void report_operand(int load, int inverse, int operand) const {
+  GD_DEVICE void report_operand(int load, int operand) const {
     fence_async_reads();
     __syncwarp();
-    if (lane == 0) {
+    if (elect_one()) {
       barrier_arrive(operands.full(operand));
-      barrier_arrive(inverses.empty(inverse));
       barrier_arrive(loads.empty(load));
     }
   }
@@ -286,15 +363,19 @@ struct Forward {
     mma_commit();
   }
 
-  GD_DEVICE void store_x(const float (&x)[32], int half, int operand, int load) const {
-    const int t = lane & 3;
+  // From the last token of a block of 16 to the chunk's last.
+  GD_DEVICE float decay_after_block(int load, int J) const {
+    const uint32_t log_gamma = vector(load, kLogGamma);
+    return J == 3 ? 1.0f : exp2_approx(load_shared(log_gamma + 63 * 4) - load_shared(log_gamma + (16 * J + 15) * 4));
+  }
+
+  GD_DEVICE void store_x(const float (&x)[32], const float2 (&scale)[8], int half, int operand) const {
     const uint32_t at =
         x_tile(operand) + half * kTileBytes + tile_offset(16 * warp + block_row(lane), block_column(lane));
-    const uint32_t scale = vector(load, kWriteKey) + 8 * t;
 #pragma unroll
     for (int J = 0; J < 4; ++J) {
       const float* c = x + 8 * J;
-      const float2 a = load_shared2(scale + J * 64), b = load_shared2(scale + J * 64 + 32);
+      const float2 a = scale[2 * J], b = scale[2 * J + 1];
       store_matrices(at ^ (J * 32), pack<Elem>(a.x * c[0], a.y * c[1]), pack<Elem>(a.x * c[2], a.y * c[3]),
                      pack<Elem>(b.x * c[4], b.y * c[5]), pack<Elem>(b.x * c[6], b.y * c[7]));
     }
@@ -302,109 +383,104 @@ struct Forward {
 
   // ---- scores: R = gates o (tril(Q K^T) T) -------------------------------------------------------------------------
 
+  // Its first warp has the least to do with R: it also keeps the loads going.
   GD_DEVICE void run_scores() const {
     Ring<kLoadSlots> load;
-    Ring<kInverseSlots> inverse;
     Ring<kOperandSlots> operand;
+    Ring<kScoreSlots> score;
+    Loader loader;
+    if (warp == 0) loader = begin_loads();
     for (int i = blockIdx.x; i < items(); i += gridDim.x) {
-      const int chunks = item(i).chunks;
 #pragma unroll 1
-      for (int c = 0; c < chunks; ++c) {
-        loads.wait_full(load);
-        build_r(load.slot, inverse, operand);
+      for (int rows = item(i).first.rows; rows > 0; rows -= kChunkTokens) {
+        if (warp == 0) load_ahead(loader);
+        build_r(load, score, operand);
         load.next();
-        inverse.next();
+        score.next();
         operand.next();
       }
     }
   }
 
-  GD_DEVICE void build_r(int load, const Ring<kInverseSlots>& inverse, const Ring<kOperandSlots>& operand) const {
-    uint32_t scores[16];  // tril(Q K^T) as the register operand
-    {
-      float qk[32];
-      mma_fence();
-#pragma unroll
-      for (int step = 0; step < 8; ++step)
-        Mma64::template ss<false, false>(qk, tile_descriptor(query_tile(load, step / 4), step % 4 * kStepContiguous),
-                                         tile_descriptor(key_tile(load, step / 4), step % 4 * kStepContiguous),
-                                         step > 0);
-      mma_commit();
-      mma_wait<0>();
-      with_warp(warp, [&](auto w) { pack_scores<decltype(w)::value>(scores, qk); });
-    }
-    inverses.wait_full(inverse);
-    const uint32_t T = inverse_at(inverse.slot);
+  GD_DEVICE void build_r(const Ring<kLoadSlots>& load, const Ring<kScoreSlots>& score,
+                         const Ring<kOperandSlots>& operand) const {
+    loads.wait_full(load);
+    RowFactors factors;  // ready before the scores are, so that little is left to do once the product is there
+    with_warp(warp, [&](auto w) { find_factors<decltype(w)::value>(factors, load.slot); });
+    scores.wait_full(score);
+    uint32_t a[16];
+    with_warp(warp, [&](auto w) { load_scores<decltype(w)::value>(a, score.slot); });
+    const uint32_t T = inverse_at(load.slot);
     float r[32];
     mma_fence();
-    Mma64::template rs<true>(r, scores + 12, triangle_descriptor(T, 3), false);
-    Wgmma<Elem, 48>::template rs<true>(r, scores + 8, triangle_descriptor(T, 2), true);
-    Wgmma<Elem, 32>::template rs<true>(r, scores + 4, triangle_descriptor(T, 1), true);
-    Wgmma<Elem, 16>::template rs<true>(r, scores, triangle_descriptor(T, 0), true);
+    Mma64::template rs<true>(r, a + 12, triangle_descriptor(T, 3), false);
+    Wgmma<Elem, 48>::template rs<true>(r, a + 8, triangle_descriptor(T, 2), true);
+    Wgmma<Elem, 32>::template rs<true>(r, a + 4, triangle_descriptor(T, 1), true);
+    Wgmma<Elem, 16>::template rs<true>(r, a, triangle_descriptor(T, 0), true);
     mma_commit();
+    warp_arrive(scores.empty(score.slot));
     operands.wait_empty(operand);
     mma_wait<0>();
-    with_warp(warp, [&](auto w) { store_r<decltype(w)::value>(r, operand.slot, load); });
-    report_operand(load, inverse.slot, operand.slot);
+    with_warp(warp, [&](auto w) { store_r<decltype(w)::value>(r, factors, operand.slot, load.slot); });
+    report_operand(load.slot, operand.slot);
   }
-
   template <int I>
-  GD_DEVICE void pack_scores(uint32_t (&a)[16], const float (&qk)[32]) const {
-    const int g = lane >> 2, column = (lane & 3) * 2;
+  GD_DEVICE void load_scores(uint32_t (&a)[16], int slot) const {
 #pragma unroll
     for (int J = 0; J < 4; ++J) {
-      const float* c = qk + 8 * J;
-      uint32_t* to = a + 4 * J;
-      if (J < I) {
-        to[0] = pack<Elem>(c[0], c[1]);
-        to[1] = pack<Elem>(c[2], c[3]);
-        to[2] = pack<Elem>(c[4], c[5]);
-        to[3] = pack<Elem>(c[6], c[7]);
-      } else if (J == I) {
-        to[0] = pack<Elem>(column <= g ? c[0] : 0.0f, column < g ? c[1] : 0.0f);
-        to[1] = pack<Elem>(c[2], c[3]);
-        to[2] = 0;
-        to[3] = pack<Elem>(column <= g ? c[6] : 0.0f, column < g ? c[7] : 0.0f);
-      } else {
-        to[0] = to[1] = to[2] = to[3] = 0;
-      }
+      uint32_t block[4] = {0, 0, 0, 0};
+      if (J <= I) load_matrices(block, score_block(slot, I, J));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[4 * J + i] = block[i];
     }
   }
 
-  // Block row I of R. Left of the diagonal block, e^{b_i - b_j} is split at the block row's first token: both factors
-  // are at most 1, and there are fewer of them. On the diagonal what lies above is left out by selection, never by a
-  // product.
+  // What a thread's numbers of block row I of R are scaled by, left of the diagonal block. There e^{b_i - b_j} is split
+  // at the last token of j's block and the first of i's: no factor is above 1, and there are fewer of them.
+  struct RowFactors {
+    float2 rows;           // for both of its rows
+    float2 columns[3][2];  // [J], for two columns in both halves of the block
+  };
   template <int I>
-  GD_DEVICE void store_r(float (&r)[32], int operand, int load) const {
-    const int g = lane >> 2, t = lane & 3, column = 2 * t;
-    const uint32_t log_gamma = vector(load, kLogGamma), beta = vector(load, kBeta), scale = vector(load, kScoreScale);
-    const uint32_t at = r_tile(operand) + tile_offset(16 * I + block_row(lane), block_column(lane));
-    const float b0 = load_shared(log_gamma + (16 * I + g) * 4), b1 = load_shared(log_gamma + (16 * I + g + 8) * 4);
-    const float s0 = load_shared(scale + (16 * I + g) * 4), s1 = load_shared(scale + (16 * I + g + 8) * 4);
+  GD_DEVICE void find_factors(RowFactors& f, int load) const {
     if constexpr (I > 0) {
+      const int lane = lane_here(), row = 16 * I + (lane >> 2), column = (lane & 3) * 2;
+      const uint32_t log_gamma = vector(load, kLogGamma), scale = vector(load, kScoreScale);
       const float reference = load_shared(log_gamma + 16 * I * 4);
-      const float h0 = s0 * exp2_approx(b0 - reference), h1 = s1 * exp2_approx(b1 - reference);
-#pragma unroll
-      for (int n = 0; n < 2 * I; ++n) {
-        float* c = r + 4 * n;
-        const float2 b = load_shared2(log_gamma + (8 * n + column) * 4), w = load_shared2(beta + (8 * n + column) * 4);
-        const float fx = w.x * exp2_approx(reference - b.x), fy = w.y * exp2_approx(reference - b.y);
-        c[0] *= h0 * fx;
-        c[1] *= h0 * fy;
-        c[2] *= h1 * fx;
-        c[3] *= h1 * fy;
-      }
+      f.rows = make_float2(
+          load_shared(scale + row * 4) * exp2_approx(load_shared(log_gamma + row * 4) - reference),
+          load_shared(scale + (row + 8) * 4) * exp2_approx(load_shared(log_gamma + (row + 8) * 4) - reference));
 #pragma unroll
       for (int J = 0; J < I; ++J) {
-        const float* c = r + 8 * J;
-        store_matrices(at ^ (J * 32), pack<Elem>(c[0], c[1]), pack<Elem>(c[2], c[3]), pack<Elem>(c[4], c[5]),
-                       pack<Elem>(c[6], c[7]));
+        const float between = exp2_approx(reference - load_shared(log_gamma + (16 * J + 15) * 4));
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 tail = load_shared2(vector(load, kBetaTail) + (16 * J + 8 * half + column) * 4);
+          f.columns[J][half] = make_float2(between * tail.x, between * tail.y);
+        }
       }
     }
-    const float* c = r + 8 * I;
-    const int here = 16 * I + column;
+  }
+  // On the diagonal what lies above is left out by selection, never by a product.
+  template <int I>
+  GD_DEVICE void store_r(const float (&r)[32], const RowFactors& f, int operand, int load) const {
+    const int lane = lane_here(), g = lane >> 2, column = (lane & 3) * 2, row = 16 * I + g, here = 16 * I + column;
+    const uint32_t at = r_tile(operand) + tile_offset(16 * I + block_row(lane), block_column(lane));
+    const uint32_t log_gamma = vector(load, kLogGamma), beta = vector(load, kBeta), scale = vector(load, kScoreScale);
+    const float b0 = load_shared(log_gamma + row * 4), b1 = load_shared(log_gamma + (row + 8) * 4);
+    const float s0 = load_shared(scale + row * 4), s1 = load_shared(scale + (row + 8) * 4);
     const float2 b = load_shared2(log_gamma + here * 4), d = load_shared2(log_gamma + (here + 8) * 4);
     const float2 w = load_shared2(beta + here * 4), x = load_shared2(beta + (here + 8) * 4);
+#pragma unroll
+    for (int J = 0; J < I; ++J) {
+      const float* c = r + 8 * J;
+      const float2 i = f.rows, p = f.columns[J][0], q = f.columns[J][1];
+      store_matrices(at ^ (J * 32), pack<Elem>(c[0] * (i.x * p.x), c[1] * (i.x * p.y)),
+                     pack<Elem>(c[2] * (i.y * p.x), c[3] * (i.y * p.y)),
+                     pack<Elem>(c[4] * (i.x * q.x), c[5] * (i.x * q.y)),
+                     pack<Elem>(c[6] * (i.y * q.x), c[7] * (i.y * q.y)));
+    }
+    const float* c = r + 8 * I;
     const float e0 = column <= g ? c[0] * s0 * w.x * exp2_approx(b0 - b.x) : 0.0f;
     const float e1 = column < g ? c[1] * s0 * w.y * exp2_approx(b0 - b.y) : 0.0f;
     const float e6 = column <= g ? c[6] * s1 * x.x * exp2_approx(b1 - d.x) : 0.0f;
@@ -424,29 +500,31 @@ struct Forward {
 
   GD_DEVICE void run_math(int m) const {
     Ring<kLoadSlots> load;  // values too
+    static_assert(int{kValueSlots} == int{kLoadSlots});
     Ring<kOperandSlots> operand;
     State state;
-    uint32_t out[16];
-    bool leaving = false;  // the slot before this one still holds rows of o on their way out
+    int leaving = -1;  // the slot that O is being sent from
     for (int i = blockIdx.x; i < items(); i += gridDim.x) {
       const Item it = item(i);
-      const int row = (it.half + m) * 64 + warp * 16;  // of the state, in value columns
       if (p.is_nobody(it.sequence)) continue;
-      load_state(state.s, it, row);
+      load_state(state.s, it, m);
       pack_state(state);
+      ChunkAt at = it.first;
 #pragma unroll 1
-      for (int c = 0; c < it.chunks; ++c) {
-        advance(state, out, m, load, operand, it, c, leaving);
+      for (; at.rows > 0; at = at.next()) {
+        advance(state, m, load, operand, at, at.token > it.first.token, leaving);
         load.next();
         operand.next();
-        leaving = true;
-        if (p.checkpoint_every) store_checkpoint(state.s, it, c, row);
+        if (p.checkpoint_every) store_checkpoint(state.s, i, m, at);
       }
-      if (it.chunks > 0)
-        store_out(out, m, it, it.chunks - 1, it.length - (it.chunks - 1) * kChunkTokens, load.previous());
-      if (const int64_t slot = p.final.slot(it.sequence); slot >= 0) store_state(p.final, slot, it.head, state.s, row);
+      if (it.first.rows > 0) {
+        release_values(leaving);
+        send_last_out(m, at.before(), load.previous());
+        leaving = load.previous();
+      }
+      store_state(p.final, p.final.slot(it.sequence), it.first.head, it.first.half, state.s, m);
     }
-    if (tid == 0) store_wait_read<0>();
+    if (warp == 0 && elect_one()) store_wait_read<0>();
   }
 
   GD_DEVICE static void pack_state(State& state) {
@@ -454,56 +532,68 @@ struct Forward {
     for (int i = 0; i < 32; ++i) state.packed[i] = pack<Elem>(state.s[2 * i], state.s[2 * i + 1]);
   }
 
-  GD_DEVICE void advance(State& state, uint32_t (&out)[16], int m, const Ring<kLoadSlots>& load,
-                         const Ring<kOperandSlots>& operand, const Item& it, int c, bool leaving) const {
-    const int t = lane & 3;
-    float u[32], o[32];
-    uint32_t w[16];
-    // (K S)^T.
-    loads.wait_full(load);
-    mma_fence();
+  // (tile S)^T of a tile of both halves of the columns, kRows of them; a group of its own.
+  template <int kRows>
+  GD_DEVICE static void multiply_state(float* to, const State& state, uint32_t tile) {
 #pragma unroll
     for (int step = 0; step < 8; ++step)
-      Mma64::template rs<false>(u, state.packed + 4 * step,
-                                tile_descriptor(key_tile(load.slot, step / 4), step % 4 * kStepContiguous), step > 0);
+      Wgmma<Elem, kRows>::template rs<false>(
+          to, state.packed + 4 * step, tile_descriptor(tile + step / 4 * 2 * kTileBytes, step % 4 * kStepContiguous),
+          step > 0);
     mma_commit();
-    if (c > 0) store_out(out, m, it, c - 1, kChunkTokens, load.previous());
-    const float gamma_L = exp2_approx(load_shared(vector(load.slot, kLogGamma) + 63 * 4));
-    barrier_wait(values.full(load.slot), load.parity);
+  }
+
+  GD_DEVICE void advance(State& state, int m, const Ring<kLoadSlots>& load, const Ring<kOperandSlots>& operand,
+                         const ChunkAt& at, bool has_before, int& leaving) const {
+    // With registers to spare, Q S comes with K S, in half as many instructions. Without, it comes after W is computed,
+    // when K S has made room.
+    constexpr bool kTogether = kMath == 1;
+    const int t = lane & 3;
+    float qk[64];  // (Q S)^T, the beginning of O, then (K S)^T
+    uint32_t w[16];
+    loads.wait_full(load);
+    mma_fence();
+    if constexpr (kTogether) {
+      multiply_state<128>(qk, state, query_tile(load.slot, 0));
+    } else {
+      multiply_state<64>(qk + 32, state, key_tile(load.slot, 0));
+    }
+    const auto decay_state = [&] {
+      const float gamma_L = exp2_approx(load_shared(vector(load.slot, kLogGamma) + 63 * 4));
+#pragma unroll
+      for (int i = 0; i < 64; ++i) state.s[i] *= gamma_L;
+    };
+    if constexpr (kTogether) decay_state();
+    release_values(leaving);
+    leaving = -1;
     // W = V - gamma o (K S), transposed. What it needs is fetched while K S still runs.
+    barrier_wait(values.full(load.slot), load.parity);
     uint32_t v[16];
-    float2 scale_k[8];
+    float2 scale[8];
     {
-      const uint32_t at = value_tile(load.slot, m) + tile_offset(turned_row(lane), 16 * warp + turned_column(lane));
-      const uint32_t scale = vector(load.slot, kReadKey) + 8 * t;
+      const uint32_t from = value_tile(load.slot, m) + tile_offset(turned_row(lane), 16 * warp + turned_column(lane));
+      const uint32_t scales = vector(load.slot, kReadKey) + 8 * t;
 #pragma unroll
-      for (int n = 0; n < 4; ++n) load_matrices_turned(v + 4 * n, at + n * 2048);
+      for (int n = 0; n < 4; ++n) load_matrices_turned(v + 4 * n, from + n * 2048);
 #pragma unroll
-      for (int n = 0; n < 8; ++n) scale_k[n] = load_shared2(scale + n * 32);
+      for (int n = 0; n < 8; ++n) scale[n] = load_shared2(scales + n * 32);
     }
     mma_wait<0>();
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const float* c0 = u + 4 * n;
-      const float2 v0 = unpack<Elem>(v[2 * n]), v1 = unpack<Elem>(v[2 * n + 1]), a = scale_k[n];
-      w[2 * n] = pack<Elem>(v0.x - a.x * c0[0], v0.y - a.y * c0[1]);
-      w[2 * n + 1] = pack<Elem>(v1.x - a.x * c0[2], v1.y - a.y * c0[3]);
+      const float* c = qk + 32 + 4 * n;
+      const float2 v0 = unpack<Elem>(v[2 * n]), v1 = unpack<Elem>(v[2 * n + 1]), a = scale[n];
+      w[2 * n] = pack<Elem>(v0.x - a.x * c[0], v0.y - a.y * c[1]);
+      w[2 * n + 1] = pack<Elem>(v1.x - a.x * c[2], v1.y - a.y * c[3]);
     }
-    // By now the copy engine has read the rows that went out at the start of this chunk.
-    if (leaving && tid == 0) {
-      store_wait_read<0>();
-      barrier_arrive(values.empty(load.previous()));
+    if constexpr (!kTogether) {
+      settle(w);
+      mma_fence();
+      multiply_state<64>(qk, state, query_tile(load.slot, 0));
+      mma_wait<1>();
+      decay_state();  // earlier it would only be moved down to here
     }
-    // (Q S)^T; while it runs, S *= gamma_L (earlier it would only be moved down to here), then S += X^T W.
-    mma_fence();
-#pragma unroll
-    for (int step = 0; step < 8; ++step)
-      Mma64::template rs<false>(o, state.packed + 4 * step,
-                                tile_descriptor(query_tile(load.slot, step / 4), step % 4 * kStepContiguous), step > 0);
-    mma_commit();
-    mma_wait<1>();
-#pragma unroll
-    for (int i = 0; i < 64; ++i) state.s[i] *= gamma_L;
+    // S += X^T W, on top of gamma_L S.
     operands.wait_full(operand);
     mma_fence();
 #pragma unroll
@@ -511,104 +601,160 @@ struct Forward {
       Wgmma<Elem, 128>::template rs<false>(state.s, w + 4 * step,
                                            tile_descriptor(x_tile(operand.slot), step * kStepContiguous), true);
     mma_commit();
-    // O = s gamma o (Q S)^T + R W.
-    float2 scale_q[8];
+    // O = s gamma o (Q S)^T + R W. Without norms the factors are those of W, times s.
+    if (p.l2norm) {
 #pragma unroll
-    for (int n = 0; n < 8; ++n) scale_q[n] = load_shared2(vector(load.slot, kReadQuery) + 8 * t + n * 32);
+      for (int n = 0; n < 8; ++n) scale[n] = load_shared2(vector(load.slot, kReadQuery) + 8 * t + n * 32);
+    } else {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) scale[n] = make_float2(p.scale * scale[n].x, p.scale * scale[n].y);
+    }
     mma_wait<1>();
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      o[4 * n] *= scale_q[n].x;
-      o[4 * n + 1] *= scale_q[n].y;
-      o[4 * n + 2] *= scale_q[n].x;
-      o[4 * n + 3] *= scale_q[n].y;
+      qk[4 * n] *= scale[n].x;
+      qk[4 * n + 1] *= scale[n].y;
+      qk[4 * n + 2] *= scale[n].x;
+      qk[4 * n + 3] *= scale[n].y;
     }
+    warp_arrive(loads.empty(load.slot));
     mma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      Mma64::template rs<false>(o, w + 4 * step, tile_descriptor(r_tile(operand.slot), step * kStepContiguous), true);
+      Mma64::template rs<false>(qk, w + 4 * step, tile_descriptor(r_tile(operand.slot), step * kStepContiguous), true);
     mma_commit();
+    if (has_before) {  // no earlier: it takes its time, and these products theirs
+      send_out(m, at.before(), load.previous());
+      leaving = load.previous();
+    }
     mma_wait<1>();
     pack_state(state);
+    settle(state.packed);
     mma_wait<0>();
-    if (lane == 0) {
-      barrier_arrive(operands.empty(operand.slot));
-      barrier_arrive(loads.empty(load.slot));
-    }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) out[i] = pack<Elem>(o[2 * i], o[2 * i + 1]);
+    warp_arrive(operands.empty(operand.slot));
+    store_out(qk, m, load.slot);
   }
 
-  // O^T from registers to rows of o, through the slot V came in: a warp writes where only it has read.
-  GD_DEVICE void store_out(const uint32_t (&out)[16], int m, const Item& it, int c, int rows, int slot) const {
-    if (!p.o.data) return meet(kMathMeet + m, 128);  // all have read V before the slot is given back
-    const uint32_t tile = value_tile(slot, m);
-    const uint32_t at = tile + tile_offset(turned_row(lane), 16 * warp + turned_column(lane));
+  // Has the numbers computed here: ptxas would rather pack them behind the next products, where they are needed, and
+  // nothing is left to hide it. A use that has an effect, if never one that matters, keeps them before.
+  template <int kCount>
+  GD_DEVICE static void settle(const uint32_t (&x)[kCount]) {
+    uint32_t all = x[0] ^ x[kCount - 1];
 #pragma unroll
-    for (int n = 0; n < 4; ++n)
-      store_matrices_turned(at + n * 2048, out[4 * n], out[4 * n + 1], out[4 * n + 2], out[4 * n + 3]);
+    for (int i = 1; i < kCount - 1; i += 2) all ^= x[i] ^ x[i + 1];
+    asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fc17fc1;\n@p nanosleep.u32 0;}" ::"r"(all) : "memory");
+  }
+
+  // O^T to the slot V came in: a warp writes where only it has read.
+  GD_DEVICE void store_out(const float* o, int m, int slot) const {
+    const uint32_t at = value_tile(slot, m) + tile_offset(turned_row(lane), 16 * warp + turned_column(lane));
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float* c = o + 8 * n;
+      store_matrices_turned(at + n * 2048, pack<Elem>(c[0], c[1]), pack<Elem>(c[2], c[3]), pack<Elem>(c[4], c[5]),
+                            pack<Elem>(c[6], c[7]));
+    }
+  }
+  // From there to memory, while the next chunk is worked on: only one warp has to wait for the others. No warp is two
+  // chunks ahead of another (operands.empty waits for all), so none comes to a slot's barrier twice before all came
+  // once.
+  GD_DEVICE void send_out(int m, const ChunkAt& at, int slot) const {
+    const int barrier = kMathMeet + m * kValueSlots + slot;
     fence_async_reads();
-    meet(kMathMeet + m, 128);
-    const int token = it.begin + c * kChunkTokens, column = (it.half + m) * 64;
-    if (rows >= kChunkTokens) {
-      if (tid == 0) {
-        store_box(&p.o_map, tile, column, it.head, token, it.batch);
-        store_commit();
-      }
+    if (warp != 0) return arrive(barrier, 128);
+    meet(barrier, 128);
+    send_tile(m, at, slot);
+  }
+  // The item's last chunk, all of it or its first rows. All wait for all, at a barrier of its own.
+  GD_DEVICE void send_last_out(int m, const ChunkAt& at, int slot) const {
+    fence_async_reads();
+    meet(kMathEnd + m, 128);
+    if (at.is_whole()) {
+      if (warp == 0) send_tile(m, at, slot);
       return;
     }
-    auto* to = static_cast<uint16_t*>(p.o.data) + p.o.offset(it.batch, token, it.head) + column;
+    if (!p.o.data) return;
+    const uint32_t tile = value_tile(slot, m);
+    auto* to = static_cast<uint16_t*>(p.o.data) + p.o.offset(at.batch, at.token, at.head) + (at.half + m) * 64;
 #pragma unroll 1
-    for (int i = tid; i < rows * 8; i += 128)
+    for (int i = tid; i < at.rows * 8; i += 128)
       *reinterpret_cast<uint4*>(to + i / 8 * p.o.token_stride + i % 8 * 8) =
           load_shared_words(tile + tile_offset(i / 8, i % 8 * 8));
-    meet(kMathMeet + m, 128);  // before the slot is given back
+    meet(kMathEnd + m, 128);  // before the slot is given back
+  }
+  GD_DEVICE void send_tile(int m, const ChunkAt& at, int slot) const {
+    if (!p.o.data || !elect_one()) return;
+    store_box(&p.o_map, value_tile(slot, m), at.head, at.token, at.batch, at.half + m);
+    store_commit();
+  }
+  // Once the copy engine has read the slot.
+  GD_DEVICE void release_values(int slot) const {
+    if (warp != 0 || slot < 0) return;
+    if (!elect_one()) return;
+    store_wait_read<0>();
+    barrier_arrive(values.empty(slot));
   }
 
   // ---- states in memory --------------------------------------------------------------------------------------------
 
-  // Offset of accumulator element i; row is the warp's first.
-  GD_DEVICE int state_offset(int row, int i) const {
-    const Place at = accumulator_place(lane, i);
-    const int v = row + at.row, k = at.column;
-    return p.state_value_first ? v * kHeadDim + k : k * kHeadDim + v;
-  }
-  // Calls f with the head's matrix in the slot, as a pointer to its numbers.
+  // Calls f with a pointer to this thread's first number of the head's matrix in the slot and with the strides of value
+  // columns and of key dimensions: constants, so that each of the 64 numbers is an offset in its instruction.
   template <class F>
-  GD_DEVICE static void with_matrix(const States& states, int64_t slot, int head, const F& f) {
-    const int64_t at = slot * states.slot_stride + head * states.head_stride;
+  GD_DEVICE void with_matrix(const States& states, int64_t slot, int head, int half, int m, const F& f) const {
+    const int64_t matrix = slot * states.slot_stride + head * states.head_stride;
+    const auto with_layout = [&](auto* data) {
+      int v = (half + m) * 64 + warp * 16 + (lane >> 2), k = (lane & 3) * 2;
+      asm volatile("" : "+r"(v), "+r"(k));  // not kept in registers from item to item
+      using One = std::integral_constant<int, 1>;
+      using Row = std::integral_constant<int, kHeadDim>;
+      if (p.state_value_first) {
+        f(data + matrix + v * kHeadDim + k, Row{}, One{});
+      } else {
+        f(data + matrix + k * kHeadDim + v, One{}, Row{});
+      }
+    };
     if (states.dtype == GD_F32) {
-      f(static_cast<float*>(states.data) + at);
+      with_layout(static_cast<float*>(states.data));
     } else if (states.dtype == GD_BF16) {
-      f(static_cast<__nv_bfloat16*>(states.data) + at);
+      with_layout(static_cast<__nv_bfloat16*>(states.data));
     } else {
-      f(static_cast<__half*>(states.data) + at);
+      with_layout(static_cast<__half*>(states.data));
     }
   }
-  GD_DEVICE void load_state(float (&s)[64], const Item& it, int row) const {
+  GD_DEVICE void load_state(float (&s)[64], const Item& it, int m) const {
     const int64_t slot = p.initial.slot(it.sequence);
     if (slot < 0) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) s[i] = 0;
       return;
     }
-    with_matrix(p.initial, slot, it.head, [&](const auto* from) {
+    with_matrix(p.initial, slot, it.first.head, it.first.half, m, [&](const auto* from, auto v_stride, auto k_stride) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) s[i] = static_cast<float>(from[state_offset(row, i)]);
+      for (int i = 0; i < 64; ++i) {
+        const Place at = accumulator_place(0, i);
+        s[i] = static_cast<float>(from[at.row * decltype(v_stride)::value + at.column * decltype(k_stride)::value]);
+      }
     });
   }
-  GD_DEVICE void store_state(const States& states, int64_t slot, int head, const float (&s)[64], int row) const {
-    with_matrix(states, slot, head, [&](auto* to) {
+  GD_DEVICE void store_state(const States& states, int64_t slot, int head, int half, const float (&s)[64],
+                             int m) const {
+    if (slot < 0) return;
+    with_matrix(states, slot, head, half, m, [&](auto* to, auto v_stride, auto k_stride) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) to[state_offset(row, i)] = s[i];
+      for (int i = 0; i < 64; ++i) {
+        const Place at = accumulator_place(0, i);
+        to[at.row * decltype(v_stride)::value + at.column * decltype(k_stride)::value] = s[i];
+      }
     });
   }
-  GD_DEVICE void store_checkpoint(const float (&s)[64], const Item& it, int c, int row) const {
-    const int64_t done = int64_t{c + 1} * kChunkTokens;
-    if (done > it.length || done % p.checkpoint_every != 0) return;
+  // After the chunk at `at`. The item is looked up again: in registers it would have to stay through every chunk.
+  GD_DEVICE void store_checkpoint(const float (&s)[64], int i, int m, const ChunkAt& at) const {
+    const Item it = item(i);
+    const int64_t done = at.token - it.first.token + int64_t{kChunkTokens};
+    if (!at.is_whole() || done % p.checkpoint_every != 0) return;
     const int64_t entry = p.first_checkpoint[it.sequence] + done / p.checkpoint_every - 1;
-    const int64_t slot = p.checkpoints.indices.data ? p.checkpoints.indices[entry] : entry;
-    if (slot >= 0) store_state(p.checkpoints, slot, it.head, s, row);
+    store_state(p.checkpoints, p.checkpoints.indices.data ? p.checkpoints.indices[entry] : entry, at.head, at.half, s,
+                m);
   }
 };
 
@@ -616,8 +762,9 @@ template <class Elem, int kMath>
 __global__ void __launch_bounds__(kForwardThreads<kMath>, 1) forward_kernel(const __grid_constant__ ForwardParams p) {
   extern __shared__ uint8_t dynamic_smem[];
   using Registers = ForwardRegisters<kMath>;
-  const uint32_t smem = tile_aligned(shared_address(dynamic_smem));
-  const Forward<Elem, kMath> forward(p, smem);
+  uint32_t smem = tile_aligned(shared_address(dynamic_smem));
+  asm volatile("" : "+r"(smem));  // or the compiler would rather find the address again, wherever it is used
+  const Forward<Elem, kMath> forward(p, __shfl_sync(~0u, smem, 0));
   // Blocks of R above the diagonal are never written.
   for (int i = threadIdx.x; i < kOperandSlots * kTileBytes / 16; i += kForwardThreads<kMath>)
     store_shared_words(forward.r_tile(0) + i * 16, make_uint4(0, 0, 0, 0));

@@ -11,16 +11,17 @@ using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, 
                                  const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                                  CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// Boxes of 64 tokens x 64 columns of one head of [B, T, H, 128].
+// Boxes of 64 tokens and half of the columns of one head of [B, T, H, 128].
 inline CUresult encode_rows(EncodeTiled encode, CUtensorMap* map, const Rows& rows, int heads, int64_t tokens,
                             int batch, bool bf16) {
-  const cuuint64_t sizes[4] = {kHeadDim, static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(tokens),
-                               static_cast<cuuint64_t>(batch)};
-  const cuuint64_t strides[3] = {static_cast<cuuint64_t>(rows.head_stride) * 2,
+  const cuuint64_t sizes[5] = {kTileColumns, static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(tokens),
+                               static_cast<cuuint64_t>(batch), kHeadDim / kTileColumns};
+  const cuuint64_t strides[4] = {static_cast<cuuint64_t>(rows.head_stride) * 2,
                                  static_cast<cuuint64_t>(rows.token_stride) * 2,
-                                 static_cast<cuuint64_t>(rows.batch_stride) * 2};
-  const cuuint32_t box[4] = {kTileColumns, 1, kChunkTokens, 1}, steps[4] = {1, 1, 1, 1};
-  return encode(map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, rows.data, sizes,
+                                 static_cast<cuuint64_t>(rows.batch_stride) * 2, kTileRowBytes};
+  const cuuint32_t box[5] = {kTileColumns, 1, kChunkTokens, 1, 1};
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  return encode(map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5, rows.data, sizes,
                 strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }

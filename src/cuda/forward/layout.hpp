@@ -82,7 +82,7 @@ enum ChunkVector {
   kReadKey,     // gamma_i r^k_i: what K S is scaled by
   kReadQuery,   // s gamma_i r^q_i: what Q S is scaled by
   kBeta,        // beta_j
-  kWriteKey,    // delta_j beta_j: what X is scaled by
+  kBetaTail,    // beta_j e^{b_e - b_j}, e the last token of j's block of 16
   kScoreScale,  // s r^q_i: what R's rows are scaled by
   kVectors
 };
@@ -90,8 +90,7 @@ constexpr int kVectorsBytes = kVectors * kVectorBytes;
 constexpr int kPreparedBytes = kInverseBytes + kVectorsBytes;
 
 // Rings of slots in the main kernel's shared memory.
-enum Slots { kLoadSlots = 3, kValueSlots = 3, kInverseSlots = 2, kOperandSlots = 2 };
-constexpr int kChunksAhead = 2;  // that have been asked for when one is worked on
+enum Slots { kLoadSlots = 3, kValueSlots = 3, kScoreSlots = 2, kOperandSlots = 2 };
 
 // A slot of a ring and the parity of the barrier phase a consumer waits for there; a producer waits for the other one.
 template <int kSlots>
@@ -104,7 +103,9 @@ struct Ring {
       parity ^= 1;
     }
   }
-  GD_HOST_DEVICE int previous() const { return slot == 0 ? kSlots - 1 : slot - 1; }
+  // Where the ring was one step ago.
+  GD_HOST_DEVICE Ring before() const { return slot == 0 ? Ring{kSlots - 1, parity ^ 1} : Ring{slot - 1, parity}; }
+  GD_HOST_DEVICE int previous() const { return before().slot; }
 };
 
 }  // namespace gatedelta::cuda

@@ -1,7 +1,7 @@
 // Prepare: everything of a chunk that does not see the state, except what the main kernel makes of it on the fly.
 // One block of four warps per (chunk, key head): K K^T once, then for every value head of the group
 //   T = (I + stril(beta K K^T))^-1      (K normalised; rows of T scaled by r^k, so that T^T K needs no normalised K)
-// and the vectors of params.hpp. A further block sorts the sequences, longest first.
+// and the vectors of layout.hpp. A further block sorts the sequences, longest first.
 //
 // The inverse, in 16 x 16 blocks, warp I owning block row I:
 //   D_I = (I + L_II)^-1                 two 8 x 8 substitutions in fp32, joined by fp16 products
@@ -19,19 +19,21 @@
 namespace gatedelta::cuda {
 
 constexpr int kPrepareThreads = 128;
-constexpr int kPrepareBlocksPerSm = 6;
+constexpr int kPrepareBlocksPerSm = 7;
 constexpr int kMaxSorted = 1024;  // sequences that are put in order; more of them balance themselves
 
 struct PrepareSmem {
-  static constexpr int kKeys = 0;                           // two tiles [64 tokens][64]
-  static constexpr int kInverse = kKeys;                    // in their place once K K^T is done: two triangles
+  static constexpr int kKeys = 0;      // two tiles [64 tokens][64]
+  static constexpr int kProducts = 0;  // in their place once K K^T is done: its block rows up to the diagonal, by lane
+  static constexpr int kInverse = kProducts + 10 * 1024;    // and a triangle
   static constexpr int kPairs = kKeys + 2 * kTileBytes;     // per warp: two 8 x 8 fp32
   static constexpr int kDiagonal = kPairs + 4 * 512;        // D_I, fp16, 8 x 8 parts
   static constexpr int kOffDiagonal = kDiagonal + 3 * 512;  // L_IJ, then M_IJ
-  static constexpr int kProducts = kOffDiagonal + 6 * 512;  // K K^T, block rows up to the diagonal, by lane
-  static constexpr int kNorms = kProducts + 10 * 1024;      // r^k, r^q
-  static constexpr int kBetas = kNorms + 2 * kVectorBytes;  // [group]
-  static constexpr int allocated(int group) { return kBetas + group * kVectorBytes + kTileAlign; }
+  static_assert(kInverse + kInverseBytes <= kPairs);
+  static constexpr int kNorms = kOffDiagonal + 6 * 512;  // r^k, r^q
+  static constexpr int kBarrier = kNorms + 2 * kVectorBytes;
+  static constexpr int kGates = kBarrier + 16;  // [group] of log2 of the decay, then [group] of beta
+  static constexpr int allocated(int group) { return kGates + 2 * group * kVectorBytes + kTileAlign; }
 };
 
 GD_DEVICE float load_number(const void* data, int dtype, int64_t i) {
@@ -39,21 +41,6 @@ GD_DEVICE float load_number(const void* data, int dtype, int64_t i) {
   if (dtype == GD_BF16) return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
   return __half2float(static_cast<const __half*>(data)[i]);
 }
-// Two at once: one branch, both loads in flight. A lane whose number does not count reads nothing and gets 0.
-GD_DEVICE float2 load_numbers(const void* data, int dtype, int64_t i, int64_t j, bool use_i, bool use_j) {
-  float2 v = make_float2(0, 0);
-  if (dtype == GD_F32) {
-    if (use_i) v.x = static_cast<const float*>(data)[i];
-    if (use_j) v.y = static_cast<const float*>(data)[j];
-    return v;
-  }
-  uint16_t a = 0, b = 0;
-  if (use_i) a = static_cast<const uint16_t*>(data)[i];
-  if (use_j) b = static_cast<const uint16_t*>(data)[j];
-  const uint32_t pair = a | static_cast<uint32_t>(b) << 16;
-  return dtype == GD_BF16 ? unpack<__nv_bfloat16>(pair) : unpack<__half>(pair);
-}
-
 // Calls f with the warp's number as a compile-time constant: the inverse is straight-line code for each block row.
 template <class F>
 GD_DEVICE void with_warp(int warp, const F& f) {
@@ -65,13 +52,19 @@ GD_DEVICE void with_warp(int warp, const F& f) {
   }
 }
 
-// K K^T waits in shared memory for the heads of the group: block row I has 2 (I + 1) pieces of four accumulators.
+// K K^T of the normalised keys waits in shared memory for the heads of the group: block row I has 2 (I + 1) pieces of
+// four accumulators.
 GD_DEVICE constexpr uint32_t products_of(int I) { return static_cast<uint32_t>(I * (I + 1) / 2) * 1024; }
 template <int I>
-GD_DEVICE void store_products(uint32_t at, const float (&kk)[32], int lane) {
+GD_DEVICE void store_products(uint32_t at, uint32_t norms, const float (&kk)[32], int lane) {
+  const int row = 16 * I + (lane >> 2);
+  const float r0 = load_shared(norms + row * 4), r1 = load_shared(norms + (row + 8) * 4);
 #pragma unroll
-  for (int i = 0; i < 2 * (I + 1); ++i)
-    store_shared4(at + products_of(I) + i * 512 + lane * 16, kk[4 * i], kk[4 * i + 1], kk[4 * i + 2], kk[4 * i + 3]);
+  for (int i = 0; i < 2 * (I + 1); ++i) {
+    const float2 c = load_shared2(norms + (8 * i + 2 * (lane & 3)) * 4);
+    store_shared4(at + products_of(I) + i * 512 + lane * 16, r0 * c.x * kk[4 * i], r0 * c.y * kk[4 * i + 1],
+                  r1 * c.x * kk[4 * i + 2], r1 * c.y * kk[4 * i + 3]);
+  }
 }
 template <int I>
 GD_DEVICE void load_products(float (&kk)[32], uint32_t at, int lane) {
@@ -98,21 +91,19 @@ GD_DEVICE constexpr uint32_t off_diagonal_slot(int I, int J) {
 template <int I>
 GD_DEVICE void begin_block_row(float (&kk)[32], uint32_t (&diagonal)[4], uint32_t smem, uint32_t betas, int lane) {
   const int g = lane >> 2, t = lane & 3;
-  const uint32_t norms = smem + PrepareSmem::kNorms, pairs = smem + PrepareSmem::kPairs + I * 512;
+  const uint32_t pairs = smem + PrepareSmem::kPairs + I * 512;
   const uint32_t diagonals = smem + PrepareSmem::kDiagonal + lane * 16;
   const uint32_t blocks = smem + PrepareSmem::kOffDiagonal + lane * 16;
 
-  // L = beta_i r_i r_j (K K^T)_ij.
+  // L = beta_i (K K^T)_ij.
   const int row = 16 * I + g;
-  const float f0 = load_shared(betas + row * 4) * load_shared(norms + row * 4);
-  const float f1 = load_shared(betas + (row + 8) * 4) * load_shared(norms + (row + 8) * 4);
+  const float f0 = load_shared(betas + row * 4), f1 = load_shared(betas + (row + 8) * 4);
 #pragma unroll
   for (int n = 0; n < 2 * I + 2; ++n) {
-    const float2 r = load_shared2(norms + (8 * n + 2 * t) * 4);
-    kk[4 * n] *= f0 * r.x;
-    kk[4 * n + 1] *= f0 * r.y;
-    kk[4 * n + 2] *= f1 * r.x;
-    kk[4 * n + 3] *= f1 * r.y;
+    kk[4 * n] *= f0;
+    kk[4 * n + 1] *= f0;
+    kk[4 * n + 2] *= f1;
+    kk[4 * n + 3] *= f1;
   }
   float* const own = kk + 8 * I;
   store_shared2(pairs + g * 32 + t * 8, own[0], own[1]);
@@ -245,35 +236,43 @@ GD_DEVICE float beta_of(const ForwardParams& p, float x) {
   return p.beta_kind == GD_BETA_LOGIT ? y : 2.0f * y;
 }
 
-// g and beta of a lane's two tokens, as given.
-struct Given {
-  float2 g, beta;
-};
-GD_DEVICE Given load_given(const ForwardParams& p, const Span& span, int64_t token, int rows, int head, int lane) {
-  const int64_t t = token + 2 * lane;
-  const bool first = 2 * lane < rows, second = 2 * lane + 1 < rows;
-  return {load_numbers(p.g.data, p.g.dtype, p.g.offset(span.batch, t, head), p.g.offset(span.batch, t + 1, head), first,
-                       second),
-          load_numbers(p.beta.data, p.beta.dtype, p.beta.offset(span.batch, t, head),
-                       p.beta.offset(span.batch, t + 1, head), first, second)};
+// Gates and betas of the chunk to shared memory, four heads beside each other: that is how they lie in memory. Tokens
+// past the end have g = 0 and beta = 0.
+GD_DEVICE void load_gates(const ForwardParams& p, int batch, int token, int rows, int first_head, uint32_t smem) {
+  const int row = static_cast<int>(threadIdx.x) / 4, lane_head = threadIdx.x % 4;
+#pragma unroll 1
+  for (int v = lane_head; v < p.group; v += 4) {
+    const int head = first_head + v;
+    const uint32_t at = smem + PrepareSmem::kGates + v * kVectorBytes + row * 4;
+    float g[2], beta[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      g[i] = beta[i] = 0;
+      if (row + 32 * i >= rows) continue;
+      g[i] = load_number(p.g.data, p.g.dtype, p.g.offset(batch, token + row + 32 * i, head));
+      beta[i] = load_number(p.beta.data, p.beta.dtype, p.beta.offset(batch, token + row + 32 * i, head));
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool here = row + 32 * i < rows;
+      store_shared(at + i * 128, here ? gate_of(p, g[i], head) * kLog2e : 0.0f);
+      store_shared(at + p.group * kVectorBytes + i * 128, here ? beta_of(p, beta[i]) : 0.0f);
+    }
+  }
 }
 
-// The vectors of one value head, by one warp, two tokens a lane; beta also goes to shared memory. Tokens past the end
-// have g = 0 and beta = 0.
-GD_DEVICE void prepare_vectors(const ForwardParams& p, const Given& given, int rows, int head, float* vectors,
-                               uint32_t smem, uint32_t betas, int lane) {
-  const bool first = 2 * lane < rows, second = 2 * lane + 1 < rows;
-  const float g[2] = {first ? gate_of(p, given.g.x, head) * kLog2e : 0.0f,
-                      second ? gate_of(p, given.g.y, head) * kLog2e : 0.0f};
-  const float beta[2] = {first ? beta_of(p, given.beta.x) : 0.0f, second ? beta_of(p, given.beta.y) : 0.0f};
-  float sum = g[0] + g[1];
+// The vectors of one value head, by one warp, two tokens a lane.
+GD_DEVICE void prepare_vectors(const ForwardParams& p, float* vectors, uint32_t smem, uint32_t gates, uint32_t betas,
+                               int lane) {
+  const float2 g = load_shared2(gates + lane * 8), beta = load_shared2(betas + lane * 8);
+  float sum = g.x + g.y;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const float before = __shfl_up_sync(~0u, sum, step);
     if (lane >= step) sum += before;
   }
-  const float last = __shfl_sync(~0u, sum, 31);
-  const float b[2] = {sum - g[1], sum};
+  const float block_end = __shfl_sync(~0u, sum, lane | 7);
+  const float b[2] = {sum - g.y, sum};
   const float2 rk = load_shared2(smem + PrepareSmem::kNorms + lane * 8);
   const float2 rq = load_shared2(smem + PrepareSmem::kNorms + kVectorBytes + lane * 8);
   const float2 gamma = make_float2(exp2_approx(b[0]), exp2_approx(b[1]));
@@ -284,10 +283,9 @@ GD_DEVICE void prepare_vectors(const ForwardParams& p, const Given& given, int r
   put(kLogGamma, b[0], b[1]);
   put(kReadKey, gamma.x * rk.x, gamma.y * rk.y);
   put(kReadQuery, gamma.x * s.x, gamma.y * s.y);
-  put(kBeta, beta[0], beta[1]);
-  put(kWriteKey, beta[0] * exp2_approx(last - b[0]), beta[1] * exp2_approx(last - b[1]));
+  put(kBeta, beta.x, beta.y);
+  put(kBetaTail, beta.x * exp2_approx(block_end - b[0]), beta.y * exp2_approx(block_end - b[1]));
   put(kScoreScale, s.x, s.y);
-  store_shared2(betas + lane * 8, beta[0], beta[1]);
 }
 
 // ---- the kernel ----------------------------------------------------------------------------------------------------
@@ -319,7 +317,8 @@ GD_DEVICE void sort_sequences(const ForwardParams& p) {
 
 // The sequence a slot belongs to: the last one that begins at or before it. The warp tries 32 places at a time.
 GD_DEVICE int sequence_of_slot(const Sequences& s, int64_t slot, int lane) {
-  if (!s.offsets.data) return static_cast<int>(slot / Sequences::chunks(s.tokens));
+  if (!s.offsets.data)
+    return static_cast<int>(static_cast<uint32_t>(slot) / static_cast<uint32_t>(Sequences::chunks(s.tokens)));
   int low = 0, count = s.count + 1;  // s.count = past the last offset
   while (count > 1) {
     const int step = (count + 31) / 32, tried = low + lane * step;
@@ -346,6 +345,36 @@ GD_DEVICE float sum_of_squares(uint4 v) {
   return a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y + c.x * c.x + c.y * c.y + d.x * d.x + d.y * d.y;
 }
 
+GD_DEVICE void load_ragged_keys(const ForwardParams& p, int batch, int token, int rows, int key_head, uint32_t smem) {
+  constexpr int kPieces = kHeadDim * 2 / 16;
+  const auto* k = static_cast<const uint16_t*>(p.k.data) + p.k.offset(batch, token, key_head);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kChunkTokens * kPieces; i += kPrepareThreads) {
+    const int row = i / kPieces, piece = i % kPieces;
+    const bool valid = row < rows;
+    copy_async16(smem + PrepareSmem::kKeys + piece / 8 * kTileBytes + tile_offset(row, piece % 8 * 8),
+                 k + (valid ? row * p.k.token_stride : 0) + piece * 8, valid);
+  }
+}
+
+// r^k and r^q: two threads a row, one tile each.
+template <class Elem>
+GD_DEVICE void find_norms(const ForwardParams& p, int batch, int token, int rows, int key_head, uint32_t smem) {
+  const int row = static_cast<int>(threadIdx.x) / 2, half = threadIdx.x % 2;
+  float sum_k = 0, sum_q = 0;
+  const uint32_t at = smem + PrepareSmem::kKeys + half * kTileBytes + row * kTileRowBytes;
+  const auto* q = static_cast<const uint16_t*>(p.q.data) + p.q.offset(batch, token + row, key_head);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    sum_k += sum_of_squares<Elem>(load_shared_words(at + (i ^ (row % 8)) * 16));
+    if (row < rows) sum_q += sum_of_squares<Elem>(reinterpret_cast<const uint4*>(q)[half * 8 + i]);
+  }
+  sum_k += __shfl_xor_sync(~0u, sum_k, 1);
+  sum_q += __shfl_xor_sync(~0u, sum_q, 1);
+  if (half == 0) store_shared(smem + PrepareSmem::kNorms + row * 4, rsqrtf(sum_k + 1e-6f));
+  if (half == 1) store_shared(smem + PrepareSmem::kNorms + kVectorBytes + row * 4, rsqrtf(sum_q + 1e-6f));
+}
+
 template <class Elem>
 __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
     prepare_kernel(const __grid_constant__ ForwardParams p) {
@@ -355,66 +384,46 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
   allow_next_kernel();
   if (blockIdx.x == 0) return sort_sequences(p);
 
-  const int slot = static_cast<int>((blockIdx.x - 1) / p.key_heads);
-  const int key_head = (blockIdx.x - 1) % p.key_heads;
+  const int slot = static_cast<int>((blockIdx.x - 1) / static_cast<uint32_t>(p.key_heads));
+  const int key_head = static_cast<int>(blockIdx.x - 1) - slot * p.key_heads;
   const int n = sequence_of_slot(p.sequences, slot, lane);
   const bool past_the_end = n == p.sequences.count;
   const int64_t used = past_the_end ? p.sequences.offsets[n] : 0;
   const Span span = past_the_end ? Span{0, used, p.sequences.tokens - used} : p.sequences[n];
-  const int64_t chunk = slot - p.sequences.first_slot(n), left = span.length - chunk * kChunkTokens;
+  const int chunk = slot - static_cast<int>(p.sequences.first_slot(n));
+  const int left = static_cast<int>(span.length) - chunk * kChunkTokens;
   if (left <= 0) return;
-  const int rows = left < kChunkTokens ? static_cast<int>(left) : kChunkTokens;
-  const int64_t token = span.begin + chunk * kChunkTokens;
+  const int rows = left < kChunkTokens ? left : kChunkTokens;
+  const int token = static_cast<int>(span.begin) + chunk * kChunkTokens;
   if (p.is_nobody(n)) {
     if (p.o.data) zero_rows(p, span.batch, token, rows, key_head);
     return;
   }
 
-  // K to its tiles, and this warp's first head's gates to registers meanwhile.
-  constexpr int kPieces = kHeadDim * 2 / 16;
-  const auto* k = static_cast<const uint16_t*>(p.k.data) + p.k.offset(span.batch, token, key_head);
-#pragma unroll
-  for (int i = 0; i < kChunkTokens * kPieces / kPrepareThreads; ++i) {
-    const int row = (i * kPrepareThreads + tid) / kPieces, piece = tid % kPieces;
-    const bool valid = row < rows;
-    copy_async16(smem + PrepareSmem::kKeys + piece / 8 * kTileBytes + tile_offset(row, piece % 8 * 8),
-                 k + (valid ? row * p.k.token_stride : 0) + piece * 8, valid);
+  // K to its tiles, gates meanwhile.
+  const uint32_t barrier = smem + PrepareSmem::kBarrier, norms = smem + PrepareSmem::kNorms;
+  const bool whole = rows == kChunkTokens;
+  if (!whole) {
+    load_ragged_keys(p, span.batch, token, rows, key_head, smem);
+  } else if (tid == 0) {
+    barrier_init(barrier, 1);
+    barrier_init_fence();
+    barrier_arrive_expect(barrier, 2 * kTileBytes);
+    for (int half = 0; half < 2; ++half)
+      load_box(smem + PrepareSmem::kKeys + half * kTileBytes, &p.k_map, barrier, key_head, token, span.batch, half);
   }
   const int first_head = key_head * p.group;
-  Given given{};
-  if (warp < p.group) given = load_given(p, span, token, rows, first_head + warp, lane);
-  copy_async_wait();
+  load_gates(p, span.batch, token, rows, first_head, smem);
+  if (!p.l2norm) store_shared(norms + tid * 4, 1.0f);
+  if (!whole) copy_async_wait();
   fence_async_reads();
   __syncthreads();
-
-  {  // Norms: two threads a row, one tile each.
-    const int row = tid / 2, half = tid % 2;
-    float rk = 1.0f, rq = 1.0f;
-    if (p.l2norm) {
-      float sum_k = 0, sum_q = 0;
-      const uint32_t at = smem + PrepareSmem::kKeys + half * kTileBytes + row * kTileRowBytes;
-      const auto* q = static_cast<const uint16_t*>(p.q.data) + p.q.offset(span.batch, token + row, key_head);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        sum_k += sum_of_squares<Elem>(load_shared_words(at + (i ^ (row % 8)) * 16));
-        if (row < rows) sum_q += sum_of_squares<Elem>(reinterpret_cast<const uint4*>(q)[half * 8 + i]);
-      }
-      sum_k += __shfl_xor_sync(~0u, sum_k, 1);
-      sum_q += __shfl_xor_sync(~0u, sum_q, 1);
-      rk = rsqrtf(sum_k + 1e-6f);
-      rq = rsqrtf(sum_q + 1e-6f);
-    }
-    if (half == 0) store_shared(smem + PrepareSmem::kNorms + row * 4, rk);
-    if (half == 1) store_shared(smem + PrepareSmem::kNorms + kVectorBytes + row * 4, rq);
+  if (whole) barrier_wait(barrier, 0);
+  if (p.l2norm) {
+    find_norms<Elem>(p, span.batch, token, rows, key_head, smem);
+    __syncthreads();
   }
 
-  __syncthreads();
-  for (int v = warp; v < p.group; v += 4) {
-    if (v != warp) given = load_given(p, span, token, rows, first_head + v, lane);
-    prepare_vectors(p, given, rows, first_head + v,
-                    reinterpret_cast<float*>(p.prepared_chunk(slot, first_head + v) + kInverseBytes), smem,
-                    smem + PrepareSmem::kBetas + v * kVectorBytes, lane);
-  }
   float kk[32];
   mma_fence();
 #pragma unroll
@@ -423,25 +432,30 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
     Wgmma<Elem, 64>::template ss<false, false>(kk, at, at, step > 0);
   }
   mma_commit();
+  const uint32_t gates = smem + PrepareSmem::kGates, betas = gates + p.group * kVectorBytes;
+#pragma unroll 1
+  for (int v = warp; v < p.group; v += 4)
+    prepare_vectors(p, reinterpret_cast<float*>(p.prepared_chunk(slot, first_head + v) + kInverseBytes), smem,
+                    gates + v * kVectorBytes, betas + v * kVectorBytes, lane);
   mma_wait<0>();
-  with_warp(warp, [&](auto w) { store_products<decltype(w)::value>(smem + PrepareSmem::kProducts, kk, lane); });
   __syncthreads();  // K is not read any more
+  with_warp(warp, [&](auto w) { store_products<decltype(w)::value>(smem + PrepareSmem::kProducts, norms, kk, lane); });
 
+  const uint32_t triangle = smem + PrepareSmem::kInverse;
 #pragma unroll 1
   for (int v = 0; v < p.group; ++v) {
     uint32_t diagonal[4];
-    const uint32_t triangle = smem + PrepareSmem::kInverse + v % 2 * kInverseBytes;
-    if (tid == 0) store_wait_read<1>();  // the others learn of it at the next barrier
+    if (tid == 0) store_wait_read<0>();  // the last head's triangle; the others learn of it at the next barrier
     with_warp(warp, [&](auto w) {
       constexpr int I = decltype(w)::value;
       load_products<I>(kk, smem + PrepareSmem::kProducts, lane);
-      begin_block_row<I>(kk, diagonal, smem, smem + PrepareSmem::kBetas + v * kVectorBytes, lane);
+      begin_block_row<I>(kk, diagonal, smem, betas + v * kVectorBytes, lane);
     });
     __syncthreads();
     with_warp(warp, [&](auto w) {
       constexpr int I = decltype(w)::value;
       finish_block_row<I>(kk, smem, lane);
-      store_inverse<I, Elem>(kk, diagonal, triangle, smem + PrepareSmem::kNorms, lane);
+      store_inverse<I, Elem>(kk, diagonal, triangle, norms, lane);
     });
     fence_async_reads();
     __syncthreads();

@@ -43,7 +43,7 @@ struct Role {
 };
 
 struct Model {
-  SlotSet loads, values, inverses, x, r;
+  SlotSet loads, values, scores, x, r;
   std::vector<Barrier> operands_full, operands_empty;
   struct Copy {
     SlotSet* slots;
@@ -54,16 +54,16 @@ struct Model {
 
   Model(const std::vector<int>& items, int math)
       : loads(kLoadSlots, 1, 2 + math),
-        values(kLoadSlots, 1, math),
-        inverses(kInverseSlots, 1, 2),
+        values(kValueSlots, 1, math),
+        scores(kScoreSlots, 1, 1),
         x(kOperandSlots, 1, 1),
         r(kOperandSlots, 1, 1),
         operands_full(kOperandSlots, Barrier(2)),
         operands_empty(kOperandSlots, Barrier(math)) {
     int chunks = 0;
     for (const int n : items) chunks += n;
-    roles.push_back(keys(chunks));
-    roles.push_back(scores(chunks));
+    roles.push_back(keys_role(chunks));
+    roles.push_back(scores_role(chunks));
     for (int m = 0; m < math; ++m) roles.push_back(math_role(items));
   }
 
@@ -81,67 +81,66 @@ struct Model {
     act(role, [&slots, slot, chunk] { EXPECT_EQ(slots.holds[slot], chunk); });
   }
 
-  Role keys(int chunks) {
-    Role role;
-    Ring<kLoadSlots> load, asked;
-    Ring<kInverseSlots> inverse, asked_inverse;
-    Ring<kOperandSlots> operand;
-    int next = 0;
-    const auto ask = [&] {
-      if (next == chunks) return;
-      const auto copy = [&](SlotSet& slots, const auto& ring) {
-        wait(role, slots.empty[ring.slot], ring.parity ^ 1);
-        act(role, [this, &slots, slot = ring.slot, chunk = next] { copies.push_back({&slots, slot, chunk}); });
-      };
-      copy(inverses, asked_inverse);
-      copy(loads, asked);
-      copy(values, asked);
-      ++next;
-      asked.next();
-      asked_inverse.next();
-    };
-    for (int i = 0; i < kChunksAhead; ++i) ask();
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      wait(role, loads.full[load.slot], load.parity);
-      wait(role, inverses.full[inverse.slot], inverse.parity);
-      build(role, x, load, inverse, operand, chunk);
-      load.next();
-      inverse.next();
-      operand.next();
-      ask();
-    }
-    return role;
-  }
-
-  Role scores(int chunks) {
+  Role keys_role(int chunks) {
     Role role;
     Ring<kLoadSlots> load;
-    Ring<kInverseSlots> inverse;
+    Ring<kScoreSlots> score;
     Ring<kOperandSlots> operand;
     for (int chunk = 0; chunk < chunks; ++chunk) {
       wait(role, loads.full[load.slot], load.parity);
       expect(role, loads, load.slot, chunk);
-      wait(role, inverses.full[inverse.slot], inverse.parity);
-      build(role, r, load, inverse, operand, chunk);
+      wait(role, scores.empty[score.slot], score.parity ^ 1);
+      act(role, [this, slot = score.slot] { scores.holds[slot] = kNothing; });  // half written
+      act(role, [this, slot = score.slot, chunk] {
+        scores.holds[slot] = chunk;
+        scores.full[slot].arrive();
+      });
+      build(role, x, load, operand, chunk);
       load.next();
-      inverse.next();
+      score.next();
       operand.next();
     }
     return role;
   }
 
-  void build(Role& role, SlotSet& result, const Ring<kLoadSlots>& load, const Ring<kInverseSlots>& inverse,
-             const Ring<kOperandSlots>& operand, int chunk) {
+  // Its first warp asks for the loads: K and Q one chunk ahead of V.
+  Role scores_role(int chunks) {
+    Role role;
+    Ring<kLoadSlots> load, asked;
+    Ring<kValueSlots> asked_values;
+    Ring<kScoreSlots> score;
+    Ring<kOperandSlots> operand;
+    const auto ask = [&](SlotSet& slots, auto& ring, int chunk) {
+      if (chunk >= chunks) return;
+      wait(role, slots.empty[ring.slot], ring.parity ^ 1);
+      act(role, [this, &slots, slot = ring.slot, chunk] { copies.push_back({&slots, slot, chunk}); });
+      ring.next();
+    };
+    ask(loads, asked, 0);
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      ask(loads, asked, chunk + 1);
+      ask(values, asked_values, chunk);
+      wait(role, scores.full[score.slot], score.parity);
+      expect(role, scores, score.slot, chunk);
+      wait(role, loads.full[load.slot], load.parity);
+      expect(role, loads, load.slot, chunk);
+      act(role, [this, slot = score.slot] { scores.empty[slot].arrive(); });
+      build(role, r, load, operand, chunk);
+      load.next();
+      score.next();
+      operand.next();
+    }
+    return role;
+  }
+
+  void build(Role& role, SlotSet& result, const Ring<kLoadSlots>& load, const Ring<kOperandSlots>& operand, int chunk) {
     expect(role, loads, load.slot, chunk);
-    expect(role, inverses, inverse.slot, chunk);
     wait(role, operands_empty[operand.slot], operand.parity ^ 1);
     act(role, [&result, slot = operand.slot] { result.holds[slot] = kNothing; });  // half written
     expect(role, loads, load.slot, chunk);
-    expect(role, inverses, inverse.slot, chunk);
-    act(role, [this, &result, load = load.slot, inverse = inverse.slot, operand = operand.slot, chunk] {
+    act(role, [this, &result, load = load.slot, operand = operand.slot, chunk] {
       result.holds[operand] = chunk;
       operands_full[operand].arrive();
-      inverses.empty[inverse].arrive();
       loads.empty[load].arrive();
     });
   }
@@ -150,33 +149,39 @@ struct Model {
     Role role;
     Ring<kLoadSlots> load;
     Ring<kOperandSlots> operand;
-    int chunk = 0;
+    int chunk = 0, leaving = kNothing;
+    const auto release = [&](int of) {
+      if (leaving == kNothing) return;
+      expect(role, values, leaving, of);
+      act(role, [this, slot = leaving] { values.empty[slot].arrive(); });
+      leaving = kNothing;
+    };
     for (const int count : items) {
       for (int c = 0; c < count; ++c, ++chunk) {
         wait(role, loads.full[load.slot], load.parity);
         expect(role, loads, load.slot, chunk);
-        if (c > 0) expect(role, values, load.previous(), chunk - 1);  // o leaves through the slot its v came in
+        release(c == 0 ? chunk - 1 : chunk - 2);
         wait(role, values.full[load.slot], load.parity);
         expect(role, values, load.slot, chunk);
-        if (chunk > 0) {
-          expect(role, values, load.previous(), chunk - 1);
-          act(role, [this, slot = load.previous()] { values.empty[slot].arrive(); });
-        }
-        expect(role, loads, load.slot, chunk);
         wait(role, operands_full[operand.slot], operand.parity);
-        for (int i = 0; i < 2; ++i) {
-          expect(role, x, operand.slot, chunk);
-          expect(role, r, operand.slot, chunk);
-          expect(role, loads, load.slot, chunk);
+        expect(role, x, operand.slot, chunk);
+        expect(role, loads, load.slot, chunk);
+        act(role, [this, slot = load.slot] { loads.empty[slot].arrive(); });
+        if (c > 0) {  // o leaves through the slot its v came in
+          expect(role, values, load.previous(), chunk - 1);
+          leaving = load.previous();
         }
-        act(role, [this, load = load.slot, operand = operand.slot] {
-          operands_empty[operand].arrive();
-          loads.empty[load].arrive();
-        });
+        expect(role, x, operand.slot, chunk);
+        expect(role, r, operand.slot, chunk);
+        act(role, [this, slot = operand.slot] { operands_empty[slot].arrive(); });
+        expect(role, values, load.slot, chunk);
         load.next();
         operand.next();
       }
-      if (count > 0) expect(role, values, load.previous(), chunk - 1);
+      if (count == 0) continue;
+      release(chunk - 2);
+      expect(role, values, load.previous(), chunk - 1);
+      leaving = load.previous();
     }
     return role;
   }

@@ -34,7 +34,7 @@ void expect_ok(const Judgement& judgement, const Case& c) {
 void check(const Specs& specs) {
   for (const std::string& spec : cross(specs, kTypes)) {
     Judge judge(parse_case(spec));
-    expect_ok(judge.forward(Compute::bf16, on_device), judge.problem().spec);
+    expect_ok(judge.forward(Compute::tensor_cores, on_device), judge.problem().spec);
   }
 }
 
@@ -183,7 +183,7 @@ TEST_F(Forward, GraphReplaysWithNewContents) {
         GD_CUDA_OK(cudaGraphLaunch(replay, stream));
         return device.download(host);
       };
-      expect_ok(judge->forward(Compute::bf16, run), judge->problem().spec);
+      expect_ok(judge->forward(Compute::tensor_cores, run), judge->problem().spec);
     }
     GD_CUDA_OK(cudaGraphExecDestroy(replay));
     GD_CUDA_OK(cudaGraphDestroy(graph));
@@ -198,7 +198,7 @@ TEST_F(Forward, RunsOnAStream) {
     if (std::string error = device.run(stream); !error.empty()) return error;
     return device.download(host);
   };
-  expect_ok(judge.forward(Compute::bf16, run), judge.problem().spec);
+  expect_ok(judge.forward(Compute::tensor_cores, run), judge.problem().spec);
 }
 
 TEST_F(Forward, LeavesTheCurrentDeviceAlone) {
@@ -242,7 +242,7 @@ TEST_F(Forward, RefusesAndGoesOn) {
     if (std::string error = device.run(); !error.empty()) return error;
     return device.download(host);
   };
-  expect_ok(judge.forward(Compute::bf16, run), judge.problem().spec);
+  expect_ok(judge.forward(Compute::tensor_cores, run), judge.problem().spec);
 }
 
 // q and k of one head for all: strides of 0, as expand() makes them.
@@ -259,7 +259,7 @@ TEST_F(Forward, BroadcastHeads) {
     taken = error.find("tensor maps") == std::string::npos;
     return error.empty() ? device.download(host) : error;
   };
-  const Judgement judgement = judge.forward(Compute::bf16, run);
+  const Judgement judgement = judge.forward(Compute::tensor_cores, run);
   if (!taken) GTEST_SKIP() << "the driver's tensor maps take no strides of 0, and the call was refused";
   expect_ok(judgement, judge.problem().spec);
 }
