@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <optional>
 
+#include "cli/device.hpp"
 #include "cli/json.hpp"
 #include "cli/options.hpp"
 #include "cli/shapes.hpp"
@@ -13,6 +14,7 @@ namespace gatedelta::cli {
 const std::vector<Flag> kBenchFlags = {
     {"--shapes", "FILE", "csv file of cases: columns name, op and the keys below (bench/shapes/*.csv)"},
     {"--op", "LIST", "of fwd, bwd (from what the forward saved), train (both), rec"},
+    {"--device", "NAME", "cpu, cuda or cuda:N (cpu); on CUDA there is fwd alone so far"},
     {"--isa", "LIST", "instruction sets: all, auto or names (auto)"},
     {"--threads", "N", "threads (all CPUs)"},
     {"--scaling", nullptr, "each case with 1, 2, 4, ... up to --threads threads"},
@@ -22,12 +24,16 @@ const std::vector<Flag> kBenchFlags = {
 
 namespace {
 
-std::vector<Shape> default_shapes() {
-  return {{"4096 tokens, 8 heads", testing::parse_case("T=4096 Hk=8 Hv=8 K=128 V=128 dtype=bf16"), {}},
-          {"2048 tokens, 32 heads", testing::parse_case("T=2048 Hk=32 Hv=32 K=128 V=128 dtype=bf16"), {}},
-          {"decode, batch 32",
-           testing::parse_case("B=32 T=1 Hk=16 Hv=32 K=128 V=128 dtype=bf16 inplace"),
-           {Op::recurrent}}};
+std::vector<Shape> default_shapes(const Device& device) {
+  std::vector<Shape> shapes = {
+      {"4096 tokens, 8 heads", testing::parse_case("T=4096 Hk=8 Hv=8 K=128 V=128 dtype=bf16"), {}},
+      {"2048 tokens, 32 heads", testing::parse_case("T=2048 Hk=32 Hv=32 K=128 V=128 dtype=bf16"), {}}};
+  if (!device.cuda) {
+    shapes.push_back({"decode, batch 32",
+                      testing::parse_case("B=32 T=1 Hk=16 Hv=32 K=128 V=128 dtype=bf16 inplace"),
+                      {Op::recurrent}});
+  }
+  return shapes;
 }
 
 std::string label_of(const Shape& shape) { return shape.name.empty() ? testing::describe(shape.spec) : shape.name; }
@@ -43,14 +49,17 @@ std::vector<int> thread_counts(int most, bool scaling) {
 
 int bench_command(const std::vector<std::string>& arguments) {
   const Options options(arguments, kBenchFlags, true);
-  const auto shapes = chosen_shapes(options, default_shapes());
+  const Device device = chosen_device(options, {"--isa", "--threads", "--scaling"});
+  const auto shapes = chosen_shapes(options, default_shapes(device));
   const auto isas = parse_isas(options.get("--isa").value_or("auto"));
   if (const auto list = options.get("--op")) parse_ops(*list);  // refused before anything runs
-  const int threads = static_cast<int>(options.integer("--threads", get_info().cpu_count, 1, 4096));
+  const int cpus = device.cuda ? 1 : get_info().cpu_count;
+  const int threads = static_cast<int>(options.integer("--threads", cpus, 1, 4096));
   const double seconds = options.number("--seconds", 1, 0, 3600);
   const auto counts = thread_counts(threads, options.has("--scaling"));
 
-  const auto ops_of = [&](const Shape& shape) { return chosen_ops(options, shape, {Op::forward, Op::backward}); };
+  const std::vector<Op> usual = device.cuda ? std::vector{Op::forward} : std::vector{Op::forward, Op::backward};
+  const auto ops_of = [&](const Shape& shape) { return chosen_ops(options, shape, usual); };
   std::FILE* const out = Json::talk_to(options.get("--json"));
   int width = 4;
   for (const Shape& shape : shapes) width = std::max(width, int(std::min<size_t>(label_of(shape).size(), 60)));
@@ -59,8 +68,8 @@ int bench_command(const std::vector<std::string>& arguments) {
 
   Json results = Json::array();
   bool failed = false;
-  std::fprintf(out, "%-*s %-5s %-12s %7s %12s %12s %13s %10s %9s\n", width, "case", "op", "isa", "threads", "median",
-               "best", "tokens/s", "GFLOP/s", "state GB/s");
+  std::fprintf(out, "%-*s %-5s %-12s %7s %12s %12s %13s %10s %9s\n", width, "case", "op",
+               device.cuda ? "device" : "isa", "threads", "median", "best", "tokens/s", "GFLOP/s", "state GB/s");
   Progress progress(total);
   for (const Shape& shape : shapes) {
     const testing::Case& c = shape.spec;
@@ -80,25 +89,29 @@ int bench_command(const std::vector<std::string>& arguments) {
           progress.step(name + " " + name_of(op));
           Timing timing;
           try {
-            timing = Stopwatch(*problem, op, {.isa = isa, .pool = pool.get(), .threads = count}).measure(seconds);
+            const testing::Exec exec{.isa = isa, .pool = pool.get(), .threads = count};
+            timing =
+                device.cuda ? time_on(device, op, *problem, seconds) : Stopwatch(*problem, op, exec).measure(seconds);
           } catch (const std::runtime_error& e) {
             std::fprintf(out, "%-*s %-5s %s\n", width, name.c_str(), name_of(op), e.what());
             failed = true;
             continue;
           }
-          std::fprintf(out, "%-*s %-5s %-12s %7d %12s %12s %13.0f %10.1f", width, name.c_str(), name_of(op),
-                       gd_isa_name(isa), count, format_seconds(timing.median).c_str(),
+          const std::string where = device.cuda ? device.name() : gd_isa_name(isa);
+          const std::string used = device.cuda ? "-" : std::to_string(count);
+          std::fprintf(out, "%-*s %-5s %-12s %7s %12s %12s %13.0f %10.1f", width, name.c_str(), name_of(op),
+                       where.c_str(), used.c_str(), format_seconds(timing.median).c_str(),
                        format_seconds(timing.best).c_str(), tokens / timing.best, flops_of(op, c) / timing.best * 1e-9);
           if (op == Op::recurrent) std::fprintf(out, " %9.1f", state_bytes_of(c) / timing.best * 1e-9);
           std::fprintf(out, "\n");
           std::fflush(out);
-          results.add(to_json(timing, op, c, isa, count).set("name", name).set("case", text));
+          results.add(to_json(timing, op, c, device, isa, count).set("name", name).set("case", text));
         }
       }
     }
   }
   if (const auto path = options.get("--json")) {
-    Json::object().set("command", "bench").set("machine", machine_json()).set("results", results).write(*path);
+    Json::object().set("command", "bench").set("machine", machine_json(device)).set("results", results).write(*path);
   }
   return failed ? 1 : 0;
 }

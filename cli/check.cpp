@@ -1,6 +1,7 @@
 // Any case against the fp64 recurrence.
 #include <cstdio>
 
+#include "cli/device.hpp"
 #include "cli/json.hpp"
 #include "cli/options.hpp"
 #include "cli/shapes.hpp"
@@ -12,8 +13,9 @@ namespace gatedelta::cli {
 const std::vector<Flag> kCheckFlags = {
     {"--shapes", "FILE", "csv file of cases: columns name, op and the keys below"},
     {"--op", "LIST", "of fwd, bwd, rec (all three)"},
+    {"--device", "NAME", "cpu, cuda or cuda:N (cpu); on CUDA there is fwd alone so far"},
     {"--isa", "LIST", "instruction sets: all, auto or names (all that run here)"},
-    {"--threads", "N", "threads (all CPUs)"},
+    {"--threads", "N", "threads, also of the fp64 recurrence (all CPUs)"},
     {"--verify", "N", "only the first N key heads, for large cases"},
     {"--verbose", nullptr, "show every quantity, not just the worst of each call"},
     {"--json", "FILE", "write the results as JSON"},
@@ -21,30 +23,53 @@ const std::vector<Flag> kCheckFlags = {
 
 namespace {
 
-std::vector<Shape> default_shapes() {
+constexpr const char* kCpuCases[] = {
+    "T=512 Hk=2 Hv=4 K=128 V=128 dtype=bf16",
+    "T=512 Hk=2 Hv=4 K=128 V=128 dtype=fp32",
+    "lengths=1+63+64+65+0+200 pad=7 Hk=1 Hv=3 K=64 V=96 dtype=fp16 l2norm gate=raw beta=logit pool strided",
+    "T=200 Hk=2 Hv=4 K=32 V=48 dtype=bf16 gate=spiky keys=correlated",
+    "T=200 Hk=2 Hv=4 K=48 V=32 dtype=fp32 gate=inf beta=two",
+    "B=8 T=4 Hk=2 Hv=8 K=128 V=128 dtype=bf16 state=bf16 layout=vk pool inplace accept steps=pool",
+};
+constexpr const char* kCudaCases[] = {
+    "T=512 Hk=2 Hv=4 K=128 V=128 dtype=bf16",
+    "T=512 Hk=2 Hv=4 K=128 V=128 dtype=fp16",
+    "lengths=1+63+64+65+0+200 pad=7 Hk=1 Hv=3 K=128 V=128 dtype=fp16 l2norm gate=raw beta=logit pool strided",
+    "T=200 Hk=2 Hv=4 K=128 V=128 dtype=bf16 gate=spiky keys=correlated",
+    "T=200 Hk=2 Hv=4 K=128 V=128 dtype=bf16 gate=inf beta=two every=64",
+    "B=8 T=70 Hk=2 Hv=8 K=128 V=128 dtype=bf16 state=bf16 layout=vk pool inplace",
+};
+
+std::vector<Shape> default_shapes(const Device& device) {
   std::vector<Shape> shapes;
-  for (const char* spec : {
-           "T=512 Hk=2 Hv=4 K=128 V=128 dtype=bf16",
-           "T=512 Hk=2 Hv=4 K=128 V=128 dtype=fp32",
-           "lengths=1+63+64+65+0+200 pad=7 Hk=1 Hv=3 K=64 V=96 dtype=fp16 l2norm gate=raw beta=logit pool strided",
-           "T=200 Hk=2 Hv=4 K=32 V=48 dtype=bf16 gate=spiky keys=correlated",
-           "T=200 Hk=2 Hv=4 K=48 V=32 dtype=fp32 gate=inf beta=two",
-           "B=8 T=4 Hk=2 Hv=8 K=128 V=128 dtype=bf16 state=bf16 layout=vk pool inplace accept steps=pool",
-       }) {
-    shapes.push_back({"", testing::parse_case(spec), {}});
-  }
+  for (const char* spec : device.cuda ? kCudaCases : kCpuCases) shapes.push_back({"", testing::parse_case(spec), {}});
   return shapes;
+}
+
+std::vector<std::pair<std::string, testing::Judgement>> judge_on_cpu(Op op, testing::Judge& judge,
+                                                                     const testing::Exec& exec) {
+  std::vector<std::pair<std::string, testing::Judgement>> judgements;
+  if (op == Op::forward || op == Op::train) judgements.emplace_back("fwd", judge.forward(exec));
+  if (op == Op::backward || op == Op::train) {
+    judgements.emplace_back("bwd", judge.backward(exec, false));
+    judgements.emplace_back("bwd saved", judge.backward(exec, true));
+  }
+  if (op == Op::recurrent) judgements.emplace_back("rec", judge.recurrent(exec));
+  return judgements;
 }
 
 }  // namespace
 
 int check_command(const std::vector<std::string>& arguments) {
   const Options options(arguments, kCheckFlags, true);
-  const auto shapes = chosen_shapes(options, default_shapes());
-  const auto isas = parse_isas(options.get("--isa").value_or("all"));
+  const Device device = chosen_device(options, {"--isa"});
+  const auto shapes = chosen_shapes(options, default_shapes(device));
+  const auto isas = parse_isas(options.get("--isa").value_or(device.cuda ? "auto" : "all"));
   if (const auto list = options.get("--op")) parse_ops(*list);  // refused before anything runs
   const int threads = static_cast<int>(options.integer("--threads", get_info().cpu_count, 1, 4096));
   const int64_t verified = options.integer("--verify", 0, 1, 1 << 20);
+  const std::vector<Op> usual =
+      device.cuda ? std::vector{Op::forward} : std::vector{Op::forward, Op::backward, Op::recurrent};
   const Pool pool(threads);
   std::FILE* const out = Json::talk_to(options.get("--json"));
 
@@ -61,22 +86,22 @@ int check_command(const std::vector<std::string>& arguments) {
     } catch (const std::invalid_argument& e) {
       throw UsageError((shape.name.empty() ? "" : shape.name + ": ") + e.what());
     }
-    for (const Op op : chosen_ops(options, shape, {Op::forward, Op::backward, Op::recurrent})) {
+    for (const Op op : chosen_ops(options, shape, usual)) {
       for (const gd_isa choice : isas) {
         const gd_isa isa = resolve(choice);
+        const std::string where = device.cuda ? device.name() : gd_isa_name(isa);
         const testing::Exec exec{.isa = isa, .pool = pool.get(), .threads = threads};
         std::vector<std::pair<std::string, testing::Judgement>> judgements;
-        if (op == Op::forward || op == Op::train) judgements.emplace_back("fwd", judge->forward(exec));
-        if (op == Op::backward || op == Op::train) {
-          judgements.emplace_back("bwd", judge->backward(exec, false));
-          judgements.emplace_back("bwd saved", judge->backward(exec, true));
+        if (device.cuda) {
+          judgements.emplace_back(name_of(op), judge_on(device, op, *judge));
+        } else {
+          judgements = judge_on_cpu(op, *judge, exec);
         }
-        if (op == Op::recurrent) judgements.emplace_back("rec", judge->recurrent(exec));
         for (const auto& [label, judgement] : judgements) {
           ++calls;
           failures += !judgement.ok();
           const testing::Verdict* worst = judgement.worst();
-          std::fprintf(out, "  %-6s %-10s %-12s", judgement.ok() ? "ok" : "FAILED", label.c_str(), gd_isa_name(isa));
+          std::fprintf(out, "  %-6s %-10s %-12s", judgement.ok() ? "ok" : "FAILED", label.c_str(), where.c_str());
           if (worst) {
             std::fprintf(out, " worst %-15s error %.2e, %3.0f %% of its bound", worst->quantity.c_str(),
                          worst->comparison.error, 100 * worst->comparison.margin);
@@ -86,14 +111,14 @@ int check_command(const std::vector<std::string>& arguments) {
             if (options.has("--verbose") || !v.comparison.ok) {
               std::fprintf(out, "         %-16s %s\n", v.quantity.c_str(), v.comparison.text().c_str());
             }
-            results.add(Json::object()
-                            .set("case", text)
-                            .set("op", label)
-                            .set("isa", gd_isa_name(isa))
-                            .set("quantity", v.quantity)
-                            .set("error", v.comparison.error)
-                            .set("margin", v.comparison.margin)
-                            .set("ok", v.comparison.ok));
+            Json result = Json::object();
+            result.set("case", text).set("op", label).set("device", device.name());
+            if (!device.cuda) result.set("isa", gd_isa_name(isa));
+            result.set("quantity", v.quantity)
+                .set("error", v.comparison.error)
+                .set("margin", v.comparison.margin)
+                .set("ok", v.comparison.ok);
+            results.add(result);
           }
           for (const std::string& problem : judgement.problems) std::fprintf(out, "         %s\n", problem.c_str());
           std::fflush(out);
@@ -105,7 +130,7 @@ int check_command(const std::vector<std::string>& arguments) {
   if (const auto path = options.get("--json")) {
     Json::object()
         .set("command", "check")
-        .set("machine", machine_json())
+        .set("machine", machine_json(device))
         .set("calls", int64_t(calls))
         .set("failures", int64_t(failures))
         .set("results", results)

@@ -1,5 +1,6 @@
 #include <cstdio>
 
+#include "cli/device.hpp"
 #include "cli/json.hpp"
 #include "cli/options.hpp"
 #include "cli/timing.hpp"
@@ -32,9 +33,12 @@ Json isa_array(int bits) {
 int info_command(const std::vector<std::string>& arguments) {
   const Options options(arguments, kInfoFlags, false);
   const gd_info info = get_info();
+  const std::vector<Gpu> devices = gpus();
   char version[64];
   std::snprintf(version, sizeof version, "%d.%d.%d", info.version_major, info.version_minor, info.version_patch);
   if (const auto path = options.get("--json")) {
+    Json names = Json::array();
+    for (const Gpu& gpu : devices) names.add(gpu.name);
     Json::object()
         .set("version", version)
         .set("abi", info.abi_version)
@@ -43,6 +47,7 @@ int info_command(const std::vector<std::string>& arguments) {
         .set("isas_usable", isa_array(info.cpu_isa_usable))
         .set("cuda_compiled", info.cuda_compiled != 0)
         .set("cuda_devices", info.cuda_devices)
+        .set("gpus", names)
         .write(*path);
     if (*path == "-") return 0;
   }
@@ -52,10 +57,16 @@ int info_command(const std::vector<std::string>& arguments) {
   std::printf("usable here      %s\n", isa_list(info.cpu_isa_usable, ", ").c_str());
   std::printf("best here        %s (for bf16 inputs)\n", gd_isa_name(info.cpu_isa_best));
   std::printf("CPUs             %d\n", info.cpu_count);
-  if (info.cuda_compiled) {
-    std::printf("GPUs             %d\n", info.cuda_devices);
-  } else {
+  if (!info.cuda_compiled) {
     std::printf("GPUs             none: this build has no CUDA backend\n");
+  } else if (devices.empty()) {
+    std::printf("GPUs             none\n");
+  } else {
+    std::printf("GPUs             %zu, of which %d supported\n", devices.size(), info.cuda_devices);
+  }
+  for (size_t i = 0; i < devices.size(); ++i) {
+    const auto& [name, major, minor] = devices[i];
+    std::printf("  cuda:%-9zu %s, compute capability %d.%d\n", i, name.c_str(), major, minor);
   }
   return 0;
 }

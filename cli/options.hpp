@@ -41,6 +41,14 @@ class Options {
 enum class Op { forward, backward, train, recurrent };
 const char* name_of(Op op);
 std::vector<Op> parse_ops(const std::string& list);  // "fwd,bwd"
+
+// Where a command runs.
+struct Device {
+  bool cuda = false;
+  int index = 0;  // of the CUDA device
+  std::string name() const { return cuda ? "cuda:" + std::to_string(index) : "cpu"; }
+};
+
 // "all" = every usable one, "auto" = the library's choice, or names separated by commas. Refuses what cannot run here.
 std::vector<gd_isa> parse_isas(const std::string& list);
 

@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "cli/device.hpp"
 #include "cli/json.hpp"
 #include "cli/options.hpp"
 #include "cli/timing.hpp"
@@ -11,7 +12,8 @@ namespace gatedelta::cli {
 
 const std::vector<Flag> kRunFlags = {
     {"--tokens", "N", "sequence length (4096)"},
-    {"--threads", "N", "threads (all CPUs)"},
+    {"--device", "NAME", "cpu, cuda or cuda:N (cpu); on CUDA there is the forward alone so far"},
+    {"--threads", "N", "threads, also of the fp64 recurrence (all CPUs)"},
     {"--isa", "NAME", "instruction set (the best there is)"},
     {"--verify", "N", "key heads to verify against the fp64 recurrence (2 of 16; each takes about a second)"},
     {"--seconds", "S", "time to spend on each measurement (1)"},
@@ -21,7 +23,7 @@ const std::vector<Flag> kRunFlags = {
 namespace {
 
 // Every bit of a tensor, in order: two runs that print the same number computed the same.
-uint64_t checksum(std::initializer_list<const gd_tensor*> tensors) {
+std::string checksum(std::initializer_list<const gd_tensor*> tensors) {
   uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
   for (const gd_tensor* t : tensors) {
     const int64_t bytes = testing::element_bytes(t->dtype);
@@ -30,19 +32,16 @@ uint64_t checksum(std::initializer_list<const gd_tensor*> tensors) {
       for (int64_t i = 0; i < bytes; ++i) hash = (hash ^ data[i]) * 0x100000001b3;
     });
   }
-  return hash;
-}
-
-std::string hex(uint64_t value) {
-  char buffer[32];
-  std::snprintf(buffer, sizeof buffer, "%016llx", static_cast<unsigned long long>(value));
-  return buffer;
+  char hex[32];
+  std::snprintf(hex, sizeof hex, "%016llx", static_cast<unsigned long long>(hash));
+  return hex;
 }
 
 }  // namespace
 
 int run_command(const std::vector<std::string>& arguments) {
   const Options options(arguments, kRunFlags, false);
+  const Device device = chosen_device(options, {"--isa"});
   const int64_t tokens = options.integer("--tokens", 4096, 1, 1 << 20);
   const int64_t verified = options.integer("--verify", 2, 1, 16);
   const int threads = static_cast<int>(options.integer("--threads", get_info().cpu_count, 1, 4096));
@@ -64,37 +63,50 @@ int run_command(const std::vector<std::string>& arguments) {
       out,
       "layer      1 x %lld tokens, 16 query/key heads, 32 value heads, K = V = 128, bf16, l2norm and gate inside\n",
       static_cast<long long>(tokens));
-  std::fprintf(out, "backend    cpu, %s, %d thread%s\n\n", gd_isa_name(isa), threads, threads == 1 ? "" : "s");
+  if (device.cuda) {
+    const std::string gpu = gpus().at(static_cast<size_t>(device.index)).name;
+    std::fprintf(out, "backend    %s, %s: the forward alone, all else is on the CPU only so far\n\n",
+                 device.name().c_str(), gpu.c_str());
+  } else {
+    std::fprintf(out, "backend    cpu, %s, %d thread%s\n\n", gd_isa_name(isa), threads, threads == 1 ? "" : "s");
+  }
   std::fprintf(out, "%-10s %12s %14s %12s\n", "", "time", "tokens/s", "GFLOP/s");
 
   Json timings = Json::array();
   const auto time = [&](Op op, gd_thread_pool* on, int count, const char* label) {
-    const Timing timing = Stopwatch(judge.problem(), op, {.isa = isa, .pool = on, .threads = count}).measure(seconds);
+    const testing::Exec place{.isa = isa, .pool = on, .threads = count};
+    const Timing timing = device.cuda ? time_on(device, op, judge.problem(), seconds)
+                                      : Stopwatch(judge.problem(), op, place).measure(seconds);
     std::fprintf(out, "%-10s %12s %14.0f %12.1f\n", label, format_seconds(timing.best).c_str(),
                  double(tokens) / timing.best, flops_of(op, c) / timing.best * 1e-9);
     std::fflush(out);
-    timings.add(to_json(timing, op, c, isa, count));
+    timings.add(to_json(timing, op, c, device, isa, count));
   };
   time(Op::forward, pool.get(), threads, "forward");
-  time(Op::backward, pool.get(), threads, "backward");
-  if (threads > 1) {
+  if (!device.cuda) time(Op::backward, pool.get(), threads, "backward");
+  if (!device.cuda && threads > 1) {
     time(Op::forward, nullptr, 1, "  1 thread");
     time(Op::backward, nullptr, 1, "  1 thread");
   }
 
-  const testing::Judgement forward = judge.forward(exec);
+  std::vector<testing::Judgement> judgements;
+  judgements.push_back(device.cuda ? judge_on(device, Op::forward, judge) : judge.forward(exec));
   const gd_forward_args& f = judge.problem().forward;
-  const uint64_t forward_sum = checksum({&f.o, &f.final_state});
-  const testing::Judgement backward = judge.backward(exec, true);
-  const gd_backward_args& b = judge.problem().backward;
-  const uint64_t backward_sum =
-      checksum({&b.dq, &b.dk, &b.dv, &b.dg, &b.dbeta, &b.dA_log, &b.d_dt_bias, &b.d_initial_state});
+  const std::string forward_sum = checksum({&f.o, &f.final_state});
+  std::string backward_sum;
+  if (!device.cuda) {
+    judgements.push_back(judge.backward(exec, true));
+    const gd_backward_args& b = judge.problem().backward;
+    backward_sum = checksum({&b.dq, &b.dk, &b.dv, &b.dg, &b.dbeta, &b.dA_log, &b.d_dt_bias, &b.d_initial_state});
+  }
 
   std::fprintf(out, "\nerror against the fp64 recurrence (relative L2, worst head), value heads 0 to %lld of 32:\n",
                static_cast<long long>(verified * 2 - 1));
   Json errors = Json::array();
-  for (const testing::Judgement* judgement : {&forward, &backward}) {
-    for (const testing::Verdict& v : judgement->verdicts) {
+  bool ok = true;
+  for (const testing::Judgement& judgement : judgements) {
+    ok = ok && judgement.ok();
+    for (const testing::Verdict& v : judgement.verdicts) {
       std::fprintf(out, "  %-16s %.2e   bound %.1e   %s\n", v.quantity.c_str(), v.comparison.error, v.bound.relative,
                    v.comparison.ok ? "ok" : "FAILED");
       errors.add(Json::object()
@@ -103,27 +115,21 @@ int run_command(const std::vector<std::string>& arguments) {
                      .set("bound", v.bound.relative)
                      .set("ok", v.comparison.ok));
     }
-    for (const std::string& problem : judgement->problems) std::fprintf(out, "  %s\n", problem.c_str());
+    for (const std::string& problem : judgement.problems) std::fprintf(out, "  %s\n", problem.c_str());
   }
-  const bool ok = forward.ok() && backward.ok();
-  std::fprintf(out, "\nchecksum   forward %s, backward %s\n", hex(forward_sum).c_str(), hex(backward_sum).c_str());
+  std::fprintf(out, "\nchecksum   forward %s%s%s\n", forward_sum.c_str(), device.cuda ? "" : ", backward ",
+               backward_sum.c_str());
   std::fprintf(out, "%s\n", ok ? "all within bounds" : "FAILED");
 
   if (const auto path = options.get("--json")) {
-    Json::object()
-        .set("command", "run")
-        .set("machine", machine_json())
-        .set("case", testing::describe(c))
-        .set("tokens", tokens)
-        .set("isa", gd_isa_name(isa))
-        .set("threads", threads)
-        .set("timings", timings)
-        .set("verified_value_heads", verified * 2)
-        .set("errors", errors)
-        .set("checksum_forward", hex(forward_sum))
-        .set("checksum_backward", hex(backward_sum))
-        .set("ok", ok)
-        .write(*path);
+    Json result = Json::object();
+    result.set("command", "run").set("machine", machine_json(device)).set("case", testing::describe(c));
+    result.set("tokens", tokens).set("device", device.name());
+    if (!device.cuda) result.set("isa", gd_isa_name(isa)).set("threads", threads);
+    result.set("timings", timings).set("verified_value_heads", verified * 2).set("errors", errors);
+    result.set("checksum_forward", forward_sum);
+    if (!device.cuda) result.set("checksum_backward", backward_sum);
+    result.set("ok", ok).write(*path);
   }
   return ok ? 0 : 1;
 }

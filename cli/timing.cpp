@@ -7,6 +7,8 @@
 #include <cstdio>
 #include <fstream>
 
+#include "cli/device.hpp"
+
 namespace gatedelta::cli {
 
 using testing::Case;
@@ -103,14 +105,19 @@ Timing Stopwatch::measure(double seconds) {
     call();
     times.push_back(elapsed(start));
   }
+  return summary(std::move(times));
+}
+
+Timing summary(std::vector<double> times) {
   std::sort(times.begin(), times.end());
   return {times[times.size() / 2], times.front(), static_cast<int>(times.size())};
 }
 
-Json to_json(const Timing& timing, Op op, const Case& c, gd_isa isa, int threads) {
+Json to_json(const Timing& timing, Op op, const Case& c, const Device& device, gd_isa isa, int threads) {
   const double tokens = double(c.lengths.empty() ? c.B * c.T : c.total_tokens() - c.pad);
   Json json = Json::object();
-  json.set("op", name_of(op)).set("isa", gd_isa_name(isa)).set("threads", threads);
+  json.set("op", name_of(op)).set("device", device.name());
+  if (!device.cuda) json.set("isa", gd_isa_name(isa)).set("threads", threads);
   json.set("median_ms", timing.median * 1e3).set("best_ms", timing.best * 1e3).set("repeats", timing.repeats);
   json.set("tokens_per_s", tokens / timing.best).set("gflops", flops_of(op, c) / timing.best * 1e-9);
   if (op == Op::recurrent) json.set("state_gbytes_per_s", state_bytes_of(c) / timing.best * 1e-9);
@@ -129,7 +136,7 @@ std::string format_seconds(double seconds) {
   return buffer;
 }
 
-Json machine_json() {
+Json machine_json(const Device& device) {
   const gd_info info = get_info();
   std::string model;
   std::ifstream cpuinfo("/proc/cpuinfo");
@@ -148,6 +155,7 @@ Json machine_json() {
 #endif
   if (!model.empty()) json.set("cpu", model);
   json.set("cpus", info.cpu_count).set("best_isa", gd_isa_name(info.cpu_isa_best));
+  if (device.cuda) json.set("gpu", gpus().at(static_cast<size_t>(device.index)).name);
   return json;
 }
 

@@ -24,8 +24,9 @@ struct Timing {
   double median = 0, best = 0;  // seconds
   int repeats = 0;
 };
+Timing summary(std::vector<double> times);  // at least one
 
-// Repeats the call for about `seconds`, at least three times, after one call to warm up.
+// On the CPU. Repeats the call for about `seconds`, at least three times, after one call to warm up.
 class Stopwatch {
  public:
   Stopwatch(testing::Problem& problem, Op op, const testing::Exec& exec);
@@ -43,11 +44,12 @@ class Stopwatch {
   testing::Buffer workspace_, saved_;
 };
 
-Json to_json(const Timing& timing, Op op, const testing::Case& c, gd_isa isa, int threads);
+// `isa` and `threads` say something about the CPU only.
+Json to_json(const Timing& timing, Op op, const testing::Case& c, const Device& device, gd_isa isa, int threads);
 // "12.3 ms", "45 us".
 std::string format_seconds(double seconds);
-// What the machine is, for the head of a result file.
-Json machine_json();
+// What the machine is, for the head of a result file, with the GPU if one is used.
+Json machine_json(const Device& device = {});
 
 // "[####      ] 3/10 name" on the error stream if it is a terminal; nothing otherwise.
 class Progress {

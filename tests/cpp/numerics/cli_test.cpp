@@ -73,6 +73,9 @@ TEST(Cli, RefusesBadArguments) {
   expect_refused("bench --seconds never", "expected a number");
   expect_refused("run --threads 0", "expected a whole number from 1");
   expect_refused("run --isa all", "one instruction set");
+  for (const std::string device : {"gpu", "cuda:", "cuda:x", "cuda:-1", "cuda0", "cuda:1:2"}) {
+    expect_refused("check --device " + device, "--device " + device + ": expected cpu, cuda or cuda:N");
+  }
   expect_refused("info --json /no/such/folder/x.json", "cannot write /no/such/folder/x.json");
 }
 
@@ -148,6 +151,50 @@ TEST(Cli, Run) {
   const Result again = gatedelta("run --tokens 300 --seconds 0 --verify 1 --threads 1");
   const auto sum = [](const std::string& text) { return text.substr(text.find("checksum"), 60); };
   EXPECT_EQ(sum(r.output), sum(again.output));
+}
+
+TEST(Cli, RefusesCudaWhereThereIsNone) {
+  const gd_info info = gatedelta::cli::get_info();
+  if (info.cuda_devices > 0) GTEST_SKIP() << "there is a CUDA device";
+  const std::string reason =
+      info.cuda_compiled ? "there is no CUDA device the library supports" : "this build has no CUDA backend";
+  for (const std::string command : {"check", "run", "bench"}) {
+    expect_refused(command + " --device cuda", "--device cuda: " + reason);
+    expect_refused(command + " --device cuda:1 --isa auto", "--device cuda:1: " + reason);
+    EXPECT_NE(gatedelta(command + " --help").output.find("--device NAME"), std::string::npos);
+  }
+}
+
+TEST(Cli, Cuda) {
+  if (gatedelta::cli::get_info().cuda_devices == 0) GTEST_SKIP() << "no CUDA device of compute capability 9.0";
+  EXPECT_NE(gatedelta("info").output.find("cuda:0 "), std::string::npos);
+  expect_refused("check --device cuda:1000", "--device cuda:1000: there is no such CUDA device");
+  expect_refused("check --device cuda --isa auto", "--isa is for the CPU alone");
+  expect_refused("bench --device cuda --scaling", "--scaling is for the CPU alone");
+
+  constexpr char kOnly[] = "device is GD_CUDA, which has gd_forward only for now";
+  const Result check = gatedelta("check --device cuda T=70 Hv=2 K=128 V=128 dtype=bf16 --op fwd,bwd,rec");
+  EXPECT_EQ(check.status, 1) << check.output;
+  for (const char* text : {"ok     fwd        cuda:0", "3 calls checked, 2 failed", kOnly})
+    EXPECT_NE(check.output.find(text), std::string::npos) << text << " in\n" << check.output;
+  const Result refused = gatedelta("check --device cuda T=70 K=64 V=64 dtype=bf16");
+  EXPECT_EQ(refused.status, 1);
+  EXPECT_NE(refused.output.find("K is 64, must be 128 on CUDA"), std::string::npos) << refused.output;
+  EXPECT_EQ(gatedelta("check --device cuda").status, 0);
+
+  const std::string path = temporary("cuda.json", "");
+  const Result bench = gatedelta("bench --device cuda:0 T=640 K=128 V=128 dtype=fp16 --seconds 0 --json " + path);
+  EXPECT_EQ(bench.status, 0) << bench.output;
+  for (const char* text : {"\"gpu\": ", "\"device\": \"cuda:0\"", "\"median_ms\": ", "\"gflops\": "})
+    EXPECT_NE(slurp(path).find(text), std::string::npos) << text << " in\n" << slurp(path);
+  const Result decode = gatedelta("bench --device cuda T=1 K=128 V=128 dtype=bf16 --op rec");
+  EXPECT_EQ(decode.status, 1);
+  EXPECT_NE(decode.output.find(kOnly), std::string::npos) << decode.output;
+
+  const Result run = gatedelta("run --device cuda --tokens 300 --seconds 0 --verify 1");
+  EXPECT_EQ(run.status, 0) << run.output;
+  for (const char* text : {"the forward alone", "forward ", "value heads 0 to 1 of 32", "all within bounds"})
+    EXPECT_NE(run.output.find(text), std::string::npos) << text << " in\n" << run.output;
 }
 
 TEST(Cost, CountsTheProductsOfTheChunkForms) {

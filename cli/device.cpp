@@ -1,0 +1,147 @@
+#include "cli/device.hpp"
+
+#include <charconv>
+
+#if GD_CUDA_COMPILED
+#include <chrono>
+
+#include "testing/device.hpp"
+#endif
+
+namespace gatedelta::cli {
+
+namespace {
+
+Device parse_device(const std::string& text) {
+  if (text == "cpu") return {};
+  Device device{.cuda = true};
+  if (text == "cuda") return device;
+  const auto colon = text.find(':');
+  const char* const end = text.data() + text.size();
+  if (colon != text.npos && text.substr(0, colon) == "cuda") {
+    const auto [stop, error] = std::from_chars(text.data() + colon + 1, end, device.index);
+    if (error == std::errc() && stop == end && device.index >= 0) return device;
+  }
+  throw UsageError("--device " + text + ": expected cpu, cuda or cuda:N");
+}
+
+// "" for the operation CUDA has.
+std::string refusal(Op op) {
+  if (op == Op::forward) return "";
+  gd_backward_args backward = GD_BACKWARD_ARGS_INIT;
+  gd_recurrent_args recurrent = GD_RECURRENT_ARGS_INIT;
+  backward.exec.device = recurrent.exec.device = GD_CUDA;
+  const gd_status status = op == Op::recurrent ? gd_recurrent(&recurrent) : gd_backward(&backward);
+  return std::string(gd_status_name(status)) + ": " + gd_last_error();
+}
+
+#if GD_CUDA_COMPILED
+
+// Returns "" or what went wrong.
+std::string forward_on(const Device& device, const gd_forward_args& host) {
+  try {
+    GD_CUDA_OK(cudaSetDevice(device.index));
+    testing::DeviceForward forward(host);
+    std::string error = forward.run();
+    return error.empty() ? forward.download(host) : error;
+  } catch (const std::runtime_error& e) {
+    return e.what();
+  }
+}
+
+class Event {
+ public:
+  Event() { GD_CUDA_OK(cudaEventCreate(&event_)); }
+  ~Event() { cudaEventDestroy(event_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  operator cudaEvent_t() const { return event_; }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+Timing time_forward_on(const Device& device, const gd_forward_args& host, double seconds) {
+  GD_CUDA_OK(cudaSetDevice(device.index));
+  testing::DeviceForward forward(host);
+  const testing::CudaStream stream;
+  const auto call = [&] {
+    if (const std::string error = forward.run(stream); !error.empty()) throw std::runtime_error(error);
+  };
+  // Calls queue up, so that each starts when the one before has finished. The first of a queue meets an idle device,
+  // and what passes before it starts would count: it is not timed.
+  const Event events[17];
+  std::vector<double> times;
+  const auto begin = std::chrono::steady_clock::now();
+  const auto until = begin + std::chrono::duration<double>(seconds);
+  while (times.empty() || (std::chrono::steady_clock::now() < until && times.size() < 100000)) {
+    call();
+    GD_CUDA_OK(cudaEventRecord(events[0], stream));
+    for (size_t i = 1; i < std::size(events); ++i) {
+      call();
+      GD_CUDA_OK(cudaEventRecord(events[i], stream));
+    }
+    GD_CUDA_OK(cudaStreamSynchronize(stream));
+    for (size_t i = 1; i < std::size(events); ++i) {
+      float milliseconds = 0;
+      GD_CUDA_OK(cudaEventElapsedTime(&milliseconds, events[i - 1], events[i]));
+      times.push_back(double(milliseconds) * 1e-3);
+    }
+  }
+  return summary(std::move(times));
+}
+
+#else
+
+constexpr char kNoCuda[] = "this build has no CUDA backend";
+std::string forward_on(const Device&, const gd_forward_args&) { return kNoCuda; }
+Timing time_forward_on(const Device&, const gd_forward_args&, double) { throw std::runtime_error(kNoCuda); }
+
+#endif
+
+}  // namespace
+
+std::vector<Gpu> gpus() {
+  std::vector<Gpu> found;
+#if GD_CUDA_COMPILED
+  int count = 0;
+  if (cudaGetDeviceCount(&count)) count = 0;  // no driver, or nothing to drive
+  for (int i = 0; i < count; ++i) {
+    cudaDeviceProp properties{};
+    GD_CUDA_OK(cudaGetDeviceProperties(&properties, i));
+    found.push_back({properties.name, properties.major, properties.minor});
+  }
+#endif
+  return found;
+}
+
+Device chosen_device(const Options& options, const std::vector<std::string>& cpu_flags) {
+  const std::string text = options.get("--device").value_or("cpu");
+  const Device device = parse_device(text);
+  if (!device.cuda) return device;
+  const gd_info info = get_info();
+  if (!info.cuda_compiled) throw UsageError("--device " + text + ": this build has no CUDA backend");
+  if (info.cuda_devices == 0) throw UsageError("--device " + text + ": there is no CUDA device the library supports");
+  const size_t count = gpus().size();
+  if (static_cast<size_t>(device.index) >= count) {
+    throw UsageError("--device " + text +
+                     ": there is no such CUDA device, the last is cuda:" + std::to_string(count - 1));
+  }
+  for (const std::string& flag : cpu_flags) {
+    if (options.has(flag)) throw UsageError(flag + " is for the CPU alone");
+  }
+  return device;
+}
+
+testing::Judgement judge_on(const Device& device, Op op, testing::Judge& judge) {
+  if (std::string said = refusal(op); !said.empty()) return {{}, {std::move(said)}};
+  return judge.forward(testing::Compute::tensor_cores,
+                       [&](const gd_forward_args& host) { return forward_on(device, host); });
+}
+
+Timing time_on(const Device& device, Op op, const testing::Problem& problem, double seconds) {
+  if (const std::string said = refusal(op); !said.empty()) throw std::runtime_error(said);
+  return time_forward_on(device, problem.forward, seconds);
+}
+
+}  // namespace gatedelta::cli

@@ -1,0 +1,26 @@
+// CUDA devices: which there are, and what of the commands runs on one. A build without CUDA has none.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "cli/options.hpp"
+#include "cli/timing.hpp"
+#include "testing/judge.hpp"
+
+namespace gatedelta::cli {
+
+struct Gpu {
+  std::string name;
+  int major, minor;  // compute capability
+};
+std::vector<Gpu> gpus();  // by index
+
+// --device; the CPU if it is not given. Refuses a device that is not there, and on CUDA the flags named.
+Device chosen_device(const Options& options, const std::vector<std::string>& cpu_flags);
+
+// Both are for a CUDA device. What the library does not do there comes back in its own words.
+testing::Judgement judge_on(const Device& device, Op op, testing::Judge& judge);
+Timing time_on(const Device& device, Op op, const testing::Problem& problem, double seconds);
+
+}  // namespace gatedelta::cli
