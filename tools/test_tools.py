@@ -1,5 +1,7 @@
 """The gates must be able to fail: each is shown something good and something bad."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -124,3 +126,190 @@ def test_nvcc_failure_leaves_no_object(tmp_path, spilled, good):
 
 def test_nvcc_error_is_passed_on():
     assert run("nvcc_checked.py", "false", "-o", "k.o").returncode == 1
+
+
+def sass_kernels(**changes: dict[str, int]):
+    """What sass.py finds in a good library, with other opcode counts for some kernels."""
+    import sass
+
+    counts = {"forward_kernel<bf16, 2>": {"HGMMA": 44, "UTMALDG": 6, "UTMASTG": 2, "LDL": 0, "STL": 0},
+              "prepare_kernel<bf16>": {"HGMMA": 8, "HMMA": 40, "LDL": 0, "STL": 0}}  # fmt: skip
+    return {
+        name: sass.Kernel(name[0] * 16, 128, 100, census | changes.get(name[:7], {})) for name, census in counts.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "changes, problems",
+    [
+        ({}, []),
+        ({"forward": {"LDL": 3}}, ["forward_kernel<bf16, 2>: 3 LDL"]),
+        ({"prepare": {"STL": 1}}, ["prepare_kernel<bf16>: 1 STL"]),
+        ({"forward": {"HGMMA": 0}}, ["forward_kernel<bf16, 2>: no HGMMA"]),
+        ({"forward": {"UTMALDG": 0, "UTMASTG": 0}}, ["no UTMALDG", "no UTMASTG"]),
+        ({"prepare": {"HGMMA": 0}}, ["prepare_kernel<bf16>: no HGMMA"]),
+        ({"prepare": {"HMMA": 0}}, ["prepare_kernel<bf16>: no HMMA"]),
+    ],
+)
+def test_sass_rules(changes, problems):
+    import sass
+
+    found = sass.problems_of(sass_kernels(**changes))
+    assert len(found) == len(problems) and all(part in line for part, line in zip(problems, found))
+
+
+def test_sass_rules_must_meet_their_kernels():
+    import sass
+
+    assert len(sass.problems_of({})) == 2
+    kernels = sass_kernels()
+    kernels["renamed_kernel"] = kernels.pop("prepare_kernel<bf16>")
+    assert sass.problems_of(kernels) == ["prepare_kernel: there is no such kernel, so nothing was checked"]
+
+
+@pytest.mark.parametrize(
+    "record, forward, prepare",
+    [
+        (None, "f" * 16, "p" * 16),
+        ({}, "not in the record", "not in the record"),
+        ({"forward_kernel<bf16, 2>": {"digest": "f" * 16}}, "recorded", "not in the record"),
+        ({"prepare_kernel<bf16>": {"digest": "q" * 16}}, "not in the record", "changed since"),
+    ],
+)
+def test_sass_comparison_tells_and_never_fails(monkeypatch, capsys, tmp_path, record, forward, prepare):
+    import sass
+
+    path = tmp_path / "latest.json"
+    if record is not None:
+        path.write_text(json.dumps({"header": {"kernels": record}}))
+    monkeypatch.setattr(sass, "kernels_of", lambda library: sass_kernels())
+    monkeypatch.setattr(sys, "argv", ["sass.py", __file__, "--compare", str(path), "--json", str(tmp_path / "k.json")])
+    assert sass.main() == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("sass:")]
+    assert len(lines) == 2 and lines[0].endswith(f", {forward}") and lines[1].endswith(f", {prepare}")
+    assert json.loads((tmp_path / "k.json").read_text())["prepare_kernel<bf16>"]["digest"] == "p" * 16
+
+
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+CU = """namespace n {
+template <class T, int N> __global__ void sine(T* p) { p[threadIdx.x] = __sinf(p[threadIdx.x + N]); }
+template __global__ void sine<float, 1>(float*);
+template __global__ void sine<float, 2>(float*);
+}
+__global__ void local(int* p, int n) {
+  int x[64];
+  for (int i = 0; i < 64; i++) x[i * n & 63] = p[i];
+  p[0] = x[n];
+}
+"""
+
+
+@pytest.mark.skipif(not NVCC, reason="no nvcc")
+@pytest.mark.parametrize("flag, good", [("--no-compress", True), ("-Xfatbin=-compress-all", False)])
+def test_sass_of_an_object(tmp_path, flag, good):
+    import sass
+
+    (tmp_path / "k.cu").write_text(CU)
+    command = [NVCC, flag, "-gencode", "arch=compute_90a,code=sm_90a", "-c", tmp_path / "k.cu", "-o", tmp_path / "k.o"]
+    subprocess.run(command, check=True)
+    if not good:
+        assert "--no-compress" in run("sass.py", tmp_path / "k.o").stdout
+        return
+    kernels = sass.kernels_of((tmp_path / "k.o").read_bytes())
+    assert list(kernels) == ["local", "sine<float, 1>", "sine<float, 2>"]
+    assert kernels["local"].census["LDL"] > 0 and kernels["local"].census["STL"] > 0
+    assert all(8 <= kernel.registers < 256 for kernel in kernels.values())
+    first, second = kernels["sine<float, 1>"], kernels["sine<float, 2>"]
+    assert first.census["MUFU"] == 1 and first.census["LDL"] == 0 and first.instructions >= 8
+    assert first.digest != second.digest
+
+
+def test_sass_fails_without_kernels():
+    assert "not a 64-bit ELF file" in run("sass.py", __file__).stdout
+    result = run("sass.py", sys.executable)
+    assert result.returncode == 1 and "there is no such kernel" in result.stdout
+
+
+@pytest.fixture
+def bench_folder(tmp_path) -> Path:
+    """What `make bench-gpu` leaves, with made-up times: twice as fast as the best peer, and in one row half as fast."""
+    import render_results
+
+    header = {"gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.11", "repeats": 15, "date": "2026-01-02",
+              "commit": "0123456789abcdef", "modified": False, "kernels": {"forward_kernel": {"digest": "0"}},
+              "profile": {"16/64 8192x4": {"forward_kernel": {"duration_us": 510.0, "tensor_pct": 66.4}}}}  # fmt: skip
+    _, peers = render_results.ratios.load_peers()
+    rows = []
+    for row in render_results.forward_rows():
+        del row["lengths"]
+        speedup = 0.5 if render_results.name_of(row) == "2/8 1x2048" else 2
+        ms = min(peers[render_results.ratios.key(row)].values()) / speedup
+        rows.append(render_results.ratios.compared(row | {"ms": ms, "err_o": 3e-3, "err_state": 2e-3}, peers))
+    folder = tmp_path / "bench"
+    (folder / "h200").mkdir(parents=True)
+    (folder / "h200.json").write_text(json.dumps({"header": header, "rows": rows}))
+    for name in ("overview", "2x8"):
+        (folder / "h200" / f"{name}.png").write_bytes(b"\x89PNG")
+    return folder
+
+
+def change(folder: Path, edit) -> None:
+    path = folder / "h200.json"
+    result = json.loads(path.read_text())
+    edit(result)
+    path.write_text(json.dumps(result))
+
+
+def test_gpu_record(monkeypatch, tmp_path, bench_folder):
+    import render_results
+
+    monkeypatch.setattr(render_results, "H200", tmp_path / "results")
+    blocks = {name: render_results.TABLES[name] for name in ("h200-forward", "h200-rows", "h200-profile")}
+    assert {block() for block in blocks.values()} == {render_results.NOTHING}
+
+    render_results.record_gpu(bench_folder)
+    written = {path.name for path in (tmp_path / "results").iterdir()}
+    assert written == {"2026-01-02-0123456789.json", "latest.json", "overview.png", "2x8.png"}
+    forward, rows, profile = (block() for block in blocks.values())
+    assert "**NVIDIA H200**, driver 580.1, torch 2.11, 2026-01-02, 0123456789" in forward
+    assert "| 16/64 8192x4 | 0.371 | 0.741 (flashinfer 0.7.2 use_cp=False) | 2.00× | 3.0e-03 |" in forward
+    assert "The 89 rows" in forward and "GPU: geometric mean 2.00×, worst 2.00×" in forward
+    assert "All 171 rows: geometric mean 1.98×, worst 0.50× (2/8 1x2048)." in forward
+    assert "(results/h200/overview.png)" in forward and "(../results/h200/2x8.png)" in rows
+    assert "16x64.png" not in rows and rows.count("\n| ") == 9 * (2 + 19)
+    assert "| 16/64 8192x4, forward | 0.51 ms | 66% |  |" in profile
+
+
+@pytest.mark.parametrize(
+    "edit, reason",
+    [
+        (lambda result: result["header"].update(gpu="NVIDIA H100"), "not of an H200"),
+        (lambda result: result["rows"].pop(), "every row"),
+        (lambda result: result["rows"][5].pop("err_o"), "without errors"),
+        (lambda result: result["rows"][5].pop("speedup"), "without peers' times"),
+        (lambda result: result["header"].pop("kernels"), "of which kernels"),
+    ],
+)
+def test_gpu_record_is_refused(monkeypatch, tmp_path, bench_folder, edit, reason):
+    import render_results
+
+    monkeypatch.setattr(render_results, "H200", tmp_path / "results")
+    change(bench_folder, edit)
+    with pytest.raises(SystemExit, match=reason):
+        render_results.record_gpu(bench_folder)
+    assert not (tmp_path / "results").exists()
+
+
+def test_gpu_record_without_git_is_stamped(monkeypatch, tmp_path, bench_folder):
+    import render_results
+
+    monkeypatch.setattr(render_results, "H200", tmp_path / "results")
+    change(bench_folder, lambda result: result["header"].update(commit=None, modified=None))
+    stamp = {"date": "2030-01-01", "commit": "f" * 40, "modified": True}
+    monkeypatch.setattr(render_results, "stamp", lambda: stamp)
+    render_results.record_gpu(bench_folder)
+    assert (tmp_path / "results" / "2026-01-02-ffffffffff.json").exists()
+    assert "2026-01-02, ffffffffff with changes" in render_results.h200_forward()
+    monkeypatch.setattr(render_results, "stamp", lambda: {**stamp, "commit": None})
+    with pytest.raises(SystemExit, match="commit"):
+        render_results.record_gpu(bench_folder)

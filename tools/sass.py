@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+"""Reads the machine code of the sm_90a kernels out of an object or library that nvcc built, and fails where it is not
+what the kernels were written to be. Needs no disassembler: opcodes alone are counted.
+
+usage: sass.py LIBRARY [--json FILE] [--compare RECORD]
+
+Of each kernel it prints registers, instructions, a digest of the code and how often the opcodes that matter occur.
+With --compare it also says whether this is the code that a record in results/h200 measured.
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import struct
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+# The low 9 bits of an instruction; the 3 above them say which kinds of operands it has. As nvdisasm names them.
+OPCODES = {
+    0x1F0: "HGMMA",  # wgmma
+    0x03C: "HMMA",  # mma of a warp
+    0x1B4: "UTMALDG",  # copy engine, tensor to shared memory
+    0x1B5: "UTMASTG",  # and back
+    0x1BA: "UBLKCP",  # copy engine, plain bytes
+    0x03B: "LDSM",
+    0x044: "STSM",
+    0x1A7: "SYNCS",  # mbarrier: arrive, try_wait
+    0x1B2: "SYNCS",  # init
+    0x108: "MUFU",
+    0x183: "LDL",
+    0x187: "STL",
+}
+FORBIDDEN = ("LDL", "STL")  # local memory: spills, or arrays that did not become registers
+# By the beginning of a kernel's name: what it is built around.
+REQUIRED = {"forward_kernel": ("HGMMA", "UTMALDG", "UTMASTG"), "prepare_kernel": ("HGMMA", "HMMA")}
+
+FATBIN = struct.pack("<I", 0xBA55ED50)
+FATBIN_CUBIN = 2  # the kind of an entry; PTX is 1
+INSTRUCTION_BYTES = 16
+REGISTER_COUNT = 0x2F  # attribute of .nv.info: symbol, registers
+
+
+def sections_of(elf: bytes) -> dict[str, bytes]:
+    """Contents by name; sections without contents in the file are left out."""
+    if elf[:5] != b"\x7fELF\x02":
+        raise ValueError("not a 64-bit ELF file")
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names = struct.unpack_from("<HHH", elf, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(count)]
+    names_at = headers[names][4]
+    sections = {}
+    for name_at, kind, _flags, _address, start, length in headers:
+        name = elf[names_at + name_at : elf.index(b"\0", names_at + name_at)].decode()
+        if kind not in (0, 8):  # none, or zeros
+            sections[name] = elf[start : start + length]
+    return sections
+
+
+def cubins_of(fatbin: bytes) -> Iterator[bytes]:
+    """The sm_90 images of a .nv_fatbin section: a container for each .cu file, an entry for each image in it."""
+    at = 0
+    while (at := fatbin.find(FATBIN, at)) >= 0:
+        header_bytes, bytes_after = struct.unpack_from("<HQ", fatbin, at + 6)
+        at += header_bytes
+        end = at + bytes_after
+        while at < end:
+            kind, header_bytes, image_bytes = struct.unpack_from("<HxxIQ", fatbin, at)
+            (architecture,) = struct.unpack_from("<I", fatbin, at + 28)
+            image = fatbin[at + header_bytes : at + header_bytes + image_bytes]
+            at += header_bytes + image_bytes
+            if kind == FATBIN_CUBIN and architecture == 90:
+                if not image.startswith(b"\x7fELF"):
+                    raise ValueError("the code is compressed: nvcc needs --no-compress")
+                yield image
+
+
+def registers_of(sections: dict[str, bytes]) -> dict[str, int]:
+    """Registers by mangled name, as the driver reads them at a launch."""
+    names = sections[".strtab"]
+    info = sections[".nv.info"]
+    registers = {}
+    at = 0
+    while at < len(info):
+        form, attribute, length = struct.unpack_from("<BBH", info, at)
+        at += 4
+        if form != 4:  # the value is in the place of the length
+            continue
+        if attribute == REGISTER_COUNT:
+            symbol, count = struct.unpack_from("<II", info, at)
+            (name_at,) = struct.unpack_from("<I", sections[".symtab"], symbol * 24)
+            registers[names[name_at : names.index(b"\0", name_at)].decode()] = count
+        at += length
+    return registers
+
+
+def census_of(code: bytes) -> dict[str, int]:
+    counts = Counter(word & 0x1FF for word, _ in struct.iter_unpack("<QQ", code))
+    census = dict.fromkeys(OPCODES.values(), 0)
+    for opcode, name in OPCODES.items():
+        census[name] += counts[opcode]
+    return census
+
+
+def short_name(mangled: str) -> str:
+    """forward_kernel<bf16, 2>: without namespaces, return type and parameters."""
+    name = subprocess.run(["c++filt", mangled], check=True, capture_output=True, text=True).stdout.strip()
+    name = re.sub(r"\(anonymous namespace\)::|\b\w+::", "", name)
+    name = re.sub(r"^void |\([^()]*\)$", "", name)
+    return name.replace("__nv_bfloat16", "bf16").replace("__half", "fp16")
+
+
+class Kernel(NamedTuple):
+    digest: str
+    registers: int
+    instructions: int
+    census: dict[str, int]
+
+
+def kernels_of(library: bytes) -> dict[str, Kernel]:
+    kernels = {}
+    for cubin in cubins_of(sections_of(library).get(".nv_fatbin", b"")):
+        sections = sections_of(cubin)
+        registers = registers_of(sections)
+        for section, code in sections.items():
+            if not section.startswith(".text."):
+                continue
+            mangled = section.removeprefix(".text.")
+            name = short_name(mangled)
+            if name in kernels:
+                raise ValueError(f"two kernels are called {name}")
+            digest = hashlib.sha256(code).hexdigest()[:16]
+            kernels[name] = Kernel(digest, registers[mangled], len(code) // INSTRUCTION_BYTES, census_of(code))
+    return dict(sorted(kernels.items()))
+
+
+def problems_of(kernels: dict[str, Kernel]) -> list[str]:
+    problems = []
+    for name, kernel in kernels.items():
+        problems += [f"{name}: {kernel.census[bad]} {bad}, must have none" for bad in FORBIDDEN if kernel.census[bad]]
+    for prefix, opcodes in REQUIRED.items():
+        family = [name for name in kernels if name.startswith(prefix)]
+        if not family:
+            problems.append(f"{prefix}: there is no such kernel, so nothing was checked")
+        problems += [
+            f"{name}: no {opcode}, must have some"
+            for name in family
+            for opcode in opcodes
+            if not kernels[name].census[opcode]
+        ]
+    return problems
+
+
+def standing(kernel: Kernel, recorded: dict | None) -> str:
+    """recorded: what the record says of a kernel of that name."""
+    if recorded is None:
+        return "not in the record"
+    return "recorded" if recorded["digest"] == kernel.digest else "changed since"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library", type=Path)
+    parser.add_argument("--json", type=Path, help="write what was found to this file")
+    parser.add_argument("--compare", type=Path, help="the record to compare digests with; need not exist")
+    options = parser.parse_args()
+
+    try:
+        kernels = kernels_of(options.library.read_bytes())
+    except (OSError, ValueError) as error:
+        print(f"sass: {options.library}: {error}")
+        return 1
+    record = None
+    if options.compare and options.compare.exists():
+        record = json.loads(options.compare.read_text())["header"].get("kernels", {})
+    elif options.compare:
+        print(f"sass: there is no {options.compare} to compare with")
+    for name, kernel in kernels.items():
+        counts = ", ".join(f"{opcode} {count}" for opcode, count in kernel.census.items() if count)
+        line = f"{name}: {kernel.registers} registers, {kernel.instructions} instructions ({counts}), {kernel.digest}"
+        print(line if record is None else f"{line}, {standing(kernel, record.get(name))}")
+    if options.json:
+        found = {name: kernel._asdict() for name, kernel in kernels.items()}
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    problems = problems_of(kernels)
+    for problem in problems:
+        print(f"sass: {problem}")
+    print(f"sass: {len(kernels)} kernels, {len(problems)} problems")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
