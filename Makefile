@@ -25,10 +25,20 @@ TORCH ?= torch>=2.10
 TEST_PACKAGES := numpy pytest ml_dtypes matplotlib scikit-build-core ninja \
                  $(if $(TORCH),'$(TORCH)' torch-abi-audit transformers)
 LINT_PACKAGES := ruff
+# The GPU targets can do with another Python that has what they need: PYTHON=python3 (docs/performance.md)
+gpu_packages = $(if $(filter .venv/bin/python,$(PYTHON)),-- $(TEST_PACKAGES))
+# Succeeds where the library that was built sees a GPU it has kernels for.
+HAS_GPU = PYTHONPATH=tests/python $(PYTHON) -c 'import tree, gatedelta; exit(not gatedelta.info()["cuda_devices"])'
+define bench_gpu
+mkdir -p build/bench
+python3 tools/sass.py build/release/src/libgatedelta.so --json build/bench/kernels.json
+$(PYTHON) bench/gpu.py --profile --kernels build/bench/kernels.json --output build/bench/h200.json
+$(PYTHON) bench/plot_gpu.py build/bench/h200.json build/bench/h200
+endef
 
-# $(call build,<preset>[,<target>...])
+# $(call build,<preset>[,<target>...[,<option>...]])
 define build
-cmake --preset $(1) -DGD_WERROR=$(WERROR) --log-level=WARNING >/dev/null
+cmake --preset $(1) -DGD_WERROR=$(WERROR) $(3) --log-level=WARNING >/dev/null
 cmake --build --preset $(1) --parallel $(JOBS) $(if $(2),--target $(2))
 endef
 # $(call ctest,<preset>): leaves a report for $(TOTAL), which prints what failed and what did not run
@@ -58,17 +68,40 @@ test: ## build and run every test: C++, examples, Python
 	$(TOTAL) C++=$(REPORTS)/test.xml Python=$(REPORTS)/pytest.xml || status=1
 	exit $$status
 
-bench: ## benchmark the CPU backend against transformers' torch code, and every instruction set, into build/bench
+bench: ## benchmark the CPU backend against transformers' torch code, every instruction set, and a GPU, into build/bench
 	tools/require $(BASE) -- $(TEST_PACKAGES)
 	$(call build,release)
+	rm -rf build/bench
 	mkdir -p build/bench
 	$(PYTHON) bench/cpu_vs_transformers.py --output build/bench/transformers.json
 	$(PYTHON) bench/plot.py build/bench/transformers.json build/bench/transformers.png
 	build/release/cli/gatedelta bench --shapes bench/shapes/isas.csv --isa all --scaling --seconds 0.2 \
 	  --json build/bench/isas.json
+	if ! $(HAS_GPU); then
+	  echo "no GPU that this build has kernels for: GPU rows were NOT run"
+	  exit 0
+	fi
+	$(bench_gpu)
+
+bench-gpu: ## the GPU's part of it alone: the forward on the rows of the H200 table, against the peers' times
+	tools/require $(BASE) $(gpu_packages)
+	$(call build,release,gatedelta gatedelta_torch,-DGD_CUDA=ON)
+	$(bench_gpu)
 
 record: bench ## benchmark, keep the outcome in results/ and rewrite the tables of README and docs
 	$(PYTHON) tools/render_results.py --record build/bench
+
+record-gpu: ## on a machine with an H200: the tests of the GPU, then bench-gpu, kept in results/h200 likewise
+	tools/require $(BASE) gtest $(gpu_packages)
+	$(call build,test,gatedelta gatedelta_torch gatedelta_testing gpu_forward,-DGD_CUDA=ON)
+	status=0
+	$(call ctest,test) --label-regex '^gpu$$' || status=1
+	rm -f $(REPORTS)/pytest.xml
+	$(PYTHON) -m pytest -q --junitxml $(REPORTS)/pytest.xml tests/python/test_torch_cuda.py || status=1
+	$(TOTAL) GPU=$(REPORTS)/test.xml Python=$(REPORTS)/pytest.xml || status=1
+	[ $$status = 0 ]
+	$(bench_gpu)
+	$(PYTHON) tools/render_results.py --record-gpu build/bench
 
 lint: ## formatting, clang-tidy, ruff, texts and generated tables
 	tools/require $(BASE) gtest clang clang-format clang-tidy -- $(LINT_PACKAGES)
@@ -101,7 +134,10 @@ cuda: ## compile the CUDA backend (needs nvcc) and run its tests; those of a GPU
 	  exit 0
 	fi
 	$(call build,cuda,gatedelta cuda_host_test gpu_forward)
+	mkdir -p $(REPORTS)
 	status=0
+	python3 tools/sass.py build/cuda/src/libgatedelta.so --json $(REPORTS)/kernels.json \
+	  --compare results/h200/latest.json || status=1
 	$(call ctest,cuda) --tests-regex '^(cuda_host_test|gpu_forward)\.' || status=1
 	$(TOTAL) CUDA=$(REPORTS)/cuda.xml || status=1
 	exit $$status
@@ -141,4 +177,4 @@ fuzz: ## a short libFuzzer run on the C ABI (FUZZ_SECONDS=30)
 clean: ## remove build/ and dist/ (not .venv)
 	rm -rf build dist
 
-.PHONY: help run test bench record lint format wheel sanitize cuda cross oldcpu fuzz clean
+.PHONY: help run test bench bench-gpu record record-gpu lint format wheel sanitize cuda cross oldcpu fuzz clean

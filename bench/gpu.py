@@ -2,8 +2,10 @@
 
 Inputs as in the comparison with the peers: q and k l2-normalised bf16, v normal bf16, g = logsigmoid(normal) / 16 in
 fp32 with a quarter of the heads at 0, beta = sigmoid(normal) in fp32, an fp32 initial state, the final state written.
+Errors are relative L2 distances over all tokens and sequences of the first heads. results/SCHEMA.md describes what is
+written.
 
-Usage: python bench/gpu.py [--only 16/64] [--seq 8192x4] [--peers FILE] [--output FILE] [--no-errors]
+Usage: python bench/gpu.py [--only 16/64] [--seq 8192x4] [--no-errors] [--profile] [--kernels FILE] [--output FILE]
 """
 
 from __future__ import annotations
@@ -11,23 +13,29 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import platform
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "python"))
+sys.path[:0] = [str(ROOT / "tests" / "python"), str(ROOT / "tools")]
 
 import tree  # noqa: E402, F401, I001  (finds the package, as for the tests)
 import torch  # noqa: E402
 
 import gatedelta  # noqa: E402
+import ncu  # noqa: E402
+import ratios  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
+from repo_files import stamp  # noqa: E402
 from rows import forward_rows  # noqa: E402
 
 D = 128
 VERIFIED_HEADS = 4  # one of every four has g = 0
+PROFILED = [("16/64", "8192x4"), ("16/64", "1x32768")]  # every SM with whole heads; one sequence in halves of V
 
 
 def make_inputs(row: dict, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -57,8 +65,9 @@ def measure(row: dict, inputs: dict[str, torch.Tensor], repeats: int) -> tuple[f
         gd.chunk_gated_delta_rule(**inputs, out=out, final_state=final)
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(stream):
-        for _ in range(3):
+        for _ in range(3):  # bench/ncu.py looks at the third
             call()
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -108,6 +117,7 @@ def recurrence(row: dict, inputs: dict[str, torch.Tensor], heads: range) -> tupl
     begin = torch.zeros(1, dtype=torch.long, device="cuda")
     kept = state.clone()
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         steps(begin, block)
         graph = torch.cuda.CUDAGraph()
@@ -128,28 +138,86 @@ def distance(x: torch.Tensor, truth: torch.Tensor) -> float:
     return float((x.double() - truth).norm() / truth.norm())
 
 
+def eager_call_us() -> float:
+    """Host time of one call: what a caller pays whatever the GPU does. Median of batches that are too short to fill the
+    queue of launches, which would make the host wait."""
+    inputs = make_inputs({"hk": 2, "hv": 8, "lengths": [64]})
+    batches, calls, times = 10, 20, []
+    with torch.no_grad():
+        for _ in range(2 + batches):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                gd.chunk_gated_delta_rule(**inputs, output_final_state=True)
+            times.append((time.perf_counter() - start) * 1e6 / calls)
+    return statistics.median(times[2:])
+
+
+def describe(repeats: int) -> dict:
+    """The header: machine, versions, commit. The clock is read just after the rows, before it falls."""
+    fields = ("driver_version", "clocks.max.sm", "clocks.sm")
+    try:
+        text = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"],
+            check=True, capture_output=True, text=True,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        text = ""
+    driver, *clocks = (text.partition("\n")[0] or ", , ").split(", ")
+    clock_max, clock = (int(mhz) if mhz.isdigit() else None for mhz in clocks)
+    return {
+        "gpu": torch.cuda.get_device_name(), "driver": driver or None, "sm_clock_max_mhz": clock_max,
+        "sm_clock_mhz": clock, "cuda": torch.version.cuda, "torch": torch.__version__,
+        "python": platform.python_version(), "gatedelta": gatedelta.info()["version"], **stamp(), "repeats": repeats,
+        "verified_heads": VERIFIED_HEADS, "eager_call_us": eager_call_us(),
+    }  # fmt: skip
+
+
+def profiles() -> dict:
+    """What ncu says of the kernels of two rows, each in a process of its own; says why where it says nothing."""
+    tool = ncu.find()
+    if not tool:
+        print("no ncu here: the kernels were not profiled")
+        return {}
+    found = {}
+    for heads, seq in PROFILED:
+        command = [sys.executable, __file__, "--only", heads, "--seq", seq, "--no-errors", "--repeats", "1"]
+        try:
+            found[f"{heads} {seq}"] = ncu.profile(tool, command)
+        except RuntimeError as error:
+            print(f"{heads} {seq} was not profiled: {error}")
+            continue
+        for kernel, values in found[f"{heads} {seq}"].items():
+            print(f"{heads} {seq} {kernel}:", ", ".join(f"{k} {v:.1f}" for k, v in values.items()), flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", help="head counts, e.g. 16/64")
     parser.add_argument("--seq", help="one row name, e.g. 8192x4")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--no-errors", action="store_true", help="times only")
-    parser.add_argument("--peers", type=Path, help="json with the peers' best_ms per row, for ratios")
+    parser.add_argument("--peers", type=Path, default=ratios.PEERS, help="the peers' times (bench/peers/h200.json)")
+    parser.add_argument("--kernels", type=Path, help="json with the digest of each kernel's code, for the header")
+    parser.add_argument("--profile", action="store_true", help="two rows under ncu, into the header")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench/gpu.py needs a CUDA device")
-    peers = {}
-    if options.peers:
-        for entry in json.loads(options.peers.read_text()):
-            peers[entry["kind"], entry["hk"], entry["hv"], entry["seq"]] = entry["best_ms"]
+    if not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0:
+        sys.exit("bench/gpu.py needs a GPU that torch sees and a library that has kernels for it (GD_CUDA=ON)")
+    kernels = json.loads(options.kernels.read_text()) if options.kernels else None
+    peers_gpu, peers = ratios.load_peers(options.peers)
+    if torch.cuda.get_device_name() != peers_gpu:
+        print(f"the peers' times are of one {peers_gpu}: no ratios here")
+        peers = {}
 
     rows = [
         row
         for row in forward_rows()
-        if (not options.only or f"{row['hk']}/{row['hv']}" == options.only)
-        and (not options.seq or row["seq"] == options.seq)
+        if options.only in (None, f"{row['hk']}/{row['hv']}") and options.seq in (None, row["seq"])
     ]
+    if not rows:
+        parser.error("there is no such row")
     results = []
     for i, row in enumerate(rows):
         inputs = make_inputs(row)
@@ -160,29 +228,32 @@ def main() -> None:
             true_o, true_state = recurrence(row, inputs, heads)
             result["err_o"] = distance(o[0][:, list(heads)], true_o)
             result["err_state"] = distance(final[:, list(heads)], true_state)
-        best = peers.get(("fwd", row["hk"], row["hv"], row["seq"]))
-        if best:
-            result |= {"best_peer_ms": best, "speedup": best / ms}
+        result = ratios.compared(result, peers)
         results.append(result)
-        shown = " ".join(f"{k} {v:.3g}" if isinstance(v, float) else str(v) for k, v in result.items() if k != "kind")
-        print(f"[{i + 1}/{len(rows)}] {shown}", flush=True)
+        shown = " ".join(f"{k} {v:.3g}" for k, v in result.items() if isinstance(v, float))
+        print(f"[{i + 1}/{len(rows)}] {row['hk']}/{row['hv']} {row['seq']} {shown}", flush=True)
         del inputs, o, final
-    ratios = [r["speedup"] for r in results if "speedup" in r]
-    if ratios:
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        print(f"{len(ratios)} rows: geometric mean {mean:.2f}, worst {min(ratios):.2f}")
-    if options.output:
-        driver = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm", "--format=csv,noheader"],
-            capture_output=True, text=True,
-        ).stdout.strip()  # fmt: skip
-        header = {
-            "gpu": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__,
-            "cuda": torch.version.cuda, "gatedelta": gatedelta.info()["version"], "repeats": options.repeats,
-        }  # fmt: skip
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps({"header": header, "rows": results}, indent=1) + "\n")
-        print(f"written: {options.output}")
+    groups = {"rows": results, f"rows with sequences x value heads >= {ratios.FULL}": filter(ratios.is_full, results)}
+    for name, members in groups.items():
+        if found := ratios.summary(list(members)):
+            worst = found["worst"]
+            print(f"{found['rows']} {name}: geometric mean {found['geomean']:.2f}, worst {worst['speedup']:.2f} "
+                  f"({worst['hk']}/{worst['hv']} {worst['seq']})")  # fmt: skip
+    header = describe(options.repeats) if options.output else {}
+    if kernels:
+        header["kernels"] = kernels
+
+    def save() -> None:
+        if options.output:
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.write_text(json.dumps({"header": header, "rows": results}, indent=1) + "\n")
+            print(f"written: {options.output}")
+
+    save()
+    if options.profile:  # last: should ncu not come back, the rows are there
+        torch.cuda.empty_cache()
+        header["profile"] = profiles()
+        save()
 
 
 if __name__ == "__main__":

@@ -52,13 +52,16 @@ def where(result: dict) -> str:
     return f"{machine['cpu']} ({machine['architecture']}, {machine['cpus']} CPUs)"
 
 
+def backend(timing: dict) -> str:
+    threads = timing.get("threads")
+    return timing["device"] if threads is None else f"{threads} thread{'s' if threads != 1 else ''}"
+
+
 def draw_run(result: dict):
     """Times and rates of the default job, and its errors against their bounds."""
     names = {"fwd": "forward", "bwd": "backward"}
     timings = result["timings"]
-    labels = [
-        f"{names.get(t['op'], t['op'])}, {t['threads']} thread{'s' if t['threads'] != 1 else ''}" for t in timings
-    ]
+    labels = [f"{names.get(t['op'], t['op'])}, {backend(t)}" for t in timings]
     colours = [SHADES.get(t["op"], GREY) for t in timings]
     figure, (times, errors) = plt.subplots(
         2, 1, figsize=(8.5, 6.2), height_ratios=[max(len(timings), 2), max(len(result["errors"]) * 0.75, 2)],
@@ -83,7 +86,10 @@ def draw_run(result: dict):
     errors.set_xlim(0, max([1.35, *(1.3 * e["error"] / e["bound"] for e in found)]))
     errors.set_xlabel("relative L2 error of the worst head, as a share of its bound")
     errors.set_title(f"Error against the fp64 recurrence ({result['verified_value_heads']} value heads)")
-    figure.suptitle(f"GateDelta, {result['tokens']:,} tokens, {result['isa']}\n{where(result)}", fontsize=11)
+    figure.suptitle(
+        f"GateDelta, {result['tokens']:,} tokens, {result.get('isa', result.get('device'))}\n{where(result)}",
+        fontsize=11,
+    )
     return figure
 
 

@@ -5,22 +5,32 @@ A table stands between `<!-- results: NAME -->` and `<!-- /results -->`.
 
 usage: render_results.py            rewrite the tables
        render_results.py --check    exit 1 if a table is not what results/ says
-       render_results.py --record FOLDER    keep FOLDER's {transformers,isas}.json and transformers.png, then rewrite
+       render_results.py --record FOLDER        keep what `make bench` left in FOLDER, then rewrite
+       render_results.py --record-gpu FOLDER    the same of the GPU's part alone
 """
 
 import argparse
-import datetime
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-from repo_files import ROOT, repo_files
+from repo_files import ROOT, repo_files, stamp
+
+sys.path.insert(0, str(ROOT / "bench"))
+import ratios
+from rows import forward_rows
 
 RESULTS = ROOT / "results" / "cpu"
+H200 = ROOT / "results" / "h200"
 BLOCK = re.compile(r"<!-- results: ([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
+NOTHING = "No measurement is recorded yet."
+LANDMARKS = ("16/64 8192x4", "16/64 1x32768", "8/32 4096x8", "16/48 4096x8", "32/32 8192x4", "16/64 1x2048")
+PROFILE = {
+    "duration_us": "duration", "tensor_pct": "tensor pipe", "issue_pct": "issue slots", "shared_pct": "shared memory",
+    "l1_pct": "L1", "l2_pct": "L2", "dram_pct": "DRAM",
+}  # fmt: skip
 OPS = {"fwd": "forward", "bwd": "backward", "train": "forward+backward", "rec": "recurrent"}
 
 
@@ -73,7 +83,7 @@ def cpu_speed() -> str:
             f"The forward's rate against torch's bf16 matmul: {rates}.",
             *([picture] if picture else []),
         ]
-    return "\n\n".join(parts) or "No measurement is recorded yet."
+    return "\n\n".join(parts) or NOTHING
 
 
 def cpu_isas() -> str:
@@ -90,7 +100,7 @@ def cpu_isas() -> str:
         ]
         header = ["", *(f"{isa}, {threads} thread{'s' if threads > 1 else ''}" for isa, threads in columns)]
         parts += [heading(result), table(header, cells)]
-    return "\n\n".join(parts) or "No measurement is recorded yet."
+    return "\n\n".join(parts) or NOTHING
 
 
 def isa_order(isa: str) -> int:
@@ -116,10 +126,115 @@ def accuracy() -> str:
             f"bf16, {result['machine']['best_isa']}, worst of {result['verified_heads']} heads:",
             table(header, cells),
         ]
-    return "\n\n".join(parts) or "No measurement is recorded yet."
+    return "\n\n".join(parts) or NOTHING
 
 
-TABLES = {"cpu-speed": cpu_speed, "cpu-isas": cpu_isas, "accuracy": accuracy}
+def load_h200() -> dict | None:
+    latest = H200 / "latest.json"
+    return json.loads(latest.read_text()) if latest.exists() else None
+
+
+def three_digits(ms: float) -> str:
+    return f"{ms:#.3g}"
+
+
+def h200_heading(header: dict) -> str:
+    commit = header["commit"][:10] + (" with changes" if header["modified"] else "")
+    return f"**{header['gpu']}**, driver {header['driver']}, torch {header['torch']}, {header['date']}, {commit}"
+
+
+def name_of(row: dict) -> str:
+    return f"{row['hk']}/{row['hv']} {row['seq']}"
+
+
+def picture(name: str, alt: str, root: str = "") -> list[str]:
+    """In Markdown, where there is one; `root` leads from the text to the top of the tree."""
+    return [f"![{alt}]({root}results/h200/{name}.png)"] if (H200 / f"{name}.png").exists() else []
+
+
+def sum_up(rows: list[dict]) -> str:
+    found = ratios.summary(rows)
+    worst = found["worst"]
+    return f"geometric mean {found['geomean']:.2f}×, worst {worst['speedup']:.2f}× ({name_of(worst)})"
+
+
+def h200_forward() -> str:
+    result = load_h200()
+    if not result:
+        return NOTHING
+    header, rows = result["header"], result["rows"]
+    by_name = {name_of(row): row for row in rows}
+    cells = [
+        [
+            name,
+            three_digits(row["ms"]),
+            f"{three_digits(row['best_peer_ms'])} ({ratios.best_peer(row)})",
+            f"{row['speedup']:.2f}×",
+            f"{row['err_o']:.1e}",
+            f"{row['err_state']:.1e}",
+        ]
+        for name, row in ((name, by_name[name]) for name in LANDMARKS)
+    ]
+    full = [row for row in rows if ratios.is_full(row)]
+    return "\n\n".join([
+        h200_heading(header),
+        f"Forward, bf16, K = V = 128, fp32 states, median of {header['repeats']} graph replays, against the fastest of "
+        "[these peers](bench/peers/README.md). Rows are key heads/value heads and lengths (8192x4: four sequences of "
+        "8192 tokens, 1x2048: one of 2048); errors are relative L2 distances from the fp64 recurrence:",
+        table(["", "GateDelta, ms", "best peer, ms", "speedup", "error of o", "of the state"], cells),
+        f"The {len(full)} rows with at least {ratios.FULL} sequences × value heads, which fill the GPU: "
+        f"{sum_up(full)}. All {len(rows)} rows: {sum_up(rows)}.",
+        *picture("overview", "Speedup over the fastest peer"),
+    ])  # fmt: skip
+
+
+def h200_rows() -> str:
+    result = load_h200()
+    if not result:
+        return NOTHING
+    groups, peers = {}, sorted({name for row in result["rows"] for name in row["peers"]})
+    for row in result["rows"]:
+        groups.setdefault((row["hk"], row["hv"]), []).append(row)
+    parts = [h200_heading(result["header"])]
+    for (hk, hv), rows in groups.items():
+        cells = [
+            [
+                row["seq"],
+                three_digits(row["ms"]),
+                f"{row['speedup']:.2f}×",
+                *(f"{row[error]:.1e}" for error in ("err_o", "err_state")),
+                *(three_digits(row["peers"][name]) if name in row["peers"] else "" for name in peers),
+            ]
+            for row in rows
+        ]
+        header = [f"{hk}/{hv} heads, ms", "GateDelta", "speedup", "error of o", "of the state", *peers]
+        parts += [table(header, cells), *picture(f"{hk}x{hv}", f"{hk}/{hv} heads", "../")]
+    return "\n\n".join(parts)
+
+
+def h200_profile() -> str:
+    result = load_h200()
+    profile = result and result["header"].get("profile")
+    if not profile:
+        return NOTHING
+
+    def cell(name: str, value: float | None) -> str:
+        if value is None:
+            return ""
+        return milliseconds(value / 1e3) if name == "duration_us" else f"{value:.0f}%"
+
+    cells = [
+        [f"{row}, {kernel.removesuffix('_kernel')}", *(cell(name, values.get(name)) for name in PROFILE)]
+        for row, kernels in profile.items()
+        for kernel, values in kernels.items()
+    ]
+    return "\n\n".join([h200_heading(result["header"]), table(["", *PROFILE.values()], cells)])
+
+
+TABLES = {
+    "cpu-speed": cpu_speed, "cpu-isas": cpu_isas, "accuracy": accuracy,
+    "h200-forward": h200_forward, "h200-rows": h200_rows, "h200-profile": h200_profile,
+}  # fmt: skip
 
 
 def rendered(text: str) -> str:
@@ -136,27 +251,55 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)|cpu|@.*", " ", text.lower())).strip("-")
 
 
-def record(folder: Path) -> None:
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", ROOT, *arguments], check=True, capture_output=True, text=True
-        ).stdout.strip()
+def stamp_or_exit() -> dict:
+    found = stamp()
+    if not found["commit"]:
+        sys.exit("render_results: a record names its commit, and git knows none here")
+    return found
 
-    stamp = {
-        "date": datetime.date.today().isoformat(),
-        "commit": git("rev-parse", "HEAD"),
-        # What a record itself writes does not make the measured code another one.
-        "modified": bool(git("status", "--porcelain", "--", ".", ":!results", ":!*.md", ":!tools")),
-    }
+
+def record_cpu(folder: Path) -> None:
+    recorded = stamp_or_exit()
     RESULTS.mkdir(parents=True, exist_ok=True)
     results = {kind: json.loads((folder / f"{kind}.json").read_text()) for kind in ("transformers", "isas")}
     machine = results["transformers"]["machine"]  # the Python driver knows more CPUs by name
     stem = f"{slug(machine['architecture'])}-{slug(machine['cpu'])}-{machine['cpus']}cpu"
     for kind, result in results.items():
         target = RESULTS / f"{stem}.{kind}.json"
-        target.write_text(json.dumps({**result, "machine": machine, "recorded": stamp}, indent=2) + "\n")
+        target.write_text(json.dumps({**result, "machine": machine, "recorded": recorded}, indent=2) + "\n")
         print(f"recorded {target.relative_to(ROOT)}")
     shutil.copyfile(folder / "transformers.png", RESULTS / f"{stem}.png")
+
+
+def problem_of(result: dict) -> str | None:
+    """Why what bench/gpu.py wrote is no record for results/h200."""
+    header, rows = result["header"], result["rows"]
+    if "H200" not in header["gpu"]:
+        return f"it is of one {header['gpu']}, not of an H200"
+    if {ratios.key(row) for row in rows} != {ratios.key(row) for row in forward_rows()}:
+        return "it does not hold every row: --only and --seq are not for records"
+    if not all({"err_o", "err_state", "speedup"} <= row.keys() for row in rows):
+        return "there are rows without errors or without peers' times"
+    if not header.get("kernels"):
+        return "it does not say of which kernels it is: --kernels"
+    return None
+
+
+def record_gpu(folder: Path) -> None:
+    source, pictures = folder / "h200.json", sorted((folder / "h200").glob("*.png"))
+    result = json.loads(source.read_text())
+    problem = problem_of(result) or (None if pictures else "there are no pictures: bench/plot_gpu.py draws them")
+    if problem:
+        sys.exit(f"render_results: {source} was not recorded: {problem}")
+    header = result["header"]
+    if not header["commit"]:  # measured on a copy of the tree without git
+        header |= stamp_or_exit() | {"date": header["date"]}
+    H200.mkdir(parents=True, exist_ok=True)
+    for name in (f"{header['date']}-{header['commit'][:10]}", "latest"):
+        (H200 / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        print(f"recorded {name}.json in {H200.name}")
+    for path in pictures:
+        shutil.copyfile(path, H200 / path.name)
 
 
 def main() -> int:
@@ -164,9 +307,13 @@ def main() -> int:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--check", action="store_true")
     choice.add_argument("--record", type=Path, metavar="FOLDER")
+    choice.add_argument("--record-gpu", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     if arguments.record:
-        record(arguments.record)
+        record_cpu(arguments.record)
+    gpu = arguments.record_gpu or arguments.record
+    if gpu and (arguments.record_gpu or (gpu / "h200.json").exists()):  # `make bench` has none without a GPU
+        record_gpu(gpu)
     stale, blocks = [], 0
     for path in repo_files(".md"):
         text = (ROOT / path).read_text()

@@ -1,0 +1,67 @@
+"""What Nsight Compute says of the kernels of one row: how long each ran and how busy it kept the parts of the GPU."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+KERNELS = ("prepare_kernel", "forward_kernel")
+METRICS = {  # all as shares of the whole duration; the names are valid on Hopper
+    "duration_us": "gpu__time_duration.sum",
+    "tensor_pct": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "issue_pct": "sm__inst_issued.avg.pct_of_peak_sustained_elapsed",
+    "shared_pct": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum.pct_of_peak_sustained_elapsed",
+    "l1_pct": "l1tex__throughput.avg.pct_of_peak_sustained_elapsed",
+    "l2_pct": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "dram_pct": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
+}
+MICROSECONDS = {"n": 1e-3, "u": 1.0, "m": 1e3, "s": 1e6}  # by the first letter of ncu's unit
+
+
+def find() -> str | None:
+    return shutil.which("ncu") or shutil.which("/usr/local/cuda/bin/ncu")
+
+
+def parse(text: str) -> dict[str, dict[str, float]]:
+    """Values by kernel from `ncu --csv --page raw`; metrics that did not come back are left out."""
+    table = list(csv.reader(line for line in text.splitlines() if line.startswith('"')))  # not what ncu says itself
+    names, units, *launches = table if len(table) > 2 else ([], [])
+    found = {}
+    for launch in launches:
+        cells, unit_of = dict(zip(names, launch)), dict(zip(names, units))
+        kernel = re.search(r"\w+_kernel", cells["Kernel Name"])
+        if not kernel:
+            continue
+        values = {}
+        for name, metric in METRICS.items():
+            try:
+                value = float(cells.get(metric, "").replace(",", ""))
+            except ValueError:
+                continue
+            values[name] = value * MICROSECONDS[unit_of[metric][0]] if name == "duration_us" else value
+        found[kernel[0]] = values
+    return found
+
+
+def profile(ncu: str, command: list[str]) -> dict[str, dict[str, float]]:
+    """Runs a command that calls the forward at least three times; the third call is looked at, the clocks are up then.
+
+    Raises RuntimeError with what ncu said if nothing came back.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        result = subprocess.run(
+            [ncu, "--csv", "--page", "raw", "--clock-control", "none", "--log-file", log,
+             "--kernel-name", f"regex:{'|'.join(KERNELS)}", "--launch-skip", str(2 * len(KERNELS)),
+             "--launch-count", str(len(KERNELS)), "--metrics", ",".join(METRICS.values()), *command],
+            capture_output=True, text=True,
+        )  # fmt: skip
+        text = log.read_text() if log.exists() else ""
+    found = parse(text)
+    if not found:
+        raise RuntimeError((text or result.stderr or result.stdout).strip()[-500:] or "ncu said nothing")
+    return found

@@ -1,0 +1,117 @@
+"""Draws what bench/gpu.py wrote: every peer against ours per head configuration, and all ratios on one picture.
+
+Usage: python bench/plot_gpu.py RESULTS.json FOLDER    writes FOLDER/<hk>x<hv>.png and FOLDER/overview.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from plot import BAD, GOOD, GREY, OURS, format_ms, plt, style
+from ratios import FULL, geomean, is_full
+
+COLOURS = {"flashinfer": "#e09f3e", "flash_qla": GOOD, "fla": "#8e6c8a"}  # the others are grey
+MARKERS = "osD^vPX"
+FACTORS = (0.18, 0.25, 0.35, 0.5, 0.7, 1, 1.4, 2, 2.8, 4, 5.6, 8, 11, 16)
+
+
+def configurations(rows: list[dict]) -> dict[tuple[int, int], list[dict]]:
+    found: dict[tuple[int, int], list[dict]] = {}
+    for row in rows:
+        if "peers" in row:
+            found.setdefault((row["hk"], row["hv"]), []).append(row)
+    return found
+
+
+def where(header: dict) -> str:
+    return f"{header['gpu']}, torch {header['torch']}, gatedelta {header['gatedelta']}"
+
+
+def scale(axis) -> None:
+    """Logarithmic, two ticks per doubling."""
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_ticks(FACTORS, [f"{factor:g}×" for factor in FACTORS])
+    axis.set_minor_locator(plt.NullLocator())
+
+
+def draw_configuration(header: dict, rows: list[dict], names: list[str]):
+    """A line per row: the peers' times as multiples of ours, so that everything right of 1 is slower than us."""
+    lines = range(len(rows))
+    figure, axes = plt.subplots(figsize=(8.5, 1.6 + 0.3 * len(rows)), layout="constrained")
+    for i, name in enumerate(names):
+        points = [(row["peers"][name] / row["ms"], y) for y, row in zip(lines, rows) if name in row["peers"]]
+        if not points:
+            continue
+        colour = COLOURS.get(name.split()[0], GREY)
+        face = "none" if "published" in name else colour
+        marker = MARKERS[i % len(MARKERS)]
+        axes.plot(*zip(*points), marker, ms=6, mec=colour, mfc=face, label=name, zorder=3)
+    axes.axvline(1, color=OURS, lw=2.5, label="GateDelta")
+    furthest = [time / row["ms"] for row in rows for time in row["peers"].values()]
+    axes.set_yticks(lines, [f"{row['seq']}   {format_ms(row['ms'])}" for row in rows])
+    axes.invert_yaxis()
+    scale(axes.xaxis)
+    axes.set_xlim(min(0.7, *furthest) * 0.9, max(furthest) * 1.1)
+    axes.set_xlabel("time as a multiple of GateDelta's (right of the line: slower than GateDelta)")
+    axes.set_title(f"Forward, {rows[0]['hk']}/{rows[0]['hv']} heads")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+    figure.suptitle(where(header), fontsize=9, color=GREY)
+    return figure
+
+
+def draw_overview(header: dict, groups: dict[tuple[int, int], list[dict]]):
+    """A point per row, by configuration: how many times faster than the fastest peer."""
+    figure, axes = plt.subplots(figsize=(8.5, 4.2), layout="constrained")
+    for full, face, label in (
+        (True, OURS, f"sequences × value heads ≥ {FULL}"),
+        (False, "none", "fewer: less than a card full"),
+    ):
+        points = [
+            (x + 0.6 * (i / max(len(rows) - 1, 1) - 0.5), row["speedup"])
+            for x, rows in enumerate(groups.values())
+            for i, row in enumerate(rows)
+            if is_full(row) == full
+        ]
+        if points:
+            axes.plot(*zip(*points), "o", ms=5, mec=OURS, mfc=face, label=label)
+    for x, rows in enumerate(groups.values()):
+        mean = geomean([row["speedup"] for row in rows])
+        axes.plot([x - 0.38, x + 0.38], [mean] * 2, color="#e09f3e", lw=2, label=None if x else "geometric mean of all")
+    axes.axhline(1, color=BAD, lw=1.6)
+    axes.set_xticks(range(len(groups)), [f"{hk}/{hv}" for hk, hv in groups])
+    scale(axes.yaxis)
+    ratios = [row["speedup"] for rows in groups.values() for row in rows]
+    axes.set_ylim(min(0.8, *ratios) * 0.9, max(1.25, *ratios) * 1.1)
+    axes.grid(axis="y", color="#e5e8eb")
+    axes.grid(axis="x", visible=False)
+    axes.set_xlabel("key heads/value heads")
+    axes.set_title("Forward: times faster than the fastest peer, a point per row")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+    figure.suptitle(where(header), fontsize=9, color=GREY)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    result = json.loads(options.results.read_text())
+    groups = configurations(result["rows"])
+    if not groups:
+        parser.error(f"{options.results} holds no row with peers' times")
+    style()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    header, names = result["header"], sorted({name for row in result["rows"] for name in row.get("peers", ())})
+    figures = {f"{hk}x{hv}": draw_configuration(header, rows, names) for (hk, hv), rows in groups.items()}
+    figures["overview"] = draw_overview(header, groups)
+    for name, figure in figures.items():
+        figure.savefig(options.folder / f"{name}.png", dpi=110)
+        plt.close(figure)
+    print(f"{len(figures)} pictures in {options.folder}")
+
+
+if __name__ == "__main__":
+    main()

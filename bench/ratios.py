@@ -1,0 +1,52 @@
+"""The peers' times beside ours, row by row, and what sums the ratios up. Needs neither torch nor a GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from rows import forward_lengths
+
+PEERS = Path(__file__).resolve().parent / "peers" / "h200.json"
+FULL = 64  # sequences x value heads: with a block per half of V, enough for all but 4 of an H200's 132 SMs
+
+
+def key(row: dict) -> tuple:
+    return row["kind"], row["hk"], row["hv"], row["seq"]
+
+
+def load_peers(path: Path = PEERS) -> tuple[str, dict[tuple, dict[str, float]]]:
+    """The GPU the peers ran on, and every peer's time in ms by row."""
+    table = json.loads(path.read_text())
+    return table["gpu"], {key(row): row["peers"] for row in table["rows"]}
+
+
+def compared(row: dict, peers: dict[tuple, dict[str, float]]) -> dict:
+    """The row with the peers' times and the ratio to the fastest of them, where there are any."""
+    times = peers.get(key(row))
+    if not times:
+        return row
+    best = min(times.values())
+    return row | {"peers": times, "best_peer_ms": best, "speedup": best / row["ms"]}
+
+
+def best_peer(row: dict) -> str:
+    return min(row["peers"], key=row["peers"].get)
+
+
+def is_full(row: dict) -> bool:
+    return len(forward_lengths()[row["seq"]]) * row["hv"] >= FULL
+
+
+def geomean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def summary(rows: list[dict]) -> dict | None:
+    """Count, geometric mean and worst of the ratios; None without any."""
+    rows = [row for row in rows if "speedup" in row]
+    if not rows:
+        return None
+    worst = min(rows, key=lambda row: row["speedup"])
+    return {"rows": len(rows), "geomean": geomean([row["speedup"] for row in rows]), "worst": worst}
