@@ -12,6 +12,8 @@ namespace gatedelta::cli {
 
 namespace {
 
+constexpr char kNoCuda[] = "this build has no CUDA backend, it takes an nvcc (docs/building.md, GD_CUDA)";
+
 Device parse_device(const std::string& text) {
   if (text == "cpu") return {};
   Device device{.cuda = true};
@@ -93,7 +95,6 @@ Timing time_forward_on(const Device& device, const gd_forward_args& host, double
 
 #else
 
-constexpr char kNoCuda[] = "this build has no CUDA backend";
 std::string forward_on(const Device&, const gd_forward_args&) { return kNoCuda; }
 Timing time_forward_on(const Device&, const gd_forward_args&, double) { throw std::runtime_error(kNoCuda); }
 
@@ -120,8 +121,9 @@ Device chosen_device(const Options& options, const std::vector<std::string>& cpu
   const Device device = parse_device(text);
   if (!device.cuda) return device;
   const gd_info info = get_info();
-  if (!info.cuda_compiled) throw UsageError("--device " + text + ": this build has no CUDA backend");
-  if (info.cuda_devices == 0) throw UsageError("--device " + text + ": there is no CUDA device the library supports");
+  if (!info.cuda_compiled) throw UsageError("--device " + text + ": " + kNoCuda);
+  if (info.cuda_devices == 0)
+    throw UsageError("--device " + text + ": there is no CUDA device the library supports (compute capability 9.0)");
   const size_t count = gpus().size();
   if (static_cast<size_t>(device.index) >= count) {
     throw UsageError("--device " + text +

@@ -35,6 +35,8 @@ class CudaStream {
 // Device memory between two guard zones, all of it NaN at first.
 class DeviceMemory {
  public:
+  static constexpr unsigned char kPoison = 0xff;
+
   DeviceMemory(size_t bytes, size_t misalign) : bytes_(bytes), begin_(kGuard + misalign) {
     GD_CUDA_OK(cudaMalloc(&base_, whole()));
     GD_CUDA_OK(cudaMemset(base_, kPoison, whole()));
@@ -59,7 +61,6 @@ class DeviceMemory {
 
  private:
   static constexpr size_t kGuard = 4096;
-  static constexpr unsigned char kPoison = 0xff;
   size_t whole() const { return begin_ + bytes_ + kGuard; }
 
   void* base_ = nullptr;

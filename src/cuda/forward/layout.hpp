@@ -103,9 +103,7 @@ struct Ring {
       parity ^= 1;
     }
   }
-  // Where the ring was one step ago.
-  GD_HOST_DEVICE Ring before() const { return slot == 0 ? Ring{kSlots - 1, parity ^ 1} : Ring{slot - 1, parity}; }
-  GD_HOST_DEVICE int previous() const { return before().slot; }
+  GD_HOST_DEVICE int previous() const { return slot == 0 ? kSlots - 1 : slot - 1; }
 };
 
 }  // namespace gatedelta::cuda

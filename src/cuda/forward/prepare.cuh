@@ -41,6 +41,7 @@ GD_DEVICE float load_number(const void* data, int dtype, int64_t i) {
   if (dtype == GD_BF16) return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
   return __half2float(static_cast<const __half*>(data)[i]);
 }
+
 // Calls f with the warp's number as a compile-time constant: the inverse is straight-line code for each block row.
 template <class F>
 GD_DEVICE void with_warp(int warp, const F& f) {

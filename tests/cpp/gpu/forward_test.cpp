@@ -150,18 +150,6 @@ TEST_F(Forward, DoesNotDependOnTheBatch) {
   EXPECT_EQ(std::memcmp(states.data(), states_alone.data(), states.size() / 70), 0);
 }
 
-class Stream {
- public:
-  Stream() { GD_CUDA_OK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-  ~Stream() { cudaStreamDestroy(stream_); }
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
-  operator cudaStream_t() const { return stream_; }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
-
 // A captured call holds pointers and shapes; what lies there, lengths included, is read anew by every replay.
 TEST_F(Forward, GraphReplaysWithNewContents) {
   for (const std::string& type : kTypes) {
@@ -169,7 +157,7 @@ TEST_F(Forward, GraphReplaysWithNewContents) {
     Judge first(parse_case("lengths=70+0+130+64+30" + rest + "1"));
     Judge second(parse_case("lengths=1+199+0+63+31" + rest + "2"));
     DeviceForward device(first.problem().forward);
-    const Stream stream;
+    const CudaStream stream;
     cudaGraph_t graph = nullptr;
     GD_CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
     const std::string error = device.run(stream);
@@ -192,7 +180,7 @@ TEST_F(Forward, GraphReplaysWithNewContents) {
 
 TEST_F(Forward, RunsOnAStream) {
   Judge judge(parse_case("B=2 T=200 Hk=1 Hv=2 K=128 V=128 dtype=bf16"));
-  const Stream stream;
+  const CudaStream stream;
   const auto run = [&](const gd_forward_args& host) {
     DeviceForward device(host);
     if (std::string error = device.run(stream); !error.empty()) return error;

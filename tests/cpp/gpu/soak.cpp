@@ -26,7 +26,7 @@ namespace {
 
 constexpr int64_t kHead = 128, kMaxSequences = 24, kMaxKeyHeads = 4, kMaxValueHeads = 8 * kMaxKeyHeads;
 constexpr int64_t kMaxRows = 1 << 15;  // tokens times value heads of a batch: longer batches have fewer heads
-constexpr int kPoison = 0xff;
+constexpr int kPoison = DeviceMemory::kPoison;
 
 // ---- what batches are made of -------------------------------------------------------------------------------------
 
