@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-KERNELS = ("prepare_kernel", "forward_kernel")
+KERNELS = ("prepare_kernel", "schedule_kernel", "forward_kernel")
 METRICS = {  # all as shares of the whole duration; the names are valid on Hopper
     "duration_us": "gpu__time_duration.sum",
     "tensor_pct": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",

@@ -165,6 +165,7 @@ const std::vector<Key>& keys() {
       boolean("i64", &Case::i64, "int64 offsets and indices"),
       boolean("strided", &Case::strided, "gaps in every tensor"),
       integer("every", &Case::every, "checkpoint interval in tokens (a multiple of 64)"),
+      integer("segment", &Case::segment, "chunks of a segment, if sequences are to be cut (CUDA)"),
       boolean("accept", &Case::accept, "recurrent: accept lengths"),
       choice("steps", &Case::steps, kSteps, "recurrent: per-step states: none dense pool"),
       integer("seed", &Case::seed, "of the random numbers"),
@@ -226,7 +227,7 @@ void check_case(const Case& c) {
   };
   positive("Hk", c.Hk), positive("Hv", c.Hv), positive("K", c.K), positive("V", c.V), positive("B", c.B);
   if (c.Hv % c.Hk) refuse("Hv must be a multiple of Hk");
-  if (c.T < 0 || c.pad < 0 || c.every < 0) refuse("T, pad and every must not be negative");
+  if (c.T < 0 || c.pad < 0 || c.every < 0 || c.segment < 0) refuse("T, pad, every and segment must not be negative");
   if (c.lengths.empty() && c.pad) refuse("pad needs packed lengths");
   if (!c.lengths.empty() && c.B != 1) refuse("packed lengths need B=1");
   if (c.inplace && !(c.h0 && c.ht)) refuse("inplace needs h0 and ht");

@@ -63,6 +63,7 @@ struct Case {
   bool i64 = false;                       // int64 offsets and indices instead of int32
   bool strided = false;                   // gaps in every tensor, gates stored head first
   int64_t every = 0;                      // checkpoint interval, 0 = none
+  int64_t segment = 0;                    // chunks of a segment, if sequences are to be cut
   bool accept = false;                    // recurrent: accept lengths
   StepKind steps = StepKind::none;        // recurrent: per-step states
   uint64_t seed = 1;

@@ -4,6 +4,7 @@
 #include <cinttypes>
 #include <cmath>
 #include <cstdio>
+#include <type_traits>
 #include <utility>
 
 #include "api/error.hpp"
@@ -114,12 +115,20 @@ gd_status check_saved(const void* saved, size_t bytes) {
   return GD_OK;
 }
 
-gd_status check_segments(int32_t context_parallel, int32_t segment_chunks) {
-  GD_TRY(check_enum("context_parallel", context_parallel, GD_CP_OFF));
-  if (segment_chunks < 0) return invalid("segment_chunks is %" PRId32 ", must not be negative", segment_chunks);
-  if (segment_chunks == 0) return GD_OK;
-  return refuse(GD_UNSUPPORTED, "segment_chunks is %" PRId32 ": no backend cuts a sequence, it must be 0",
-                segment_chunks);
+template <class Args>
+gd_status check_segments(const Args& args) {
+  const int32_t chunks = args.segment_chunks;
+  GD_TRY(check_enum("context_parallel", args.context_parallel, GD_CP_OFF));
+  if (chunks < 0) return invalid("segment_chunks is %" PRId32 ", must not be negative", chunks);
+  if (chunks == 0) return GD_OK;
+  if (args.exec.device != GD_CUDA || !std::is_same_v<Args, gd_forward_args>)
+    return refuse(GD_UNSUPPORTED,
+                  "segment_chunks is %" PRId32 ": only gd_forward on CUDA cuts a sequence, it must be 0", chunks);
+  if (args.context_parallel == GD_CP_OFF)
+    return invalid("segment_chunks is %" PRId32 ", but context_parallel is GD_CP_OFF", chunks);
+  if (args.batch_invariant)
+    return refuse(GD_UNSUPPORTED, "segment_chunks is %" PRId32 ": a batch_invariant call cuts no sequence", chunks);
+  return GD_OK;
 }
 
 // Checks tensors one by one, and remembers where they lie to find outputs that overlap something at the end.
@@ -529,7 +538,7 @@ gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProbl
   Checker check(stage);
   const Layer& in = p.in;
   GD_TRY(check_reserved("gd_forward_args", args.reserved, args.reserved_flags));
-  GD_TRY(check_segments(args.context_parallel, args.segment_chunks));
+  GD_TRY(check_segments(args));
   GD_TRY(check.layer(args.in, p.in));
   GD_TRY(check.rows("o", args.o, value_rows(in), Need::required, Role::output, p.o));
   GD_TRY(check.indexed_states("final_state", args.final_state, "final_indices", args.final_indices, in, Role::output,
@@ -550,6 +559,9 @@ gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProbl
     if (!in.sequences.offsets) GD_TRY(check_checkpoint_count(args, p));
   }
 
+  p.context_parallel = args.context_parallel == GD_CP_AUTO;
+  p.batch_invariant = args.batch_invariant != 0;
+  p.segment_chunks = args.segment_chunks;
   p.saved = args.saved;
   if (stage == Stage::query) {
     if (args.saved_bytes) p.saved = const_cast<gd_forward_args*>(&args);  // any pointer: there will be a buffer
@@ -565,7 +577,7 @@ gd_status validate_shapes(const gd_backward_args& args, Stage stage, BackwardPro
   Checker check(stage);
   const Layer& in = p.in;
   GD_TRY(check_reserved("gd_backward_args", args.reserved, args.reserved_flags));
-  GD_TRY(check_segments(args.context_parallel, args.segment_chunks));
+  GD_TRY(check_segments(args));
   GD_TRY(check.layer(args.in, p.in));
   GD_TRY(check.rows("d_o", args.d_o, value_rows(in), Need::required, Role::input, p.d_o));
   GD_TRY(check.states("d_final_state", args.d_final_state, in, in.sequences.count, Role::input, p.d_final));
@@ -650,10 +662,20 @@ gd_status validate_cuda(const gd_forward_args& args, Stage stage, const ForwardP
   if (sequences.count > cuda::kMaxPairs / in.value_heads)
     return refuse(GD_UNSUPPORTED, "N * Hv is %" PRId64 " * %" PRId64 ", must be at most %" PRId64 " on CUDA",
                   sequences.count, in.value_heads, cuda::kMaxPairs);
+  if (p.segment_chunks && !cuda::is_planned(sequences.count, in.value_heads))
+    return refuse(GD_UNSUPPORTED,
+                  "segment_chunks is %" PRId64
+                  ": sequences are cut on CUDA where there are at most %d, with at most %d "
+                  "heads all together",
+                  p.segment_chunks, cuda::kMaxPlannedSequences, cuda::kMaxPlannedPairs);
+  if (p.segment_chunks && cuda::max_entries(p) > cuda::kMaxPlannedEntries)
+    return refuse(GD_UNSUPPORTED,
+                  "segment_chunks is %" PRId64 ", which may make %" PRId64 " pieces of work, more than %d on CUDA",
+                  p.segment_chunks, cuda::max_entries(p), cuda::kMaxPlannedEntries);
   if (const int64_t blocks = cuda::prepare_blocks(in); blocks > cuda::kMaxPrepareBlocks)
     return refuse(GD_UNSUPPORTED,
-                  "the call has %" PRId64 " chunks times key heads, must have at most %" PRId64 " on CUDA", blocks - 1,
-                  cuda::kMaxPrepareBlocks - 1);
+                  "the call has %" PRId64 " chunks times key heads, must have at most %" PRId64 " on CUDA",
+                  blocks - cuda::kPrepareHelpers, cuda::kMaxPrepareBlocks - cuda::kPrepareHelpers);
 
   for (const auto& [name, rows] :
        {std::pair("q", &in.q), std::pair("k", &in.k), std::pair("v", &in.v), std::pair("o", &p.o)}) {

@@ -120,6 +120,9 @@ struct ForwardProblem {
   IndexVector checkpoint_indices;
   int64_t checkpoint_every = 0;  // 0 = none
   void* saved = nullptr;
+  bool context_parallel = true;  // sequences may be cut
+  bool batch_invariant = false;
+  int64_t segment_chunks = 0;  // chunks per segment; 0 = automatic
 
   GD_ALWAYS_INLINE int64_t final_slot(int64_t n) const { return !final ? -1 : final_indices ? final_indices[n] : n; }
   // Both slots given and negative: the sequence is skipped, its outputs are zero.

@@ -49,6 +49,10 @@ GD_DEVICE void store_shared4(uint32_t p, float a, float b, float c, float d) {
 GD_DEVICE void store_shared_words(uint32_t p, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+GD_DEVICE void store_shared_if(bool stores, uint32_t p, int x) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %0, 0;\n@p st.shared.b32 [%1], %2;}" ::"r"(int(stores)), "r"(p), "r"(x)
+               : "memory");
+}
 GD_DEVICE void copy_async16(uint32_t dst, const void* src, bool valid) {
   const int bytes = valid ? 16 : 0;  // the rest is filled with zeros
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
@@ -189,6 +193,29 @@ template <int kRegisters>
 GD_DEVICE void shrink_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
+
+// One more, for a thread that counts; what it was before. Without a branch, after which nothing would be uniform.
+GD_DEVICE int count_up(int* counter, bool counts) {
+  int before;
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p atom.global.add.u32 %0, [%1], 1;}"
+               : "=r"(before)
+               : "l"(counter), "r"(int(counts))
+               : "memory");
+  return before;
+}
+
+// Counters that blocks tell each other by what they wrote to memory.
+GD_DEVICE int load_acquire(const int* counter) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+GD_DEVICE void add_release(int* counter, int n) {
+  asm volatile("fence.acq_rel.gpu;\nred.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(n) : "memory");
+}
+GD_DEVICE void pause() { asm volatile("nanosleep.u32 64;" ::: "memory"); }
+// Between the copy engine's accesses to memory and other ones.
+GD_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- copy engine ---------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-// The CUDA backend: a validated problem becomes two kernels on the caller's stream.
+// The CUDA backend: a validated problem becomes two or three kernels on the caller's stream.
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
@@ -103,7 +103,7 @@ States states_of(const StateRows& s, const IndexVector& indices, void* present) 
           {indices.data, indices.is_int64}};
 }
 
-ForwardParams params_of(const ForwardProblem& problem, char* workspace) {
+ForwardParams params_of(const ForwardProblem& problem, char* workspace, int multiprocessors) {
   constexpr uintptr_t kAlign = ForwardWorkspace::kAlign;
   const Layer& in = problem.in;
   const ForwardWorkspace layout = forward_layout(problem);
@@ -133,6 +133,18 @@ ForwardParams params_of(const ForwardProblem& problem, char* workspace) {
   p.prepared = reinterpret_cast<uint8_t*>(base + layout.prepared);
   p.order = reinterpret_cast<int*>(base + layout.order);
   p.first_checkpoint = reinterpret_cast<int64_t*>(base + layout.first_checkpoint);
+  p.decays = reinterpret_cast<ChunkDecay*>(base + layout.decays);
+  p.sequence_items = reinterpret_cast<WorkItem*>(base + layout.sequence_items);
+  p.cuts = reinterpret_cast<PricedCut*>(base + layout.cuts);
+  p.schedule = reinterpret_cast<Schedule*>(base + layout.schedule);
+  p.work = reinterpret_cast<WorkItem*>(base + layout.work);
+  p.initial_read = reinterpret_cast<int*>(base + layout.initial_read);
+  p.boundary_ready = reinterpret_cast<int*>(base + layout.boundary_ready);
+  p.boundaries = reinterpret_cast<uint8_t*>(base + layout.boundaries);
+  p.list = list_mode(problem, multiprocessors);
+  p.may_cut = may_cut(problem);
+  if (p.may_cut) p.forced = {static_cast<int>(problem.segment_chunks), static_cast<int>(problem.segment_chunks), false};
+  p.limits = {multiprocessors, static_cast<int>(max_entries(problem)), layout.boundary_count};
   return p;
 }
 
@@ -159,13 +171,14 @@ Outcome encode_maps(ForwardParams& p, bool bf16) {
 }
 
 template <class Elem>
-Outcome launch(const ForwardParams& p, int multiprocessors, cudaStream_t stream) {
-  if (const cudaError_t error = launch_prepare<Elem>(p, stream)) return failure(error, "launch the prepare kernel");
+Outcome launch(const ForwardParams& p, int device, cudaStream_t stream) {
+  if (const cudaError_t error = launch_prepare<Elem>(p, device, stream))
+    return failure(error, "launch the prepare kernel");
   if (p.sequences.count == 0) return {};  // prepare has zeroed what belongs to nobody
-  const int groups = math_warpgroups(p.sequences.count, p.value_heads, multiprocessors);
-  const cudaError_t error =
-      groups == 1 ? launch_main<Elem, 1>(p, multiprocessors, stream) : launch_main<Elem, 2>(p, multiprocessors, stream);
-  if (error) return failure(error, "launch the forward kernel");
+  if (p.list != kEvenList)
+    if (const cudaError_t error = launch_schedule(p, stream)) return failure(error, "launch the schedule kernel");
+  if (const cudaError_t error = launch_main<Elem>(p, device, stream))
+    return failure(error, "launch the forward kernel");
   return {};
 }
 
@@ -191,12 +204,12 @@ Outcome forward(const ForwardProblem& problem, const Context& context) {
           cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, context.device))
     return failure(error, "count multiprocessors");
 
-  ForwardParams p = params_of(problem, context.workspace);
+  ForwardParams p = params_of(problem, context.workspace, multiprocessors);
   const bool bf16 = problem.in.q.dtype == GD_BF16;
   if (p.sequences.batch > 0 && p.sequences.tokens > 0)  // an empty tensor has no map, and nobody looks at it
     if (Outcome outcome = encode_maps(p, bf16); outcome.status != GD_OK) return outcome;
   const auto stream = static_cast<cudaStream_t>(context.stream);
-  return bf16 ? launch<__nv_bfloat16>(p, multiprocessors, stream) : launch<__half>(p, multiprocessors, stream);
+  return bf16 ? launch<__nv_bfloat16>(p, context.device, stream) : launch<__half>(p, context.device, stream);
 }
 
 }  // namespace gatedelta::cuda

@@ -4,18 +4,21 @@
 // S^T stays in the registers of the math warpgroups (64 value rows each) as accumulators, and is repacked in place as
 // the register operand of the next products. Warpgroups and their roles:
 //   keys    builds tril(Q K^T), which scores go on with, and X
-//   scores  builds R; its first warp asks the copy engine for K, Q, V, T and the vectors of the chunks ahead (a ragged
-//           last chunk it loads itself, zero-filled)
+//   scores  builds R; its first two warps ask the copy engine for K, Q, T and the vectors, and for V, of the chunks
+//           ahead (a ragged last chunk they load themselves, zero-filled)
 //   math    the state chain and the output; one or two of them
 // They meet only at rings of shared-memory slots with full and empty barriers.
+// Blocks take pieces of work from a list (schedule.hpp): chunks of a sequence, perhaps after some "silent" ones that
+// only move the state; the factors M and S_loc of a segment, for which one math warpgroup begins with the identity
+// and has no values; or the states at the ends of segments, joined from those factors.
 #pragma once
 
 #include "cuda/forward/prepare.cuh"
 
 namespace gatedelta::cuda {
 
-// kMath warpgroups hold 64 value columns each.
-template <int kMath>
+constexpr int kMath = 2;  // warpgroups that hold 64 value columns each
+
 struct ForwardSmem {
   static constexpr int kKeysQueries = 0;                                      // [slot][Q0 K0 Q1 K1]
   static constexpr int kValues = kKeysQueries + kLoadSlots * 4 * kTileBytes;  // V; once that is read, O on its way out
@@ -23,30 +26,27 @@ struct ForwardSmem {
   static constexpr int kR = kX + kOperandSlots * 2 * kTileBytes;
   static constexpr int kPrepared = kR + kOperandSlots * kTileBytes;        // T and the vectors
   static constexpr int kScores = kPrepared + kLoadSlots * kPreparedBytes;  // tril(Q K^T), blocks by lane
-  static constexpr int kBarriers = kScores + kScoreSlots * kTriangleBytes;
-  static constexpr int kBytes = kBarriers + 2 * 8 * (kLoadSlots + kValueSlots + kScoreSlots + kOperandSlots);
+  static constexpr int kWork = kScores + kScoreSlots * kTriangleBytes;     // numbers in the list of work
+  static constexpr int kBarriers = kWork + kWorkSlots * 4;
+  static constexpr int kBytes =
+      kBarriers + 2 * 8 * (kLoadSlots + kValueSlots + kScoreSlots + kOperandSlots + kWorkSlots);
   static constexpr int kAllocated = kBytes + kTileAlign;
 };
-static_assert(ForwardSmem<2>::kAllocated <= kMaxSharedBytes);
+static_assert(ForwardSmem::kAllocated <= kMaxSharedBytes);
 
 // Registers a thread of each role gets; the sum over warpgroups is what the launch allocates.
-template <int kMath>
-struct ForwardRegisters;
-template <>
-struct ForwardRegisters<2> {
+struct ForwardRegisters {
   static constexpr int kLaunch = 128, kKeys = 80, kScores = 80, kMath = 176;
   static_assert(kKeys + kScores + 2 * kMath <= 4 * kLaunch);
 };
-template <>
-struct ForwardRegisters<1> {
-  static constexpr int kLaunch = 168, kKeys = 120, kScores = 120, kMath = 232;
-  static_assert(kKeys + kScores + kMath <= 3 * kLaunch);
-};
 
-template <int kMath>
 constexpr int kForwardThreads = 128 * (2 + kMath);
 
-enum NamedBarrier { kMathMeet = 1, kMathEnd = kMathMeet + 2 * kValueSlots };  // of each slot; of each warpgroup
+enum NamedBarrier {
+  kMathMeet = 1,                           // of each slot and math warpgroup
+  kMathEnd = kMathMeet + 2 * kValueSlots,  // of each math warpgroup
+  kJoined = kMathEnd + 2,                  // of every other step of a join
+};
 
 // kAt is part of the type so that it ends up as an offset in the instructions.
 template <int kSlots, int kAt>
@@ -65,21 +65,23 @@ struct Barriers {
   GD_DEVICE void wait_empty(const Ring<kSlots>& ring) const { barrier_wait(empty(ring.slot), ring.parity ^ 1); }
 };
 
-// A chunk of one value head, or of half of one.
+// A chunk of one value head, or of half of one; or a step of a join.
 struct ChunkAt {
-  int batch, token, rows, head, half;  // rows the sequence has from here on; 0 or less = past the last chunk
+  int batch, token, rows;  // rows the item has from here on; 0 or less = past the last chunk
+  int silent;              // tokens without outputs from here on; 0 or less = none
+  int head, half;          // half: see schedule.hpp
   GD_DEVICE bool is_whole() const { return rows >= kChunkTokens; }
-  GD_DEVICE ChunkAt next() const { return {batch, token + kChunkTokens, rows - kChunkTokens, head, half}; }
-  GD_DEVICE ChunkAt before() const { return {batch, token - kChunkTokens, rows + kChunkTokens, head, half}; }
-};
-struct Item {
-  int sequence;
-  ChunkAt first;
+  GD_DEVICE bool is_silent() const { return silent > 0; }
+  GD_DEVICE ChunkAt moved(int tokens) const {
+    return {batch, token + tokens, rows - tokens, silent - tokens, head, half};
+  }
+  GD_DEVICE ChunkAt next() const { return moved(kChunkTokens); }
+  GD_DEVICE ChunkAt before() const { return moved(-kChunkTokens); }
 };
 
-template <class Elem, int kMath>
+template <class Elem>
 struct Forward {
-  using Smem = ForwardSmem<kMath>;
+  using Smem = ForwardSmem;
   using Mma64 = Wgmma<Elem, 64>;
 
   const ForwardParams& p;
@@ -90,11 +92,13 @@ struct Forward {
   using Values = Barriers<kValueSlots, Loads::kEnd>;
   using Scores = Barriers<kScoreSlots, Values::kEnd>;
   using Operands = Barriers<kOperandSlots, Scores::kEnd>;
-  static_assert(Operands::kEnd == Smem::kBytes);
+  using Works = Barriers<kWorkSlots, Operands::kEnd>;
+  static_assert(Works::kEnd == Smem::kBytes);
   const Loads loads;
   const Values values;
   const Scores scores;
   const Operands operands;
+  const Works works;
 
   GD_DEVICE Forward(const ForwardParams& params, uint32_t base)
       : p(params),
@@ -105,14 +109,16 @@ struct Forward {
         loads{base},
         values{base},
         scores{base},
-        operands{base} {}
+        operands{base},
+        works{base} {}
 
   GD_DEVICE void init_barriers() const {
-    // What one warp loads, every lane of it reports; of those who read, every warp does, or the one that sends O away.
+    // What one warp loads, every lane of it reports; of those who read, every warp does.
     loads.init(32, 8 + 4 * kMath);
-    values.init(32, kMath);
+    values.init(32, 4 * kMath);
     scores.init(4, 4);
     operands.init(8, 4 * kMath);
+    works.init(32, 8 + 4 * kMath);
     barrier_init_fence();
   }
 
@@ -134,132 +140,182 @@ struct Forward {
     return inverse_at(slot) + kInverseBytes + v * kVectorBytes;
   }
 
-  // ---- items -------------------------------------------------------------------------------------------------------
+  // ---- work --------------------------------------------------------------------------------------------------------
 
-  static constexpr int kHalves = 2 / kMath;  // blocks that share a value head
-  GD_DEVICE int items() const { return p.sequences.count * p.value_heads * kHalves; }
-  // Numbers that all threads of a warp share, said so that they live in uniform registers.
-  GD_DEVICE static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
-  GD_DEVICE Item item(int i) const {
-    const int half = i % kHalves, head = i / kHalves % p.value_heads;
-    const int n = p.order[i / kHalves / p.value_heads];
-    const Span span = p.sequences[n];
-    const int rows = p.is_nobody(n) ? 0 : static_cast<int>(span.length);
-    return {n, {span.batch, static_cast<int>(span.begin), rows, head, half}};
-  }
-
-  // The lane, forgotten at every use: the addresses made of it would fill the registers through all chunks.
-  GD_DEVICE int lane_here() const {
-    int x = lane;
+  // A number the compiler knows nothing of: what is made of it is not kept in registers through all chunks.
+  GD_DEVICE static int forgotten(int x) {
     asm volatile("" : "+r"(x));
     return x;
   }
+  GD_DEVICE int lane_here() const { return forgotten(lane); }
 
-  // Walks through the chunks of this block's items; a step inside an item costs next to nothing.
+  // Numbers that all threads of a warp share, said so that they live in uniform registers.
+  GD_DEVICE static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+  GD_DEVICE const WorkItem& item(int i) const { return p.work[i]; }
+  GD_DEVICE static ChunkAt first_chunk_of(const WorkItem& w) {
+    return {w.batch, w.token, w.rows, w.silent, w.head, w.half};
+  }
+  // The one from which on there are so many rows.
+  GD_DEVICE static ChunkAt chunk_of(const WorkItem& w, int rows) { return first_chunk_of(w).moved(w.rows - rows); }
+  // Which half of the value columns a math warpgroup has; negative: none of this item.
+  GD_DEVICE static int half_of(const ChunkAt& at, int m) { return at.half == kWhole ? m : m == 0 ? at.half : -1; }
+  GD_DEVICE static bool is_join(const ChunkAt& at) { return at.half == kNoValues; }
+
+  // The warp that loads takes entries of the list, the first by the block's number if there is one for each, and tells
+  // the others of those that have a chunk.
+  static constexpr int kNoMore = -1;
+  GD_DEVICE int take_work(bool first) const {
+    const int dealt = p.schedule->dealt;
+    if (first && dealt > 0) return blockIdx.x;
+    return dealt + uniform(count_up(&p.schedule->taken, lane == 0));
+  }
+  // By every lane: a branch in here would keep the cursor out of the uniform registers.
+  GD_DEVICE void tell_work(int i, WorkRing& ring) const {
+    const Ring<kWorkSlots> at = ring.at();
+    works.wait_empty(at);
+    store_shared_if(lane == 0, smem + Smem::kWork + at.slot * 4, i);
+    barrier_arrive(works.full(at.slot));
+    ring.next();
+  }
+  GD_DEVICE int next_work(WorkRing& ring) const {
+    const Ring<kWorkSlots> at = ring.at();
+    works.wait_full(at);
+    const int i = __float_as_int(load_shared(smem + Smem::kWork + at.slot * 4));
+    warp_arrive(works.empty(at.slot));
+    ring.next();
+    return uniform(i);
+  }
+
+  // Walks through the chunks of the work this block takes; a step inside an item costs next to nothing.
   struct Cursor {
-    int i, prepared, key_head;  // item; number of the chunk and head in the workspace
+    int prepared, key_head;  // prepared: number of the chunk and head in the workspace, or of an image of M
     ChunkAt at;
+    WorkRing works;
   };
+  // The images of a step of a join: both parts of M, then the half of S_loc. Until they are there, the join waits.
+  GD_DEVICE static bool is_first_image(const Cursor& cursor) { return cursor.prepared % kBoundaryImages == 0; }
+  GD_DEVICE static int next_image(int image, int half) {
+    return image == 0 ? 1 : image == 1 ? 1 + half : kBoundaryImages - image;
+  }
   GD_DEVICE Cursor first_chunk() const {
-    Cursor cursor{static_cast<int>(blockIdx.x), 0, 0, {}};
-    find_item(cursor);
+    Cursor cursor{};
+    find_item(cursor, true);
     return cursor;
   }
-  // The first item from cursor.i on that has a chunk.
-  GD_DEVICE void find_item(Cursor& cursor) const {
-    for (; cursor.i < items(); cursor.i += gridDim.x) {
-      const Item it = item(cursor.i);
-      const ChunkAt& at = it.first;
-      cursor.at = {uniform(at.batch), uniform(at.token), uniform(at.rows), at.head, at.half};
-      cursor.key_head = it.first.head / p.group;
-      cursor.prepared = uniform(static_cast<int>(p.sequences.first_slot(it.sequence))) * p.value_heads + it.first.head;
-      if (cursor.at.rows > 0) return;
-    }
+  // The next item that has a chunk; at.rows <= 0 if there is none.
+  GD_DEVICE void find_item(Cursor& cursor, bool first) const {
+    int i;
+    do {
+      i = take_work(first);
+      first = false;
+      if (i >= p.schedule->count) {
+        i = kNoMore;
+        break;
+      }
+      const WorkItem& work = item(i);
+      cursor.at = first_chunk_of(work);
+      cursor.key_head = work.key_head;
+      cursor.prepared = work.prepared;
+    } while (cursor.at.rows <= 0);
+    tell_work(i, cursor.works);
   }
   GD_DEVICE void next_chunk(Cursor& cursor) const {
     cursor.at = cursor.at.next();
-    cursor.prepared += p.value_heads;
-    if (cursor.at.rows > 0) return;
-    cursor.i += gridDim.x;
-    find_item(cursor);
+    cursor.prepared +=
+        !is_join(cursor.at) ? p.value_heads : next_image(cursor.prepared % kBoundaryImages, cursor.key_head);
+    if (cursor.at.rows <= 0) find_item(cursor, false);
   }
 
-  // ---- loads, by one warp ------------------------------------------------------------------------------------------
+  // ---- loads, by two warps -----------------------------------------------------------------------------------------
 
+  // K and Q of chunks to come.
   struct Loader {
-    Cursor next;     // to ask K and Q of
-    ChunkAt before;  // the one before it, which still lacks V: that slot comes free later, when O has left it
-    Ring<kLoadSlots> asked;
-    Ring<kValueSlots> asked_values;
+    Cursor next;
+    int lead;  // chunks asked for, from the current one on
   };
-  GD_DEVICE Loader begin_loads() const {
-    Loader loader{first_chunk(), {}, {}, {}};
-    load_keys_queries(loader);
-    return loader;
+  // So that the current chunk is asked for and the one after it, too; in joins, which do little else, the two after it.
+  GD_DEVICE void load_ahead(Loader& loader, const Ring<kLoadSlots>& current, int lead) const {
+#pragma unroll 1
+    while (loader.lead < lead && loader.next.at.rows > 0) {
+      if (is_join(loader.next.at) && is_first_image(loader.next)) {
+        // Others must not be kept from what comes before, on which this may depend.
+        bool ready = are_factors_ready(loader.next);
+        if (!ready && loader.lead > 0) break;
+        while (!ready) ready = are_factors_ready(loader.next);
+        fence_async_global();
+      }
+      Ring<kLoadSlots> ring = current;
+      for (int i = 0; i < loader.lead; ++i) ring.next();
+      load_keys_queries(loader.next, ring);
+      ++loader.lead;
+    }
+    --loader.lead;
   }
-  GD_DEVICE void load_ahead(Loader& loader) const {
-    const ChunkAt at = loader.before;
-    load_keys_queries(loader);
-    load_values(at, loader.asked_values);
-    loader.asked_values.next();
+  GD_DEVICE bool are_factors_ready(const Cursor& cursor) const {
+    return uniform(load_acquire(p.boundary_ready + cursor.prepared / kBoundaryImages)) >= kFactorsReady;
   }
-  GD_DEVICE void load_keys_queries(Loader& loader) const {
-    const Cursor& cursor = loader.next;
+  GD_DEVICE void load_keys_queries(Cursor& cursor, const Ring<kLoadSlots>& ring) const {
     const ChunkAt& at = cursor.at;
-    if (at.rows <= 0) return;
-    const int slot = loader.asked.slot;
+    const int slot = ring.slot;
     const uint32_t full = loads.full(slot);
-    loads.wait_empty(loader.asked);
+    loads.wait_empty(ring);
     if (!at.is_whole()) {
-      copy_rows(query_tile(slot, 0), 2, 2 * kTileBytes, p.q, at, cursor.key_head, 0);
-      copy_rows(key_tile(slot, 0), 2, 2 * kTileBytes, p.k, at, cursor.key_head, 0);
+      copy_rows(query_tile(slot, 0), true, 2 * kTileBytes, p.q, at, cursor.key_head, 0);
+      copy_rows(key_tile(slot, 0), true, 2 * kTileBytes, p.k, at, cursor.key_head, 0);
       rows_are_here(full);
     }
     if (elect_one()) {
-      if (at.is_whole()) {
-        barrier_arrive_expect(full, 4 * kTileBytes + kPreparedBytes);
+      if (is_join(at)) {
+        barrier_arrive_expect(full, kImageBytes);
         barrier_arrive(full, 31);
-#pragma unroll 1
-        for (int half = 0; half < 2; ++half) {
-          load_box(query_tile(slot, half), &p.q_map, full, cursor.key_head, at.token, at.batch, half);
-          load_box(key_tile(slot, half), &p.k_map, full, cursor.key_head, at.token, at.batch, half);
-        }
+        load_bulk(query_tile(slot, 0), p.boundaries + int64_t{cursor.prepared} * kImageBytes, kImageBytes, full);
       } else {
-        barrier_arrive_expect(full, kPreparedBytes);
+        if (at.is_whole()) {
+          barrier_arrive_expect(full, (at.is_silent() ? 2 : 4) * kTileBytes + kPreparedBytes);
+          barrier_arrive(full, 31);
+#pragma unroll 1
+          for (int half = 0; half < 2; ++half) {
+            if (!at.is_silent())
+              load_box(query_tile(slot, half), &p.q_map, full, cursor.key_head, at.token, at.batch, half);
+            load_box(key_tile(slot, half), &p.k_map, full, cursor.key_head, at.token, at.batch, half);
+          }
+        } else {
+          barrier_arrive_expect(full, kPreparedBytes);
+        }
+        load_bulk(inverse_at(slot), p.prepared + int64_t{cursor.prepared} * kPreparedBytes, kPreparedBytes, full);
       }
-      load_bulk(inverse_at(slot), p.prepared + int64_t{cursor.prepared} * kPreparedBytes, kPreparedBytes, full);
     }
-    loader.before = at;
-    loader.asked.next();
-    next_chunk(loader.next);
+    next_chunk(cursor);
   }
-  GD_DEVICE void load_values(const ChunkAt& at, const Ring<kValueSlots>& ring) const {
+  GD_DEVICE void load_values(const ChunkAt& at, const Ring<kLoadSlots>& ring) const {
     const int slot = ring.slot;
     const uint32_t full = values.full(slot);
-    values.wait_empty(ring);
+    barrier_wait(values.empty(slot), ring.parity ^ 1);
     if (!at.is_whole()) {
-      copy_rows(value_tile(slot, 0), kMath, kTileBytes, p.v, at, at.head, at.half * 64);
+      const bool whole = at.half == kWhole;
+      copy_rows(value_tile(slot, 0), whole, kTileBytes, p.v, at, at.head, whole ? 0 : at.half * 64);
       rows_are_here(full);
     }
     if (elect_one()) {
       if (at.is_whole()) {
-        barrier_arrive_expect(full, kMath * kTileBytes);
+        barrier_arrive_expect(full, at.half == kWhole ? 2 * kTileBytes : is_join(at) ? 0 : kTileBytes);
         barrier_arrive(full, 31);
 #pragma unroll
         for (int m = 0; m < kMath; ++m)
-          load_box(value_tile(slot, m), &p.v_map, full, at.head, at.token, at.batch, at.half + m);
+          if (const int half = half_of(at, m); half >= 0)
+            load_box(value_tile(slot, m), &p.v_map, full, at.head, at.token, at.batch, half);
       } else {
         barrier_arrive(full);
       }
     }
   }
   // The sequence's last rows. The copy engine would fetch what lies behind them, and 0 times a stranger's NaN is NaN.
-  GD_DEVICE void copy_rows(uint32_t tiles, int count, int tile_stride, const Rows& src, const ChunkAt& at, int head,
+  GD_DEVICE void copy_rows(uint32_t tiles, bool two, int tile_stride, const Rows& src, const ChunkAt& at, int head,
                            int column) const {
     const auto* from = static_cast<const uint16_t*>(src.data) + src.offset(at.batch, at.token, head) + column;
 #pragma unroll 1
-    for (int i = lane; i < kChunkTokens * count * 8; i += 32) {
-      const int piece = i % 8, tile = i / 8 % count, row = i / 8 / count;
+    for (int i = lane; i < (two ? 2 : 1) * kChunkTokens * 8; i += 32) {
+      const int piece = i % 8, tile = two ? i / 8 % 2 : 0, row = two ? i / 16 : i / 8;
       const bool valid = row < at.rows;
       copy_async16(tiles + tile * tile_stride + tile_offset(row, piece * 8),
                    from + (valid ? row * src.token_stride : 0) + tile * 64 + piece * 8, valid);
@@ -279,9 +335,22 @@ struct Forward {
     Ring<kLoadSlots> load;
     Ring<kScoreSlots> score;
     Ring<kOperandSlots> operand;
-    for (int i = blockIdx.x; i < items(); i += gridDim.x) {
+    WorkRing work;
+    for (int i = next_work(work); i != kNoMore; i = next_work(work)) {
+      const bool joins = item(i).kind == kJoin;
 #pragma unroll 1
-      for (int rows = item(i).first.rows; rows > 0; rows -= kChunkTokens) {
+      for (int silent = item(i).silent; silent > 0; silent -= kChunkTokens) {
+        loads.wait_full(load);
+        if (joins) {
+          warp_arrive(loads.empty(load.slot));
+        } else {
+          build_x(load.slot, operand);
+          operand.next();
+        }
+        load.next();
+      }
+#pragma unroll 1
+      for (int rows = item(i).rows - item(i).silent; rows > 0; rows -= kChunkTokens) {
         loads.wait_full(load);
         build_scores(load.slot, score);
         build_x(load.slot, operand);
@@ -321,7 +390,7 @@ struct Forward {
   }
 
   GD_DEVICE void build_x(int load, const Ring<kOperandSlots>& operand) const {
-    const uint32_t T = inverse_at(load), tail = vector(load, kBetaTail) + 8 * (lane & 3);
+    const uint32_t T = inverse_at(load);
     float2 scale[8];
     float x[32];
 #pragma unroll
@@ -330,17 +399,21 @@ struct Forward {
       multiply_keys(x, load, half, T);
       if (half == 0) {
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          const float after = decay_after_block(load, n / 2);
-          const float2 f = load_shared2(tail + n * 32);
-          scale[n] = make_float2(f.x * after, f.y * after);
-        }
+        for (int J = 0; J < 4; ++J) find_scale(scale[2 * J], scale[2 * J + 1], load, J);
         operands.wait_empty(operand);
       }
       mma_wait<0>();
-      store_x(x, scale, half, operand.slot);
+#pragma unroll
+      for (int J = 0; J < 4; ++J) store_x(x + 8 * J, scale[2 * J], scale[2 * J + 1], J, half, operand.slot);
     }
     report_operand(load, operand.slot);
+  }
+  GD_DEVICE void find_scale(float2& a, float2& b, int load, int J) const {
+    const uint32_t tail = vector(load, kBetaTail) + 8 * (lane & 3) + J * 64;
+    const float after = decay_after_block(load, J);
+    const float2 first = load_shared2(tail), second = load_shared2(tail + 32);
+    a = make_float2(first.x * after, first.y * after);
+    b = make_float2(second.x * after, second.y * after);
   }
   // This warp's part of an operand is in place, and it needs K, Q and T no more.
   GD_DEVICE void report_operand(int load, int operand) const {
@@ -369,35 +442,44 @@ struct Forward {
     return J == 3 ? 1.0f : exp2_approx(load_shared(log_gamma + 63 * 4) - load_shared(log_gamma + (16 * J + 15) * 4));
   }
 
-  GD_DEVICE void store_x(const float (&x)[32], const float2 (&scale)[8], int half, int operand) const {
+  GD_DEVICE void store_x(const float* c, float2 a, float2 b, int J, int half, int operand) const {
     const uint32_t at =
         x_tile(operand) + half * kTileBytes + tile_offset(16 * warp + block_row(lane), block_column(lane));
-#pragma unroll
-    for (int J = 0; J < 4; ++J) {
-      const float* c = x + 8 * J;
-      const float2 a = scale[2 * J], b = scale[2 * J + 1];
-      store_matrices(at ^ (J * 32), pack<Elem>(a.x * c[0], a.y * c[1]), pack<Elem>(a.x * c[2], a.y * c[3]),
-                     pack<Elem>(b.x * c[4], b.y * c[5]), pack<Elem>(b.x * c[6], b.y * c[7]));
-    }
+    store_matrices(at ^ (J * 32), pack<Elem>(a.x * c[0], a.y * c[1]), pack<Elem>(a.x * c[2], a.y * c[3]),
+                   pack<Elem>(b.x * c[4], b.y * c[5]), pack<Elem>(b.x * c[6], b.y * c[7]));
   }
 
   // ---- scores: R = gates o (tril(Q K^T) T) -------------------------------------------------------------------------
 
-  // Its first warp has the least to do with R: it also keeps the loads going.
+  // Its first warps have the least to do with R: they also keep the loads going, K and Q one chunk ahead of V.
   GD_DEVICE void run_scores() const {
     Ring<kLoadSlots> load;
     Ring<kOperandSlots> operand;
     Ring<kScoreSlots> score;
-    Loader loader;
-    if (warp == 0) loader = begin_loads();
-    for (int i = blockIdx.x; i < items(); i += gridDim.x) {
+    Loader loader{{}, 0};
+    if (warp == 0) loader.next = first_chunk();
+    WorkRing work;
+    for (int i = next_work(work); i != kNoMore; i = next_work(work)) {
+      const bool joins = item(i).kind == kJoin;
+      int silent = item(i).silent;
 #pragma unroll 1
-      for (int rows = item(i).first.rows; rows > 0; rows -= kChunkTokens) {
-        if (warp == 0) load_ahead(loader);
-        build_r(load, score, operand);
+      for (int rows = item(i).rows; rows > 0; rows -= kChunkTokens, silent -= kChunkTokens) {
+        if (warp == 0) load_ahead(loader, load, joins ? 3 : 2);
+        if (warp == 1) load_values(chunk_of(item(i), rows), load);
+        if (silent > 0) {
+          loads.wait_full(load);
+          if (joins) {
+            warp_arrive(loads.empty(load.slot));
+          } else {
+            operands.wait_empty(operand);
+            report_operand(load.slot, operand.slot);
+          }
+        } else {
+          build_r(load, score, operand);
+          score.next();
+        }
         load.next();
-        score.next();
-        operand.next();
+        if (!joins) operand.next();
       }
     }
   }
@@ -496,6 +578,7 @@ struct Forward {
   struct State {
     float s[64];
     uint32_t packed[32];
+    uint32_t turned, columns;  // where this thread finds V and leaves O in a tile; its columns in a vector
   };
 
   GD_DEVICE void run_math(int m) const {
@@ -503,28 +586,87 @@ struct Forward {
     static_assert(int{kValueSlots} == int{kLoadSlots});
     Ring<kOperandSlots> operand;
     State state;
+    state.turned = forgotten(tile_offset(turned_row(lane), 16 * warp + turned_column(lane)));
+    state.columns = forgotten(8 * (lane & 3));
     int leaving = -1;  // the slot that O is being sent from
-    for (int i = blockIdx.x; i < items(); i += gridDim.x) {
-      const Item it = item(i);
-      if (p.is_nobody(it.sequence)) continue;
-      load_state(state.s, it, m);
-      pack_state(state);
-      ChunkAt at = it.first;
+    WorkRing work;
+    copy_empty(state, m);
+    for (int i = next_work(work); i != kNoMore; i = next_work(work)) {
+      const WorkItem& it = item(i);
+      if (it.kind == kJoin) {
+        join(state, m, it, load, leaving);
+        continue;
+      }
+      ChunkAt at = first_chunk_of(it);
+      const bool is_identity = it.kind == kFactors && m == 1;
+      const int half = is_identity ? at.half : half_of(at, m);
+      if (half < 0) {
 #pragma unroll 1
-      for (; at.rows > 0; at = at.next()) {
-        advance(state, m, load, operand, at, at.token > it.first.token, leaving);
+        for (; at.rows > 0; at = at.next()) {
+          pass(load, operand, leaving);
+          load.next();
+          operand.next();
+        }
+        continue;
+      }
+      if (is_identity) {
+        begin_identity(state.s, half);
+      } else {
+        begin_state(state.s, it, half);
+      }
+      pack_state(state);
+#pragma unroll 1
+      for (; at.is_silent(); at = at.next()) {
+        advance_silently(state, m, load, operand, !is_identity, leaving);
+        load.next();
+        operand.next();
+      }
+#pragma unroll 1
+      for (const int first = at.token; at.rows > 0; at = at.next()) {
+        advance(state, m, load, operand, at, at.token > first, leaving);
         load.next();
         operand.next();
         if (p.checkpoint_every) store_checkpoint(state.s, i, m, at);
       }
-      if (it.first.rows > 0) {
+      if (it.kind == kOutputs) {
         release_values(leaving);
         send_last_out(m, at.before(), load.previous());
         leaving = load.previous();
       }
-      store_state(p.final, p.final.slot(it.sequence), it.first.head, it.first.half, state.s, m);
+      if (is_identity) {
+        store_transition(state, m, half, load.previous(), it.to);
+      } else {
+        end_state(state.s, m, it, half);
+      }
     }
     if (warp == 0 && elect_one()) store_wait_read<0>();
+  }
+
+  // A chunk of which this warpgroup has no columns.
+  GD_DEVICE void pass(const Ring<kLoadSlots>& load, const Ring<kOperandSlots>& operand, int& leaving) const {
+    loads.wait_full(load);
+    warp_arrive(loads.empty(load.slot));
+    pass_values(load, leaving);
+    operands.wait_full(operand);
+    warp_arrive(operands.empty(operand.slot));
+  }
+  GD_DEVICE void pass_values(const Ring<kLoadSlots>& load, int& leaving) const {
+    release_values(leaving);
+    leaving = -1;
+    barrier_wait(values.full(load.slot), load.parity);
+    warp_arrive(values.empty(load.slot));
+  }
+
+  // Sequences without a token: their states are handed on.
+  GD_DEVICE void copy_empty(State& state, int m) const {
+    for (int n = blockIdx.x; n < p.sequences.count; n += gridDim.x) {
+      if (p.sequences[n].length > 0 || p.is_nobody(n)) continue;
+#pragma unroll 1
+      for (int i = m; i < 2 * p.value_heads; i += kMath) {
+        load_state(state.s, p.initial.slot(n), i / 2, i % 2);
+        store_state(p.final, p.final.slot(n), i / 2, i % 2, state.s);
+      }
+    }
   }
 
   GD_DEVICE static void pack_state(State& state) {
@@ -543,68 +685,102 @@ struct Forward {
     mma_commit();
   }
 
-  GD_DEVICE void advance(State& state, int m, const Ring<kLoadSlots>& load, const Ring<kOperandSlots>& operand,
-                         const ChunkAt& at, bool has_before, int& leaving) const {
-    // With registers to spare, Q S comes with K S, in half as many instructions. Without, it comes after W is computed,
-    // when K S has made room.
-    constexpr bool kTogether = kMath == 1;
-    const int t = lane & 3;
-    float qk[64];  // (Q S)^T, the beginning of O, then (K S)^T
-    uint32_t w[16];
-    loads.wait_full(load);
-    mma_fence();
-    if constexpr (kTogether) {
-      multiply_state<128>(qk, state, query_tile(load.slot, 0));
-    } else {
-      multiply_state<64>(qk + 32, state, key_tile(load.slot, 0));
-    }
-    const auto decay_state = [&] {
-      const float gamma_L = exp2_approx(load_shared(vector(load.slot, kLogGamma) + 63 * 4));
+  GD_DEVICE void decay_state(State& state, int load) const {
+    const float gamma_L = exp2_approx(load_shared(vector(load, kLogGamma) + 63 * 4));
 #pragma unroll
-      for (int i = 0; i < 64; ++i) state.s[i] *= gamma_L;
-    };
-    if constexpr (kTogether) decay_state();
-    release_values(leaving);
-    leaving = -1;
-    // W = V - gamma o (K S), transposed. What it needs is fetched while K S still runs.
-    barrier_wait(values.full(load.slot), load.parity);
-    uint32_t v[16];
-    float2 scale[8];
-    {
-      const uint32_t from = value_tile(load.slot, m) + tile_offset(turned_row(lane), 16 * warp + turned_column(lane));
-      const uint32_t scales = vector(load.slot, kReadKey) + 8 * t;
+    for (int i = 0; i < 64; ++i) state.s[i] *= gamma_L;
+  }
+  GD_DEVICE void load_values_turned(uint32_t (&v)[16], uint32_t from) const {
 #pragma unroll
-      for (int n = 0; n < 4; ++n) load_matrices_turned(v + 4 * n, from + n * 2048);
+    for (int n = 0; n < 4; ++n) load_matrices_turned(v + 4 * n, from + n * 2048);
+  }
+  GD_DEVICE void load_scales(float2 (&scale)[8], uint32_t from) const {
 #pragma unroll
-      for (int n = 0; n < 8; ++n) scale[n] = load_shared2(scales + n * 32);
-    }
-    mma_wait<0>();
+    for (int n = 0; n < 8; ++n) scale[n] = load_shared2(from + n * 32);
+  }
+  // W = V - gamma o (K S), transposed.
+  GD_DEVICE static void subtract(uint32_t (&w)[16], const uint32_t (&v)[16], const float2 (&scale)[8],
+                                 const float* ks) {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const float* c = qk + 32 + 4 * n;
+      const float* c = ks + 4 * n;
       const float2 v0 = unpack<Elem>(v[2 * n]), v1 = unpack<Elem>(v[2 * n + 1]), a = scale[n];
       w[2 * n] = pack<Elem>(v0.x - a.x * c[0], v0.y - a.y * c[1]);
       w[2 * n + 1] = pack<Elem>(v1.x - a.x * c[2], v1.y - a.y * c[3]);
     }
-    if constexpr (!kTogether) {
-      settle(w);
-      mma_fence();
-      multiply_state<64>(qk, state, query_tile(load.slot, 0));
-      mma_wait<1>();
-      decay_state();  // earlier it would only be moved down to here
-    }
-    // S += X^T W, on top of gamma_L S.
-    operands.wait_full(operand);
-    mma_fence();
+  }
+  GD_DEVICE void add_written(State& state, const uint32_t (&w)[16], int operand) const {
 #pragma unroll
     for (int step = 0; step < 4; ++step)
       Wgmma<Elem, 128>::template rs<false>(state.s, w + 4 * step,
-                                           tile_descriptor(x_tile(operand.slot), step * kStepContiguous), true);
+                                           tile_descriptor(x_tile(operand), step * kStepContiguous), true);
     mma_commit();
+  }
+
+  // A chunk without outputs; of M, which is a state without values.
+  GD_DEVICE void advance_silently(State& state, int m, const Ring<kLoadSlots>& load, const Ring<kOperandSlots>& operand,
+                                  bool has_values, int& leaving) const {
+    float ks[32];
+    uint32_t w[16], v[16];
+    float2 scale[8];
+    loads.wait_full(load);
+    mma_fence();
+    multiply_state<64>(ks, state, key_tile(load.slot, 0));
+    release_values(leaving);
+    leaving = -1;
+    barrier_wait(values.full(load.slot), load.parity);
+    if (has_values) {
+      load_values_turned(v, value_tile(load.slot, m) + state.turned);
+    } else {
+#pragma unroll
+      for (int n = 0; n < 16; ++n) v[n] = 0;
+    }
+    load_scales(scale, vector(load.slot, kReadKey) + state.columns);
+    mma_wait<0>();
+    subtract(w, v, scale, ks);
+    if (has_values) {
+      warp_arrive(values.empty(load.slot));
+    } else {
+      leaving = load.slot;  // M may have to leave through it
+    }
+    decay_state(state, load.slot);
+    operands.wait_full(operand);
+    mma_fence();
+    add_written(state, w, operand.slot);
+    warp_arrive(loads.empty(load.slot));
+    mma_wait<0>();
+    pack_state(state);
+    warp_arrive(operands.empty(operand.slot));
+  }
+
+  GD_DEVICE void advance(State& state, int m, const Ring<kLoadSlots>& load, const Ring<kOperandSlots>& operand,
+                         const ChunkAt& at, bool has_before, int& leaving) const {
+    float qk[64];  // (Q S)^T, the beginning of O, then (K S)^T
+    uint32_t w[16], v[16];
+    float2 scale[8];
+    loads.wait_full(load);
+    mma_fence();
+    multiply_state<64>(qk + 32, state, key_tile(load.slot, 0));
+    release_values(leaving);
+    leaving = -1;
+    // What W needs is fetched while K S still runs.
+    barrier_wait(values.full(load.slot), load.parity);
+    load_values_turned(v, value_tile(load.slot, m) + state.turned);
+    load_scales(scale, vector(load.slot, kReadKey) + state.columns);
+    mma_wait<0>();
+    subtract(w, v, scale, qk + 32);
+    settle(w);
+    mma_fence();
+    multiply_state<64>(qk, state, query_tile(load.slot, 0));
+    mma_wait<1>();
+    decay_state(state, load.slot);  // earlier it would only be moved down to here
+    // S += X^T W, on top of gamma_L S.
+    operands.wait_full(operand);
+    mma_fence();
+    add_written(state, w, operand.slot);
     // O = s gamma o (Q S)^T + R W. Without norms the factors are those of W, times s.
     if (p.l2norm) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n) scale[n] = load_shared2(vector(load.slot, kReadQuery) + 8 * t + n * 32);
+      load_scales(scale, vector(load.slot, kReadQuery) + state.columns);
     } else {
 #pragma unroll
       for (int n = 0; n < 8; ++n) scale[n] = make_float2(p.scale * scale[n].x, p.scale * scale[n].y);
@@ -632,7 +808,7 @@ struct Forward {
     settle(state.packed);
     mma_wait<0>();
     warp_arrive(operands.empty(operand.slot));
-    store_out(qk, m, load.slot);
+    store_out(qk, value_tile(load.slot, m) + state.turned);
   }
 
   // Has the numbers computed here: ptxas would rather pack them behind the next products, where they are needed, and
@@ -646,8 +822,7 @@ struct Forward {
   }
 
   // O^T to the slot V came in: a warp writes where only it has read.
-  GD_DEVICE void store_out(const float* o, int m, int slot) const {
-    const uint32_t at = value_tile(slot, m) + tile_offset(turned_row(lane), 16 * warp + turned_column(lane));
+  GD_DEVICE static void store_out(const float* o, uint32_t at) {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const float* c = o + 8 * n;
@@ -675,7 +850,7 @@ struct Forward {
     }
     if (!p.o.data) return;
     const uint32_t tile = value_tile(slot, m);
-    auto* to = static_cast<uint16_t*>(p.o.data) + p.o.offset(at.batch, at.token, at.head) + (at.half + m) * 64;
+    auto* to = static_cast<uint16_t*>(p.o.data) + p.o.offset(at.batch, at.token, at.head) + half_of(at, m) * 64;
 #pragma unroll 1
     for (int i = tid; i < at.rows * 8; i += 128)
       *reinterpret_cast<uint4*>(to + i / 8 * p.o.token_stride + i % 8 * 8) =
@@ -684,15 +859,179 @@ struct Forward {
   }
   GD_DEVICE void send_tile(int m, const ChunkAt& at, int slot) const {
     if (!p.o.data || !elect_one()) return;
-    store_box(&p.o_map, value_tile(slot, m), at.head, at.token, at.batch, at.half + m);
+    store_box(&p.o_map, value_tile(slot, m), at.head, at.token, at.batch, half_of(at, m));
     store_commit();
   }
-  // Once the copy engine has read the slot.
+  // Once the copy engine has read the slot, which the first warp has asked it to.
   GD_DEVICE void release_values(int slot) const {
-    if (warp != 0 || slot < 0) return;
-    if (!elect_one()) return;
-    store_wait_read<0>();
+    if (slot < 0 || !elect_one()) return;
+    if (warp == 0) store_wait_read<0>();
     barrier_arrive(values.empty(slot));
+  }
+
+  // ---- pieces of sequences -----------------------------------------------------------------------------------------
+
+  // This warpgroup's part of what lies in the workspace at a boundary: floats as the threads hold them.
+  GD_DEVICE float4* boundary_state(int boundary, int half) const {
+    return reinterpret_cast<float4*>(p.boundaries + int64_t{boundary} * kBoundaryBytes + (2 + half) * kImageBytes) +
+           tid;
+  }
+  GD_DEVICE void load_boundary(float (&s)[64], int boundary, int half) const {
+    const float4* from = boundary_state(boundary, half);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float4 x = __ldcg(from + i * 128);
+      s[4 * i] = x.x;
+      s[4 * i + 1] = x.y;
+      s[4 * i + 2] = x.z;
+      s[4 * i + 3] = x.w;
+    }
+  }
+  GD_DEVICE void store_boundary(const float (&s)[64], int boundary, int half) const {
+    float4* to = boundary_state(boundary, half);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) to[i * 128] = make_float4(s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3]);
+  }
+  GD_DEVICE void wait_until(const int* counter, int value) const {
+    while (load_acquire(counter) < value) pause();
+    __syncwarp();
+  }
+
+  GD_DEVICE void begin_state(float (&s)[64], const WorkItem& it, int half) const {
+    if (it.from >= 0) {
+      wait_until(p.boundary_ready + it.from, kStateReady);
+      return load_boundary(s, it.from, half);
+    }
+    load_state(s, it.from == kFromInitial ? p.initial.slot(it.sequence) : -1, it.head, half);
+  }
+  GD_DEVICE void begin_identity(float (&s)[64], int half) const {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      const Place at = accumulator_place(lane, i);
+      s[i] = at.column == half * 64 + warp * 16 + at.row ? 1.0f : 0.0f;
+    }
+  }
+  GD_DEVICE void end_state(const float (&s)[64], int m, const WorkItem& it, int half) const {
+    if (it.to >= 0) {
+      store_boundary(s, it.to, half);
+      meet(kMathEnd + m, 128);
+      if (tid == 0) add_release(p.boundary_ready + it.to, it.kind == kFactors ? 1 : kStateReady / 2);
+      return;
+    }
+    if (it.to == kToFinal) {
+      if (it.readers > 0) wait_until(p.initial_read + it.pair, it.readers);
+      return store_state(p.final, p.final.slot(it.sequence), it.head, half, s);
+    }
+    if (it.from != kFromInitial || !p.final.data) return;
+    meet(kMathEnd + m, 128);
+    if (tid == 0) add_release(p.initial_read + it.pair, 1);
+  }
+
+  // M^T as the threads hold it becomes the operand of a join, in two parts of 16 bits, through the slot that V would
+  // have come in.
+  GD_DEVICE void store_transition(const State& state, int m, int half, int slot, int boundary) const {
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+#pragma unroll
+      for (int rows = 0; rows < 2; ++rows) {
+        float x[32];
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          const float y = state.s[32 * rows + i];
+          x[i] = part == 0 ? y : y - upper_part(y);
+        }
+        store_out(x, value_tile(slot, m) + state.turned);
+        fence_async_reads();
+        meet(kMathEnd + m, 128);
+        if (warp == 0 && elect_one()) {
+          store_bulk(p.boundaries + (int64_t{boundary} * kBoundaryImages + part) * kImageBytes +
+                         (half * 2 + rows) * kTileBytes,
+                     value_tile(slot, m), kTileBytes);
+          store_commit();
+          store_wait<0>();
+          if (part == 1 && rows == 1) {
+            fence_async_global();
+            add_release(p.boundary_ready + boundary, 1);
+          }
+        }
+        meet(kMathEnd + m, 128);
+      }
+    }
+  }
+  GD_DEVICE static float upper_part(float x) { return static_cast<float>(static_cast<Elem>(x)); }
+
+  // S <- M S + S_loc for one segment after the other, half of the columns; with M and S in two parts each, which is
+  // nearly fp32's accuracy. The second warpgroup has nothing to do with it.
+  GD_DEVICE void join(State& state, int m, const WorkItem& it, Ring<kLoadSlots>& load, int& leaving) const {
+    if (m != 0) return publish_joined(it, load, leaving);
+    const int half = it.key_head;
+    wait_until(p.boundary_ready + it.from, kStateReady);
+    load_boundary(state.s, it.from, half);
+    int boundary = it.to;
+#pragma unroll 1
+    for (int rows = it.rows; rows > 0; rows -= kJoinImages * kChunkTokens, ++boundary) {
+      uint32_t lower[32];
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        const float a = state.s[2 * i], b = state.s[2 * i + 1];
+        state.packed[i] = pack<Elem>(a, b);
+        const float2 upper = unpack<Elem>(state.packed[i]);
+        lower[i] = pack<Elem>(a - upper.x, b - upper.y);
+      }
+      loads.wait_full(load);
+      mma_fence();
+      multiply_state<128>(state.s, state, query_tile(load.slot, 0));
+      add_products(state.s, lower, query_tile(load.slot, 0));
+      mma_wait<0>();
+      pass_image(load, leaving);
+      loads.wait_full(load);
+      mma_fence();
+      add_products(state.s, state.packed, query_tile(load.slot, 0));
+      mma_wait<0>();
+      pass_image(load, leaving);
+      loads.wait_full(load);
+      add_boundary(state.s, query_tile(load.slot, 0));
+      pass_image(load, leaving);
+      store_boundary(state.s, boundary, half);
+      arrive(kJoined + boundary % 2, 128 + 32);
+    }
+  }
+  // The other warpgroup, to which it falls to wait until the states are in memory.
+  GD_DEVICE void publish_joined(const WorkItem& it, Ring<kLoadSlots>& load, int& leaving) const {
+    int boundary = it.to;
+#pragma unroll 1
+    for (int rows = it.rows; rows > 0; rows -= kJoinImages * kChunkTokens, ++boundary) {
+#pragma unroll 1
+      for (int image = 0; image < kJoinImages; ++image) {
+        loads.wait_full(load);
+        pass_image(load, leaving);
+      }
+      if (warp != 0) continue;
+      meet(kJoined + boundary % 2, 128 + 32);
+      if (elect_one()) add_release(p.boundary_ready + boundary, 2);
+    }
+  }
+  GD_DEVICE void pass_image(Ring<kLoadSlots>& load, int& leaving) const {
+    pass_values(load, leaving);
+    warp_arrive(loads.empty(load.slot));
+    load.next();
+  }
+  GD_DEVICE void add_boundary(float (&s)[64], uint32_t from) const {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float4 x = load_shared4(from + (i * 128 + tid) * 16);
+      s[4 * i] += x.x;
+      s[4 * i + 1] += x.y;
+      s[4 * i + 2] += x.z;
+      s[4 * i + 3] += x.w;
+    }
+  }
+  GD_DEVICE static void add_products(float (&to)[64], const uint32_t (&a)[32], uint32_t tile) {
+#pragma unroll
+    for (int step = 0; step < 8; ++step)
+      Wgmma<Elem, 128>::template rs<false>(
+          to, a + 4 * step, tile_descriptor(tile + step / 4 * 2 * kTileBytes, step % 4 * kStepContiguous), true);
+    mma_commit();
   }
 
   // ---- states in memory --------------------------------------------------------------------------------------------
@@ -700,10 +1039,10 @@ struct Forward {
   // Calls f with a pointer to this thread's first number of the head's matrix in the slot and with the strides of value
   // columns and of key dimensions: constants, so that each of the 64 numbers is an offset in its instruction.
   template <class F>
-  GD_DEVICE void with_matrix(const States& states, int64_t slot, int head, int half, int m, const F& f) const {
+  GD_DEVICE void with_matrix(const States& states, int64_t slot, int head, int half, const F& f) const {
     const int64_t matrix = slot * states.slot_stride + head * states.head_stride;
     const auto with_layout = [&](auto* data) {
-      int v = (half + m) * 64 + warp * 16 + (lane >> 2), k = (lane & 3) * 2;
+      int v = half * 64 + warp * 16 + (lane >> 2), k = (lane & 3) * 2;
       asm volatile("" : "+r"(v), "+r"(k));  // not kept in registers from item to item
       using One = std::integral_constant<int, 1>;
       using Row = std::integral_constant<int, kHeadDim>;
@@ -721,14 +1060,13 @@ struct Forward {
       with_layout(static_cast<__half*>(states.data));
     }
   }
-  GD_DEVICE void load_state(float (&s)[64], const Item& it, int m) const {
-    const int64_t slot = p.initial.slot(it.sequence);
+  GD_DEVICE void load_state(float (&s)[64], int64_t slot, int head, int half) const {
     if (slot < 0) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) s[i] = 0;
       return;
     }
-    with_matrix(p.initial, slot, it.first.head, it.first.half, m, [&](const auto* from, auto v_stride, auto k_stride) {
+    with_matrix(p.initial, slot, head, half, [&](const auto* from, auto v_stride, auto k_stride) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) {
         const Place at = accumulator_place(0, i);
@@ -736,10 +1074,9 @@ struct Forward {
       }
     });
   }
-  GD_DEVICE void store_state(const States& states, int64_t slot, int head, int half, const float (&s)[64],
-                             int m) const {
+  GD_DEVICE void store_state(const States& states, int64_t slot, int head, int half, const float (&s)[64]) const {
     if (slot < 0) return;
-    with_matrix(states, slot, head, half, m, [&](auto* to, auto v_stride, auto k_stride) {
+    with_matrix(states, slot, head, half, [&](auto* to, auto v_stride, auto k_stride) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) {
         const Place at = accumulator_place(0, i);
@@ -749,24 +1086,24 @@ struct Forward {
   }
   // After the chunk at `at`. The item is looked up again: in registers it would have to stay through every chunk.
   GD_DEVICE void store_checkpoint(const float (&s)[64], int i, int m, const ChunkAt& at) const {
-    const Item it = item(i);
-    const int64_t done = at.token - it.first.token + int64_t{kChunkTokens};
+    const WorkItem& it = item(i);
+    const int64_t done = at.token - it.origin + int64_t{kChunkTokens};
     if (!at.is_whole() || done % p.checkpoint_every != 0) return;
     const int64_t entry = p.first_checkpoint[it.sequence] + done / p.checkpoint_every - 1;
-    store_state(p.checkpoints, p.checkpoints.indices.data ? p.checkpoints.indices[entry] : entry, at.head, at.half, s,
-                m);
+    store_state(p.checkpoints, p.checkpoints.indices.data ? p.checkpoints.indices[entry] : entry, at.head,
+                half_of(at, m), s);
   }
 };
 
-template <class Elem, int kMath>
-__global__ void __launch_bounds__(kForwardThreads<kMath>, 1) forward_kernel(const __grid_constant__ ForwardParams p) {
+template <class Elem>
+__global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __grid_constant__ ForwardParams p) {
   extern __shared__ uint8_t dynamic_smem[];
-  using Registers = ForwardRegisters<kMath>;
+  using Registers = ForwardRegisters;
   uint32_t smem = tile_aligned(shared_address(dynamic_smem));
   asm volatile("" : "+r"(smem));  // or the compiler would rather find the address again, wherever it is used
-  const Forward<Elem, kMath> forward(p, __shfl_sync(~0u, smem, 0));
+  const Forward<Elem> forward(p, __shfl_sync(~0u, smem, 0));
   // Blocks of R above the diagonal are never written.
-  for (int i = threadIdx.x; i < kOperandSlots * kTileBytes / 16; i += kForwardThreads<kMath>)
+  for (int i = threadIdx.x; i < kOperandSlots * kTileBytes / 16; i += kForwardThreads)
     store_shared_words(forward.r_tile(0) + i * 16, make_uint4(0, 0, 0, 0));
   if (threadIdx.x == 0) forward.init_barriers();
   fence_async_reads();

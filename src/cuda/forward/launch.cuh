@@ -1,9 +1,12 @@
-// Host side of the forward: tensor maps, shared-memory limits, the two launches.
+// Host side of the forward: tensor maps, shared-memory limits, the launches.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 #include "cuda/forward/kernel.cuh"
+#include "cuda/forward/plan.hpp"
 
 namespace gatedelta::cuda {
 
@@ -26,37 +29,56 @@ inline CUresult encode_rows(EncodeTiled encode, CUtensorMap* map, const Rows& ro
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-template <class Elem, int kMath>
-cudaError_t launch_main(const ForwardParams& p, int sms, cudaStream_t stream) {
-  constexpr int kBytes = ForwardSmem<kMath>::kAllocated;
-  if (const cudaError_t e =
-          cudaFuncSetAttribute(forward_kernel<Elem, kMath>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes))
-    return e;
-  const int64_t items = int64_t{p.sequences.count} * p.value_heads * (2 / kMath);
-  const int blocks = static_cast<int>(items < sms ? items : sms);
-  // Its blocks may come to the card while the last of prepare's are still there; they wait before they read.
+// Lets a kernel have as much shared memory as any block of it may ask for. A fact of the kernel on a device: asked for
+// once for each of the first 64.
+template <class Kernel>
+cudaError_t allow_shared_memory(Kernel kernel, int bytes, int device, std::atomic<uint64_t>& allowed) {
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (allowed.load(std::memory_order_relaxed) & bit) return cudaSuccess;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (!error) allowed.fetch_or(bit, std::memory_order_relaxed);
+  return error;
+}
+
+// Blocks of the next kernel may come to the card while the last of this one's are still there; they wait before they
+// read.
+template <class Kernel>
+cudaError_t launch_early(Kernel kernel, const ForwardParams& p, int blocks, int threads, int bytes,
+                         cudaStream_t stream) {
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kForwardThreads<kMath>);
-  config.dynamicSmemBytes = kBytes;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(bytes);
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, forward_kernel<Elem, kMath>, p);
+  return cudaLaunchKernelEx(&config, kernel, p);
 }
 
 template <class Elem>
-cudaError_t launch_prepare(const ForwardParams& p, cudaStream_t stream) {
-  const int bytes = PrepareSmem::allocated(p.group);
+cudaError_t launch_prepare(const ForwardParams& p, int device, cudaStream_t stream) {
+  static std::atomic<uint64_t> allowed{0};
   if (const cudaError_t e =
-          cudaFuncSetAttribute(prepare_kernel<Elem>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+          allow_shared_memory(prepare_kernel<Elem>, PrepareSmem::allocated(kMaxGroup), device, allowed))
     return e;
-  prepare_kernel<Elem>
-      <<<static_cast<unsigned>(p.sequences.slots() * p.key_heads + 1), kPrepareThreads, bytes, stream>>>(p);
+  const auto blocks = static_cast<unsigned>(prepare_blocks(p.sequences, p.key_heads));
+  prepare_kernel<Elem><<<blocks, kPrepareThreads, PrepareSmem::allocated(p.group), stream>>>(p);
   return cudaGetLastError();
+}
+
+inline cudaError_t launch_schedule(const ForwardParams& p, cudaStream_t stream) {
+  return launch_early(schedule_kernel, p, p.list == kPlannedList ? 1 : kScheduleBlocks, kScheduleThreads, 0, stream);
+}
+
+template <class Elem>
+cudaError_t launch_main(const ForwardParams& p, int device, cudaStream_t stream) {
+  static std::atomic<uint64_t> allowed{0};
+  if (const cudaError_t e = allow_shared_memory(forward_kernel<Elem>, ForwardSmem::kAllocated, device, allowed))
+    return e;
+  return launch_early(forward_kernel<Elem>, p, p.main_blocks(), kForwardThreads, ForwardSmem::kAllocated, stream);
 }
 
 }  // namespace gatedelta::cuda

@@ -74,6 +74,8 @@ struct Sequences {
   }
 };
 
+constexpr int kMaxSorted = 1024;  // sequences that are put in order; more of them balance themselves
+
 // What prepare leaves for one chunk and value head: the inverse as a tile ready for wgmma, then vectors of 64 floats.
 constexpr int kInverseBytes = kTriangleBytes;
 constexpr int kVectorBytes = kChunkTokens * 4;
@@ -90,7 +92,7 @@ constexpr int kVectorsBytes = kVectors * kVectorBytes;
 constexpr int kPreparedBytes = kInverseBytes + kVectorsBytes;
 
 // Rings of slots in the main kernel's shared memory.
-enum Slots { kLoadSlots = 3, kValueSlots = 3, kScoreSlots = 2, kOperandSlots = 2 };
+enum Slots { kLoadSlots = 3, kValueSlots = 3, kScoreSlots = 2, kOperandSlots = 2, kWorkSlots = 8 };
 
 // A slot of a ring and the parity of the barrier phase a consumer waits for there; a producer waits for the other one.
 template <int kSlots>
@@ -105,5 +107,14 @@ struct Ring {
   }
   GD_HOST_DEVICE int previous() const { return slot == 0 ? kSlots - 1 : slot - 1; }
 };
+// The same as one number, for a ring that is rarely looked at.
+struct WorkRing {
+  int count = 0;
+  GD_HOST_DEVICE Ring<kWorkSlots> at() const {
+    return {count % kWorkSlots, static_cast<uint32_t>(count / kWorkSlots) & 1};
+  }
+  GD_HOST_DEVICE void next() { ++count; }
+};
+static_assert((kWorkSlots & (kWorkSlots - 1)) == 0);
 
 }  // namespace gatedelta::cuda

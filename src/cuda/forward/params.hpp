@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/forward/layout.hpp"
+#include "cuda/forward/schedule.hpp"
 
 namespace gatedelta::cuda {
 
@@ -23,7 +24,20 @@ struct ForwardParams {
   uint8_t* prepared;          // [slots][value_heads][kPreparedBytes]
   int* order;                 // [N] sequences, longest first
   int64_t* first_checkpoint;  // [N]
+  ChunkDecay* decays;         // [value_heads][slots]
+  WorkItem* sequence_items;   // [N], as order: of the whole sequence and its first head
+  PricedCut* cuts;            // [kShares][kCutParts]
+  Schedule* schedule;
+  WorkItem* work;       // [schedule->count]
+  uint8_t* boundaries;  // [limits.boundaries][kBoundaryBytes]
+  int* boundary_ready;  // [limits.boundaries], see Ready
+  int* initial_read;    // [N * value_heads]: warpgroups that have read the initial state of a sequence that is cut
+  Limits limits;
+  ListMode list;
+  bool may_cut;
+  Cut forced;  // if its segments have a length
 
+  GD_HOST_DEVICE int main_blocks() const { return limits.entries < limits.blocks ? limits.entries : limits.blocks; }
   GD_HOST_DEVICE bool is_nobody(int n) const {
     if (n == sequences.count) return true;
     return initial.data && final.data && initial.indices.data && final.indices.data && initial.indices[n] < 0 &&

@@ -7,12 +7,13 @@
 
 #include "core/problem.hpp"
 #include "cuda/forward/layout.hpp"
+#include "cuda/forward/schedule.hpp"
 
 namespace gatedelta::cuda {
 
 // What the kernels' 32-bit arithmetic and their shared memory bear; validation holds every call to it.
 constexpr int64_t kMaxTokens = INT_MAX - (kChunkTokens - 1);  // a position rounded up to whole chunks
-constexpr int64_t kMaxPairs = INT_MAX / 4;                    // N * Hv: twice as many items, and room for a stride
+constexpr int64_t kMaxPairs = INT_MAX / 2;                    // N * Hv: room for a stride
 constexpr int64_t kMaxPrepareBlocks = INT_MAX;                // of one launch
 constexpr int64_t kMaxGroup = 256;                            // Hv / Hk: prepare holds the betas of a group
 
@@ -26,9 +27,37 @@ inline Sequences sequences_of(const gatedelta::Sequences& s) {
   return {static_cast<int>(s.count), static_cast<int>(s.batch), s.tokens, {offsets, s.offsets.is_int64}};
 }
 
-// One per slot and key head, and one that sorts.
+// One per slot and key head, after one that sorts and some that plan.
+inline int64_t prepare_blocks(const Sequences& s, int64_t key_heads) { return s.slots() * key_heads + kPrepareHelpers; }
 inline int64_t prepare_blocks(const Layer& layer) {
-  return sequences_of(layer.sequences).slots() * layer.key_heads + 1;
+  return prepare_blocks(sequences_of(layer.sequences), layer.key_heads);
+}
+
+// ---- what may be cut -----------------------------------------------------------------------------------------------
+
+// Within these bounds a plan is made; beyond, there is work enough, and nothing is cut.
+inline bool is_planned(int64_t sequences, int64_t value_heads) {
+  return sequences <= kMaxPlannedSequences && sequences * value_heads <= kMaxPlannedPairs;
+}
+inline bool may_cut(const ForwardProblem& p) {
+  return p.context_parallel && !p.batch_invariant && is_planned(p.in.sequences.count, p.in.value_heads);
+}
+inline ListMode list_mode(const ForwardProblem& p, int blocks) {
+  const int64_t pairs = p.in.sequences.count * p.in.value_heads, rounds = (pairs + blocks - 1) / blocks;
+  const bool is_full = static_cast<double>(pairs) >= double{kBusy} * static_cast<double>(rounds * blocks);
+  if (!p.in.sequences.offsets && is_full && !p.segment_chunks) return kEvenList;
+  return is_planned(p.in.sequences.count, p.in.value_heads) ? kPlannedList : kSortedList;
+}
+// Entries the list of work has room for: halves of all heads, and as many pieces as a card can do with.
+inline int64_t max_entries(const ForwardProblem& p) {
+  const int64_t pairs = p.in.sequences.count * p.in.value_heads;
+  if (!is_planned(p.in.sequences.count, p.in.value_heads)) return pairs;
+  // Outputs of a segment, its factors, and what two sequences bring more of them than one.
+  if (p.segment_chunks)
+    return 3 * p.in.value_heads * (sequences_of(p.in.sequences).slots() / p.segment_chunks + p.in.sequences.count);
+  constexpr int64_t kPieces = kMaxPlannedEntries - 2 * kMaxPlannedPairs;
+  const int64_t pieces = 3 * sequences_of(p.in.sequences).slots() * p.in.value_heads;
+  return 2 * pairs + (!may_cut(p) ? 0 : pieces < kPieces ? pieces : kPieces);
 }
 
 // Offsets of the workspace's parts from its first 128-byte boundary, and its whole size.
@@ -39,8 +68,21 @@ struct ForwardWorkspace {
   size_t prepared = 0;          // [slots][Hv][kPreparedBytes]
   size_t order = 0;             // int [N]
   size_t first_checkpoint = 0;  // int64_t [N], if there are checkpoints
+  size_t decays = 0;            // ChunkDecay [Hv][slots]
+  size_t sequence_items = 0;    // WorkItem [N], if there is a plan
+  size_t cuts = 0;              // PricedCut [kShares][kCutParts]
+  size_t schedule = 0;
+  size_t work = 0;            // WorkItem [max_entries]
+  size_t initial_read = 0;    // int [N][Hv], if there is a plan
+  size_t boundary_ready = 0;  // int [boundary_count]
+  size_t boundaries = 0;      // [boundary_count][kBoundaryBytes]
+  int boundary_count = 0;
   size_t bytes = 0;
 };
+
+// What is promised: so many bytes per token and value head, and so many more. Boundaries of segments take what is left.
+constexpr int64_t kPromisedBytes = 192, kPromisedMore = int64_t{1} << 20;
+constexpr int kMaxBoundaries = 384;
 
 inline ForwardWorkspace forward_layout(const ForwardProblem& p) {
   ForwardWorkspace w;
@@ -50,19 +92,29 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p) {
                ForwardWorkspace::kAlign;
     return at;
   };
-  const int64_t count = p.in.sequences.count;
-  w.prepared = take(sequences_of(p.in.sequences).slots() * p.in.value_heads * kPreparedBytes);
+  const int64_t count = p.in.sequences.count, slots = sequences_of(p.in.sequences).slots();
+  w.prepared = take(slots * p.in.value_heads * kPreparedBytes);
   w.order = take(count * int64_t{sizeof(int)});
   w.first_checkpoint = take(p.checkpoint_every ? count * int64_t{sizeof(int64_t)} : 0);
+  w.decays = take(slots * p.in.value_heads * int64_t{sizeof(ChunkDecay)});
+  w.cuts = take(kShares * kCutParts * int64_t{sizeof(PricedCut)});
+  w.schedule = take(sizeof(Schedule));
+  w.work = take(max_entries(p) * int64_t{sizeof(WorkItem)});
+  if (is_planned(count, p.in.value_heads)) {
+    w.sequence_items = take(count * int64_t{sizeof(WorkItem)});
+    w.initial_read = take(count * p.in.value_heads * int64_t{sizeof(int)});
+  }
+  if (may_cut(p)) {
+    const int64_t promised =
+        kPromisedBytes * p.in.sequences.batch * p.in.sequences.tokens * p.in.value_heads + kPromisedMore;
+    const int64_t left = promised - static_cast<int64_t>(w.bytes) - 2 * int64_t{ForwardWorkspace::kAlign};
+    const int64_t room = left / (kBoundaryBytes + int64_t{sizeof(int)});
+    w.boundary_count = static_cast<int>(room < 0 ? 0 : room < kMaxBoundaries ? room : kMaxBoundaries);
+    w.boundary_ready = take(w.boundary_count * int64_t{sizeof(int)});
+    w.boundaries = take(int64_t{w.boundary_count} * kBoundaryBytes);
+  }
   w.bytes += ForwardWorkspace::kAlign - ForwardWorkspace::kCallersAlign;
   return w;
-}
-
-// Math warpgroups per block, of 64 value columns each. Where heads are so few that their halves all run at once, two
-// blocks share a head: half a head takes more than half as long, so a second round of halves would lose. The bits are
-// the same: value columns never mix.
-inline int math_warpgroups(int64_t sequences, int64_t value_heads, int multiprocessors) {
-  return 2 * sequences * value_heads <= multiprocessors ? 1 : 2;
 }
 
 }  // namespace gatedelta::cuda

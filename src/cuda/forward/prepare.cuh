@@ -1,7 +1,8 @@
 // Prepare: everything of a chunk that does not see the state, except what the main kernel makes of it on the fly.
 // One block of four warps per (chunk, key head): K K^T once, then for every value head of the group
 //   T = (I + stril(beta K K^T))^-1      (K normalised; rows of T scaled by r^k, so that T^T K needs no normalised K)
-// and the vectors of layout.hpp. A further block sorts the sequences, longest first.
+// and the vectors of layout.hpp, and how much of an older state is left after the chunk (schedule.hpp). Some blocks
+// more sort the sequences and see how they are best cut.
 //
 // The inverse, in 16 x 16 blocks, warp I owning block row I:
 //   D_I = (I + L_II)^-1                 two 8 x 8 substitutions in fp32, joined by fp16 products
@@ -13,6 +14,7 @@
 #include <type_traits>
 
 #include "cuda/forward/params.hpp"
+#include "cuda/forward/schedule.cuh"
 #include "cuda/wgmma.cuh"
 #include "gatedelta/gatedelta.h"
 
@@ -20,7 +22,6 @@ namespace gatedelta::cuda {
 
 constexpr int kPrepareThreads = 128;
 constexpr int kPrepareBlocksPerSm = 7;
-constexpr int kMaxSorted = 1024;  // sequences that are put in order; more of them balance themselves
 
 struct PrepareSmem {
   static constexpr int kKeys = 0;      // two tiles [64 tokens][64]
@@ -30,11 +31,14 @@ struct PrepareSmem {
   static constexpr int kDiagonal = kPairs + 4 * 512;        // D_I, fp16, 8 x 8 parts
   static constexpr int kOffDiagonal = kDiagonal + 3 * 512;  // L_IJ, then M_IJ
   static_assert(kInverse + kInverseBytes <= kPairs);
-  static constexpr int kNorms = kOffDiagonal + 6 * 512;  // r^k, r^q
-  static constexpr int kBarrier = kNorms + 2 * kVectorBytes;
+  static constexpr int kNorms = kOffDiagonal + 6 * 512;       // r^k, r^q
+  static constexpr int kLengths = kNorms + 2 * kVectorBytes;  // |k|^2, of the keys that are used
+  static constexpr int kBarrier = kLengths + kVectorBytes;
   static constexpr int kGates = kBarrier + 16;  // [group] of log2 of the decay, then [group] of beta
   static constexpr int allocated(int group) { return kGates + 2 * group * kVectorBytes + kTileAlign; }
 };
+static_assert(sizeof(CutSmem) <= PrepareSmem::allocated(1));
+static_assert(kCuts / kCutParts <= kPrepareThreads && kMaxPlannedSequences <= kPrepareThreads);
 
 GD_DEVICE float load_number(const void* data, int dtype, int64_t i) {
   if (dtype == GD_F32) return static_cast<const float*>(data)[i];
@@ -57,7 +61,7 @@ GD_DEVICE void with_warp(int warp, const F& f) {
 // four accumulators.
 GD_DEVICE constexpr uint32_t products_of(int I) { return static_cast<uint32_t>(I * (I + 1) / 2) * 1024; }
 template <int I>
-GD_DEVICE void store_products(uint32_t at, uint32_t norms, const float (&kk)[32], int lane) {
+GD_DEVICE void store_products(uint32_t at, uint32_t norms, uint32_t lengths, const float (&kk)[32], int lane) {
   const int row = 16 * I + (lane >> 2);
   const float r0 = load_shared(norms + row * 4), r1 = load_shared(norms + (row + 8) * 4);
 #pragma unroll
@@ -65,6 +69,13 @@ GD_DEVICE void store_products(uint32_t at, uint32_t norms, const float (&kk)[32]
     const float2 c = load_shared2(norms + (8 * i + 2 * (lane & 3)) * 4);
     store_shared4(at + products_of(I) + i * 512 + lane * 16, r0 * c.x * kk[4 * i], r0 * c.y * kk[4 * i + 1],
                   r1 * c.x * kk[4 * i + 2], r1 * c.y * kk[4 * i + 3]);
+  }
+  // The diagonal.
+  const int g = lane >> 2, column = (lane & 3) * 2;
+  if (column == (g & ~1)) {
+    const float* own = kk + 8 * I;
+    store_shared(lengths + row * 4, r0 * r0 * (g & 1 ? own[1] : own[0]));
+    store_shared(lengths + (row + 8) * 4, r1 * r1 * (g & 1 ? own[7] : own[6]));
   }
 }
 template <int I>
@@ -263,8 +274,8 @@ GD_DEVICE void load_gates(const ForwardParams& p, int batch, int token, int rows
 }
 
 // The vectors of one value head, by one warp, two tokens a lane.
-GD_DEVICE void prepare_vectors(const ForwardParams& p, float* vectors, uint32_t smem, uint32_t gates, uint32_t betas,
-                               int lane) {
+GD_DEVICE void prepare_vectors(const ForwardParams& p, float* vectors, ChunkDecay* decay, uint32_t smem, uint32_t gates,
+                               uint32_t betas, int lane) {
   const float2 g = load_shared2(gates + lane * 8), beta = load_shared2(betas + lane * 8);
   float sum = g.x + g.y;
 #pragma unroll
@@ -287,34 +298,21 @@ GD_DEVICE void prepare_vectors(const ForwardParams& p, float* vectors, uint32_t 
   put(kBeta, beta.x, beta.y);
   put(kBetaTail, beta.x * exp2_approx(block_end - b[0]), beta.y * exp2_approx(block_end - b[1]));
   put(kScoreScale, s.x, s.y);
+
+  const float end = __shfl_sync(~0u, sum, 31);
+  const float2 length = load_shared2(smem + PrepareSmem::kLengths + lane * 8);
+  float written = beta.x * exp2_approx(end - b[0]) + beta.y * exp2_approx(end - b[1]);
+  const float most = fmaxf(fabsf(1.0f - beta.x * length.x), 1.0f) * fmaxf(fabsf(1.0f - beta.y * length.y), 1.0f);
+  float growth = log2f(most);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    written += __shfl_xor_sync(~0u, written, step);
+    growth += __shfl_xor_sync(~0u, growth, step);
+  }
+  if (lane == 0) *decay = {end + growth, growth > 0 || !(written >= 0) ? -1.0f : written};
 }
 
 // ---- the kernel ----------------------------------------------------------------------------------------------------
-
-// Rank of a sequence = how many are longer, or as long and before it.
-GD_DEVICE void sort_sequences(const ForwardParams& p) {
-  const int count = p.sequences.count;
-  for (int n = threadIdx.x; n < count; n += kPrepareThreads) {
-    if (!p.sequences.offsets.data || count > kMaxSorted) {
-      p.order[n] = n;
-      continue;
-    }
-    const int64_t length = p.sequences[n].length;
-    int rank = 0;
-    for (int m = 0; m < count; ++m) {
-      const int64_t other = p.sequences[m].length;
-      rank += other > length || (other == length && m < n);
-    }
-    p.order[rank] = n;
-  }
-  if (p.checkpoint_every && threadIdx.x == 0) {
-    int64_t total = 0;
-    for (int n = 0; n < count; ++n) {
-      p.first_checkpoint[n] = total;
-      total += p.sequences[n].length / p.checkpoint_every;
-    }
-  }
-}
 
 // The sequence a slot belongs to: the last one that begins at or before it. The warp tries 32 places at a time.
 GD_DEVICE int sequence_of_slot(const Sequences& s, int64_t slot, int lane) {
@@ -383,10 +381,19 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
   const uint32_t smem = tile_aligned(shared_address(dynamic_smem));
   const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(~0u, tid >> 5, 0);
   allow_next_kernel();
-  if (blockIdx.x == 0) return sort_sequences(p);
+  if (blockIdx.x < kPrepareHelpers) {
+    const int helper = static_cast<int>(blockIdx.x);
+    if (helper == 0) return sort_sequences<kPrepareThreads>(p);
+    if (p.list == kEvenList)
+      return list_all(p, (helper - 1) * kPrepareThreads + tid, (kPrepareHelpers - 1) * kPrepareThreads,
+                      [](int rank) { return rank; });
+    if (p.list == kPlannedList) choose_cut<kPrepareThreads>(p, helper - 1, *reinterpret_cast<CutSmem*>(dynamic_smem));
+    return;
+  }
 
-  const int slot = static_cast<int>((blockIdx.x - 1) / static_cast<uint32_t>(p.key_heads));
-  const int key_head = static_cast<int>(blockIdx.x - 1) - slot * p.key_heads;
+  const int block = static_cast<int>(blockIdx.x) - kPrepareHelpers;
+  const int slot = static_cast<int>(static_cast<uint32_t>(block) / static_cast<uint32_t>(p.key_heads));
+  const int key_head = block - slot * p.key_heads;
   const int n = sequence_of_slot(p.sequences, slot, lane);
   const bool past_the_end = n == p.sequences.count;
   const int64_t used = past_the_end ? p.sequences.offsets[n] : 0;
@@ -433,14 +440,20 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
     Wgmma<Elem, 64>::template ss<false, false>(kk, at, at, step > 0);
   }
   mma_commit();
-  const uint32_t gates = smem + PrepareSmem::kGates, betas = gates + p.group * kVectorBytes;
-#pragma unroll 1
-  for (int v = warp; v < p.group; v += 4)
-    prepare_vectors(p, reinterpret_cast<float*>(p.prepared_chunk(slot, first_head + v) + kInverseBytes), smem,
-                    gates + v * kVectorBytes, betas + v * kVectorBytes, lane);
   mma_wait<0>();
   __syncthreads();  // K is not read any more
-  with_warp(warp, [&](auto w) { store_products<decltype(w)::value>(smem + PrepareSmem::kProducts, norms, kk, lane); });
+  with_warp(warp, [&](auto w) {
+    store_products<decltype(w)::value>(smem + PrepareSmem::kProducts, norms, smem + PrepareSmem::kLengths, kk, lane);
+  });
+  __syncthreads();
+  const uint32_t gates = smem + PrepareSmem::kGates, betas = gates + p.group * kVectorBytes;
+#pragma unroll 1
+  for (int v = warp; v < p.group; v += 4) {
+    const int head = first_head + v;
+    prepare_vectors(p, reinterpret_cast<float*>(p.prepared_chunk(slot, head) + kInverseBytes),
+                    p.decays + head * p.sequences.slots() + slot, smem, gates + v * kVectorBytes,
+                    betas + v * kVectorBytes, lane);
+  }
 
   const uint32_t triangle = smem + PrepareSmem::kInverse;
 #pragma unroll 1

@@ -159,8 +159,22 @@ TEST_F(Cuda, SharesTheRulesAboutShapes) {
 }
 
 TEST_F(Cuda, Segments) {
+  c.segment_chunks = -1;
+  EXPECT_TRUE(c.invalid("segment_chunks is -1, must not be negative"));
   c.segment_chunks = 2;
-  EXPECT_TRUE(c.unsupported("segment_chunks is 2: no backend cuts a sequence"));
+  c.context_parallel = GD_CP_OFF;
+  EXPECT_TRUE(c.invalid("segment_chunks is 2, but context_parallel is GD_CP_OFF"));
+  c.context_parallel = GD_CP_AUTO;
+  c.batch_invariant = 1;
+  EXPECT_TRUE(c.unsupported("segment_chunks is 2: a batch_invariant call cuts no sequence"));
+  c.batch_invariant = 0;
+  c.set_tokens(65, 300);
+  EXPECT_TRUE(
+      c.unsupported("segment_chunks is 2: sequences are cut on CUDA where there are at most 64, with at most 1024 "
+                    "heads all together"));
+  c.set_tokens(1, 64 * 2000);
+  c.segment_chunks = 1;
+  EXPECT_TRUE(c.unsupported("segment_chunks is 1, which may make 24012 pieces of work, more than 6144 on CUDA"));
 }
 
 TEST_F(Cuda, HeadSizes) {
@@ -193,15 +207,15 @@ TEST_F(Cuda, Tokens) {
 TEST_F(Cuda, SequencesTimesHeads) {
   c.set_heads(1, 1);
   c.set_tokens(1, 64);
-  const int64_t sequences = (int64_t{1} << 29);
+  const int64_t sequences = (int64_t{1} << 30);
   c.in.cu_seqlens = c.made_up(GD_I32, {sequences + 1});
-  EXPECT_TRUE(c.unsupported("N * Hv is 536870912 * 1, must be at most 536870911 on CUDA"));
+  EXPECT_TRUE(c.unsupported("N * Hv is 1073741824 * 1, must be at most 1073741823 on CUDA"));
 }
 
 TEST_F(Cuda, ChunksTimesHeads) {
   c.set_heads(256, 256);
   c.set_tokens(1, int64_t{1} << 29);
-  EXPECT_TRUE(c.unsupported("the call has 2147483648 chunks times key heads, must have at most 2147483646 on CUDA"));
+  EXPECT_TRUE(c.unsupported("the call has 2147483648 chunks times key heads, must have at most 2147483606 on CUDA"));
 }
 
 TEST_F(Cuda, AlignmentOfRows) {

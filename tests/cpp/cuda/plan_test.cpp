@@ -1,4 +1,4 @@
-// Chunks' places in the workspace, its size, and the choice of kernels.
+// Chunks' places in the workspace, its size, and how the list of work comes to be.
 #include "cuda/forward/plan.hpp"
 
 #include <gtest/gtest.h>
@@ -62,9 +62,19 @@ TEST(Workspace, PartsFollowEachOther) {
   EXPECT_EQ(w.prepared, 0u);
   EXPECT_EQ(w.order, (1000 / 64 + 5 + 1) * size_t{3} * kPreparedBytes);
   EXPECT_EQ(w.first_checkpoint, w.order + 128);
-  EXPECT_EQ(w.bytes, w.first_checkpoint + 128 + 64);
-  for (const size_t at : {w.prepared, w.order, w.first_checkpoint}) EXPECT_EQ(at % ForwardWorkspace::kAlign, 0u);
-  EXPECT_EQ(forward_layout(packed(5, 1000, 3)).bytes, w.first_checkpoint + 64);
+  EXPECT_EQ(w.decays, w.first_checkpoint + 128);
+  EXPECT_EQ(w.cuts, w.decays + 21 * 3 * 8 + 8);
+  EXPECT_EQ(w.schedule, w.cuts + kShares * kCutParts * 8 + 64);
+  EXPECT_EQ(w.work, w.schedule + 128);
+  EXPECT_EQ(w.sequence_items, w.work + (2 * 15 + 3 * 21 * 3) * 64 + 64);
+  EXPECT_EQ(w.initial_read, w.sequence_items + 5 * 64 + 64);
+  EXPECT_EQ(w.boundary_ready, w.initial_read + 128);
+  EXPECT_EQ(w.boundaries, w.boundary_ready + 128);
+  EXPECT_GT(w.boundary_count, 4);
+  EXPECT_EQ(w.bytes, w.boundaries + static_cast<size_t>(w.boundary_count) * kBoundaryBytes + 64);
+  for (const size_t at : {w.prepared, w.order, w.first_checkpoint, w.decays, w.cuts, w.schedule, w.work,
+                          w.sequence_items, w.initial_read, w.boundary_ready, w.boundaries})
+    EXPECT_EQ(at % ForwardWorkspace::kAlign, 0u);
 }
 
 TEST(Workspace, QueryAndCallAgree) {
@@ -92,12 +102,12 @@ TEST(Workspace, KeepsItsPromiseForBatches) {
   }
 }
 
-// A packed sequence costs a chunk more: paid from 76 tokens per sequence on, counting one more sequence than there
+// A packed sequence costs a chunk more: paid from 77 tokens per sequence on, counting one more sequence than there
 // are.
 TEST(Workspace, KeepsItsPromiseForPackedSequences) {
   std::mt19937 random(2);
   for (int round = 0; round < 5000; ++round) {
-    const int64_t count = random() % 3000, tokens = 76 * (count + 1) + random() % 100000, heads = 1 + random() % 64;
+    const int64_t count = random() % 3000, tokens = 77 * (count + 1) + random() % 100000, heads = 1 + random() % 64;
     const ForwardProblem p = packed(count, tokens, heads, round % 2);
     EXPECT_LE(forward_layout(p).bytes, promised(p)) << count << " in " << tokens << ", " << heads << " heads";
   }
@@ -113,23 +123,47 @@ TEST(Workspace, OfShortSequencesIsAChunkEach) {
     const int64_t count = random() % 3000, tokens = random() % 200000, heads = 1 + random() % 64;
     const ForwardProblem p = round % 2 ? packed(count, tokens, heads, true) : dense(count, tokens % 300, heads, true);
     const int64_t total = p.in.sequences.batch * p.in.sequences.tokens;
-    const int64_t bound = (total / kChunkTokens + count + 1) * heads * kPreparedBytes + count * 12 + 64 + 3 * 128;
-    EXPECT_LE(forward_layout(p).bytes, static_cast<size_t>(bound));
+    const int64_t chunk = kPreparedBytes + int64_t{sizeof(ChunkDecay)};
+    const int64_t bound = (total / kChunkTokens + count + 1) * heads * chunk + count * heads * 64 + count * 12;
+    EXPECT_LE(forward_layout(p).bytes, std::max(promised(p), static_cast<size_t>(bound) + kMiB));
   }
 }
 
 TEST(Blocks, OfPrepare) {
-  EXPECT_EQ(prepare_blocks(dense(3, 65, 4).in), 3 * 2 * 4 + 1);
-  EXPECT_EQ(prepare_blocks(packed(3, 640, 4).in), (10 + 3 + 1) * 4 + 1);
-  EXPECT_EQ(prepare_blocks(packed(0, 0, 1).in), 2);
+  EXPECT_EQ(prepare_blocks(dense(3, 65, 4).in), 3 * 2 * 4 + kPrepareHelpers);
+  EXPECT_EQ(prepare_blocks(packed(3, 640, 4).in), (10 + 3 + 1) * 4 + kPrepareHelpers);
+  EXPECT_EQ(prepare_blocks(packed(0, 0, 1).in), 1 + kPrepareHelpers);
 }
 
-TEST(Blocks, ShareAHeadOnlyWhereHeadsAreFew) {
-  EXPECT_EQ(math_warpgroups(1, 64, 132), 1);
-  EXPECT_EQ(math_warpgroups(1, 66, 132), 1);
-  EXPECT_EQ(math_warpgroups(1, 67, 132), 2);
-  EXPECT_EQ(math_warpgroups(33, 4, 132), 2);
-  EXPECT_EQ(math_warpgroups(kMaxPairs / 65536, 65536, 132), 2);
+// Nothing to plan where sequences of one length fill the card, and too much beyond some numbers.
+TEST(List, IsPlannedWhereCutsMayHelp) {
+  EXPECT_EQ(list_mode(dense(4, 8192, 64), 132), kEvenList);  // 256 of 264
+  EXPECT_EQ(list_mode(dense(8, 1024, 16), 132), kEvenList);  // 128 of 132
+  EXPECT_EQ(list_mode(dense(4, 8192, 48), 132), kPlannedList);
+  EXPECT_EQ(list_mode(dense(1, 2048, 8), 132), kPlannedList);
+  EXPECT_EQ(list_mode(dense(10000, 64, 64), 132), kEvenList);
+  EXPECT_EQ(list_mode(packed(2, 32768, 66), 132), kPlannedList);  // lengths are not known here
+  EXPECT_EQ(list_mode(packed(65, 32768, 1), 132), kSortedList);
+  EXPECT_EQ(list_mode(packed(17, 32768, 64), 132), kSortedList);
+  ForwardProblem forced = dense(4, 8192, 64);
+  forced.segment_chunks = 8;
+  EXPECT_EQ(list_mode(forced, 132), kPlannedList);
+  EXPECT_EQ(list_mode(dense(0, 64, 64), 132), kEvenList);
+}
+
+TEST(List, HasRoomForEveryPiece) {
+  ForwardProblem p = dense(2, 6400, 8);
+  EXPECT_EQ(max_entries(p), 2 * 16 + 4096);
+  EXPECT_EQ(max_entries(dense(1, 64, 8)), 2 * 8 + 3 * 8);
+  p.segment_chunks = 10;
+  EXPECT_EQ(max_entries(p), 3 * 8 * (200 / 10 + 2));
+  p.segment_chunks = 0;
+  p.context_parallel = false;
+  EXPECT_EQ(max_entries(p), 2 * 16);
+  p.context_parallel = p.batch_invariant = true;
+  EXPECT_EQ(max_entries(p), 2 * 16);
+  EXPECT_EQ(forward_layout(p).boundary_count, 0);
+  EXPECT_EQ(max_entries(packed(65, 6400, 8)), 65 * 8);
 }
 
 }  // namespace

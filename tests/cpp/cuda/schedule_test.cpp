@@ -3,6 +3,7 @@
 // that holds another chunk than the one expected.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <random>
 #include <vector>
@@ -12,7 +13,7 @@
 namespace gatedelta::cuda {
 namespace {
 
-constexpr int kNothing = -1;
+constexpr int kNothing = -1, kNoMore = -2;
 
 struct Barrier {
   int expected, pending, phase = 0;
@@ -42,8 +43,14 @@ struct Role {
   bool run() { return steps[at]() ? (++at, true) : false; }
 };
 
+// A piece of work: its chunks, the first of which are silent; or the steps of a join.
+struct Item {
+  int chunks, silent;
+  bool joins;
+};
+
 struct Model {
-  SlotSet loads, values, scores, x, r;
+  SlotSet loads, values, scores, works, x, r;
   std::vector<Barrier> operands_full, operands_empty;
   struct Copy {
     SlotSet* slots;
@@ -51,20 +58,20 @@ struct Model {
   };
   std::vector<Copy> copies;  // asked for, under way in any order
   std::vector<Role> roles;
+  static constexpr int kMath = 2, kLoaders = 2;  // of the scores, those who load K and Q, and V
 
-  Model(const std::vector<int>& items, int math)
-      : loads(kLoadSlots, 1, 2 + math),
-        values(kValueSlots, 1, math),
-        scores(kScoreSlots, 1, 1),
+  explicit Model(const std::vector<Item>& items)
+      : loads(kLoadSlots, 1, 1 + kLoaders + kMath),
+        values(kValueSlots, 1, kMath),
+        scores(kScoreSlots, 1, kLoaders),
+        works(kWorkSlots, 1, 1 + kLoaders + kMath),
         x(kOperandSlots, 1, 1),
         r(kOperandSlots, 1, 1),
-        operands_full(kOperandSlots, Barrier(2)),
-        operands_empty(kOperandSlots, Barrier(math)) {
-    int chunks = 0;
-    for (const int n : items) chunks += n;
-    roles.push_back(keys_role(chunks));
-    roles.push_back(scores_role(chunks));
-    for (int m = 0; m < math; ++m) roles.push_back(math_role(items));
+        operands_full(kOperandSlots, Barrier(1 + kLoaders)),
+        operands_empty(kOperandSlots, Barrier(kMath)) {
+    roles.push_back(keys_role(items));
+    for (int loader = 0; loader < kLoaders; ++loader) roles.push_back(scores_role(items, loader == 0));
+    for (int m = 0; m < kMath; ++m) roles.push_back(math_role(items));
   }
 
   // Steps are recorded with the rings' positions at that point.
@@ -81,62 +88,115 @@ struct Model {
     act(role, [&slots, slot, chunk] { EXPECT_EQ(slots.holds[slot], chunk); });
   }
 
-  Role keys_role(int chunks) {
+  // Takes the next entry of the list of work, which the warp that loads has told of.
+  void take_work(Role& role, WorkRing& ring, int entry) {
+    const Ring<kWorkSlots> at = ring.at();
+    wait(role, works.full[at.slot], at.parity);
+    expect(role, works, at.slot, entry);
+    act(role, [this, slot = at.slot] { works.empty[slot].arrive(); });
+    ring.next();
+  }
+  // Calls f with every chunk, its item and its number in it, between the entries of a role that reads the list.
+  template <class F>
+  void for_chunks(Role& role, const std::vector<Item>& items, const F& f) {
+    WorkRing ring;
+    int chunk = 0;
+    for (size_t i = 0; i < items.size(); ++i) {
+      take_work(role, ring, static_cast<int>(i));
+      for (int c = 0; c < items[i].chunks; ++c) f(chunk++, items[i], c);
+    }
+    take_work(role, ring, kNoMore);
+  }
+  void pass_loads(Role& role, const Ring<kLoadSlots>& load, int chunk) {
+    wait(role, loads.full[load.slot], load.parity);
+    expect(role, loads, load.slot, chunk);
+    act(role, [this, slot = load.slot] { loads.empty[slot].arrive(); });
+  }
+
+  Role keys_role(const std::vector<Item>& items) {
     Role role;
     Ring<kLoadSlots> load;
     Ring<kScoreSlots> score;
     Ring<kOperandSlots> operand;
-    for (int chunk = 0; chunk < chunks; ++chunk) {
+    for_chunks(role, items, [&](int chunk, const Item& item, int c) {
+      if (item.joins) {
+        pass_loads(role, load, chunk);
+        return load.next();
+      }
       wait(role, loads.full[load.slot], load.parity);
       expect(role, loads, load.slot, chunk);
-      wait(role, scores.empty[score.slot], score.parity ^ 1);
-      act(role, [this, slot = score.slot] { scores.holds[slot] = kNothing; });  // half written
-      act(role, [this, slot = score.slot, chunk] {
-        scores.holds[slot] = chunk;
-        scores.full[slot].arrive();
-      });
+      if (c >= item.silent) {
+        wait(role, scores.empty[score.slot], score.parity ^ 1);
+        act(role, [this, slot = score.slot] { scores.holds[slot] = kNothing; });  // half written
+        act(role, [this, slot = score.slot, chunk] {
+          scores.holds[slot] = chunk;
+          scores.full[slot].arrive();
+        });
+        score.next();
+      }
       build(role, x, load, operand, chunk);
       load.next();
-      score.next();
       operand.next();
-    }
+    });
     return role;
   }
 
-  // Its first warp asks for the loads: K and Q one chunk ahead of V.
-  Role scores_role(int chunks) {
+  // One warp asks for K and Q, a chunk ahead or, in joins, two, and tells of the work it finds on the way; one for V.
+  Role scores_role(const std::vector<Item>& items, bool loads_keys) {
     Role role;
-    Ring<kLoadSlots> load, asked;
-    Ring<kValueSlots> asked_values;
+    Ring<kLoadSlots> load;
     Ring<kScoreSlots> score;
     Ring<kOperandSlots> operand;
-    const auto ask = [&](SlotSet& slots, auto& ring, int chunk) {
-      if (chunk >= chunks) return;
+    WorkRing told;
+    std::vector<int> entry_of;  // by chunk, where one begins, else kNothing
+    for (size_t i = 0; i < items.size(); ++i)
+      for (int c = 0; c < items[i].chunks; ++c) entry_of.push_back(c == 0 ? static_cast<int>(i) : kNothing);
+    const int chunks = static_cast<int>(entry_of.size());
+    const auto find = [&](int chunk) {  // what the cursor does when it gets there
+      if (chunk < chunks && entry_of[chunk] == kNothing) return;
+      const Ring<kWorkSlots> at = told.at();
+      wait(role, works.empty[at.slot], at.parity ^ 1);
+      act(role, [this, slot = at.slot, entry = chunk < chunks ? entry_of[chunk] : kNoMore] {
+        works.holds[slot] = entry;
+        works.full[slot].arrive();
+      });
+      told.next();
+    };
+    const auto ask = [&](SlotSet& slots, const auto& ring, int chunk) {
       wait(role, slots.empty[ring.slot], ring.parity ^ 1);
       act(role, [this, &slots, slot = ring.slot, chunk] { copies.push_back({&slots, slot, chunk}); });
-      ring.next();
     };
-    ask(loads, asked, 0);
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      ask(loads, asked, chunk + 1);
-      ask(values, asked_values, chunk);
-      wait(role, scores.full[score.slot], score.parity);
-      expect(role, scores, score.slot, chunk);
+    int asked = 0;
+    Ring<kLoadSlots> next;
+    if (loads_keys) find(0);
+    for_chunks(role, items, [&](int chunk, const Item& item, int c) {
+      for (; loads_keys && asked < std::min(chunks, chunk + (item.joins ? 3 : 2)); ++asked, next.next()) {
+        ask(loads, next, asked);
+        find(asked + 1);
+      }
+      if (!loads_keys) ask(values, load, chunk);
+      if (item.joins) {
+        pass_loads(role, load, chunk);
+        return load.next();
+      }
       wait(role, loads.full[load.slot], load.parity);
       expect(role, loads, load.slot, chunk);
-      act(role, [this, slot = score.slot] { scores.empty[slot].arrive(); });
+      if (c >= item.silent) {
+        wait(role, scores.full[score.slot], score.parity);
+        expect(role, scores, score.slot, chunk);
+        act(role, [this, slot = score.slot] { scores.empty[slot].arrive(); });
+        score.next();
+      }
       build(role, r, load, operand, chunk);
       load.next();
-      score.next();
       operand.next();
-    }
+    });
     return role;
   }
 
   void build(Role& role, SlotSet& result, const Ring<kLoadSlots>& load, const Ring<kOperandSlots>& operand, int chunk) {
     expect(role, loads, load.slot, chunk);
     wait(role, operands_empty[operand.slot], operand.parity ^ 1);
-    act(role, [&result, slot = operand.slot] { result.holds[slot] = kNothing; });  // half written
     expect(role, loads, load.slot, chunk);
     act(role, [this, &result, load = load.slot, operand = operand.slot, chunk] {
       result.holds[operand] = chunk;
@@ -145,44 +205,48 @@ struct Model {
     });
   }
 
-  Role math_role(const std::vector<int>& items) {
+  Role math_role(const std::vector<Item>& items) {
     Role role;
     Ring<kLoadSlots> load;
     Ring<kOperandSlots> operand;
-    int chunk = 0, leaving = kNothing;
-    const auto release = [&](int of) {
+    int leaving = kNothing, left = kNothing;  // the slot o leaves through, and which chunk's it is
+    const auto release = [&] {
       if (leaving == kNothing) return;
-      expect(role, values, leaving, of);
+      expect(role, values, leaving, left);
       act(role, [this, slot = leaving] { values.empty[slot].arrive(); });
       leaving = kNothing;
     };
-    for (const int count : items) {
-      for (int c = 0; c < count; ++c, ++chunk) {
-        wait(role, loads.full[load.slot], load.parity);
-        expect(role, loads, load.slot, chunk);
-        release(c == 0 ? chunk - 1 : chunk - 2);
-        wait(role, values.full[load.slot], load.parity);
-        expect(role, values, load.slot, chunk);
+    const auto leave = [&](int chunk) {
+      expect(role, values, load.previous(), chunk);
+      leaving = load.previous();
+      left = chunk;
+    };
+    for_chunks(role, items, [&](int chunk, const Item& item, int c) {
+      wait(role, loads.full[load.slot], load.parity);
+      expect(role, loads, load.slot, chunk);
+      release();
+      wait(role, values.full[load.slot], load.parity);
+      expect(role, values, load.slot, chunk);
+      if (item.joins || c < item.silent) act(role, [this, slot = load.slot] { values.empty[slot].arrive(); });
+      if (!item.joins) {
         wait(role, operands_full[operand.slot], operand.parity);
         expect(role, x, operand.slot, chunk);
-        expect(role, loads, load.slot, chunk);
-        act(role, [this, slot = load.slot] { loads.empty[slot].arrive(); });
-        if (c > 0) {  // o leaves through the slot its v came in
-          expect(role, values, load.previous(), chunk - 1);
-          leaving = load.previous();
-        }
-        expect(role, x, operand.slot, chunk);
         expect(role, r, operand.slot, chunk);
+      }
+      expect(role, loads, load.slot, chunk);
+      act(role, [this, slot = load.slot] { loads.empty[slot].arrive(); });
+      if (!item.joins) {
+        if (c > item.silent) leave(chunk - 1);  // o leaves through the slot its v came in
+        expect(role, x, operand.slot, chunk);
         act(role, [this, slot = operand.slot] { operands_empty[slot].arrive(); });
-        expect(role, values, load.slot, chunk);
-        load.next();
         operand.next();
       }
-      if (count == 0) continue;
-      release(chunk - 2);
-      expect(role, values, load.previous(), chunk - 1);
-      leaving = load.previous();
-    }
+      load.next();
+      if (!item.joins && c == item.chunks - 1 && item.silent < item.chunks) {
+        release();
+        leave(chunk);
+      }
+    });
     return role;
   }
 
@@ -210,9 +274,13 @@ struct Model {
 TEST(Schedule, EndsAndNeverMixesChunks) {
   std::mt19937 random(1);
   for (int trial = 0; trial < 300; ++trial) {
-    std::vector<int> items(1 + random() % 7);
-    for (int& chunks : items) chunks = static_cast<int>(random() % 7);
-    Model model(items, 1 + static_cast<int>(random() % 2));
+    std::vector<Item> items(1 + random() % 7);
+    for (Item& item : items) {
+      item.chunks = 1 + static_cast<int>(random() % 7);
+      item.joins = random() % 4 == 0;
+      item.silent = random() % 3 ? 0 : static_cast<int>(random() % (item.chunks + 1));
+    }
+    Model model(items);
     ASSERT_TRUE(model.run(random)) << "a deadlock in trial " << trial;
     if (HasFailure()) return;
   }

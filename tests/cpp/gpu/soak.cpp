@@ -97,6 +97,7 @@ Case draw_case(Dice& dice, size_t kind) {
   c.inplace = c.h0 && c.ht && dice.one_in(4);
   c.i64 = dice.one_in(2);
   c.every = dice.of<int64_t>({0, 0, 0, 64, 128, 192});
+  if (dice.one_in(2)) c.segment = 2 + dice.below(3);  // too short to be worth it, and so cut everywhere
   c.seed = dice.stream + 1;
   return c;
 }
@@ -181,6 +182,7 @@ class Batch {
       write[n] = spec_.pool ? slot(order[spec_.inplace ? n : N + n]) : n;
     }
     written_states_ = write;
+    args_.segment_chunks = static_cast<int32_t>(spec_.segment);
     if (spec_.every) {
       int64_t count = 0;
       for (const int64_t length : spec_.lengths) count += length / spec_.every;

@@ -1,0 +1,200 @@
+// How sequences are cut into pieces (src/cuda/forward/schedule.hpp): windows, segments, and what a cut takes.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <queue>
+#include <random>
+#include <vector>
+
+#include "cuda/forward/schedule.hpp"
+
+namespace gatedelta::cuda {
+namespace {
+
+TEST(Quotient, IsExact) {
+  std::mt19937 random(1);
+  for (int round = 0; round < 200000; ++round) {
+    const int a = static_cast<int>(random() >> (random() % 31 + 1)),
+              b = 1 + static_cast<int>(random() >> (random() % 31 + 1)) / 2;
+    ASSERT_EQ(quotient(a, b), a / b) << a << " / " << b;
+  }
+}
+
+int window(const std::vector<ChunkDecay>& chunks, int boundary, int limit) {
+  return window_before(boundary, limit, [&](int chunk) { return chunks.at(chunk); });
+}
+
+TEST(Window, IsAsLongAsItTakesToForget) {
+  const std::vector<ChunkDecay> chunks(100, {-4.6f, 30});
+  EXPECT_EQ(window(chunks, 50, 12), 6);  // 6 x 4.6 > 24
+  EXPECT_EQ(window(chunks, 50, 6), 6);
+  EXPECT_EQ(window(chunks, 50, 5), kNoWindow);
+  EXPECT_EQ(window(chunks, 3, 12), 3);  // all there are
+  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {-300, 30}), 50, 12), 1);
+}
+
+TEST(Window, WeighsWhatWasWritten) {
+  const std::vector<ChunkDecay> chunks(100, {-4.6f, 0x1p-20f});
+  EXPECT_EQ(window(chunks, 50, 12), 10);  // 2^-20 counts
+  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {-4.6f, 0}), 50, 30),
+            kNoWindow);  // nothing written: all that is there counts
+  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {-300, 0}), 50, 30), kNoWindow);
+}
+
+TEST(Window, KnowsNothingOfStatesThatGrow) {
+  std::vector<ChunkDecay> chunks(100, {-4.6f, 30});
+  chunks[48].written = -1;  // what was written before it is not weighed; after it, 30 is enough
+  EXPECT_EQ(window(chunks, 50, 12), 6);
+  chunks[49].written = -1;
+  EXPECT_EQ(window(chunks, 50, 12), kNoWindow);
+  for (ChunkDecay& chunk : chunks) chunk.fade = std::nanf("");
+  EXPECT_EQ(window(chunks, 50, 12), kNoWindow);
+}
+
+TEST(Window, IsNoneWhereNothingFades) {
+  const std::vector<ChunkDecay> chunks(100, {0, 30});
+  EXPECT_EQ(window(chunks, 50, 30), kNoWindow);
+  EXPECT_EQ(window(chunks, 30, 30), 30);  // the beginning
+}
+
+TEST(Segments, CoverASequence) {
+  for (int chunks = 1; chunks < 300; ++chunks) {
+    for (const int length : {0, 1, 2, 3, 7, 64, 1000}) {
+      const int segments = segments_of(chunks, length);
+      EXPECT_EQ(fading_begin(chunks, segments, 0), 0);
+      EXPECT_EQ(fading_begin(chunks, segments, segments), chunks);
+      EXPECT_EQ(lasting_begin(chunks, segments, 0), 0);
+      EXPECT_EQ(lasting_begin(chunks, segments, segments), chunks);
+      for (int i = 0; i < segments; ++i) {
+        const int fading = fading_begin(chunks, segments, i + 1) - fading_begin(chunks, segments, i);
+        EXPECT_GE(fading, 1);
+        EXPECT_LE(fading, length > 0 ? length : chunks);
+        EXPECT_GE(lasting_begin(chunks, segments, i + 1) - lasting_begin(chunks, segments, i), 1)
+            << chunks << " in " << segments;
+      }
+    }
+  }
+}
+
+TEST(Classes, AreOfLengths) {
+  LengthClass classes[kMaxClasses + 1];
+  const int chunks[] = {100, 7, 100, 0, 7, 7};
+  ASSERT_EQ(length_classes(chunks, 6, 8, 1, classes), 2);
+  EXPECT_EQ(classes[0].chunks, 100);
+  EXPECT_EQ(classes[0].fading, 2 * 6);
+  EXPECT_EQ(classes[0].lasting, 2 * 2);
+  EXPECT_EQ(classes[1].chunks, 7);
+  EXPECT_EQ(classes[1].fading, 3 * 6);
+  const int many[] = {100, 90, 60, 30, 20, 10};  // more lengths than classes
+  ASSERT_EQ(length_classes(many, 6, 4, 0, classes), 4);
+  EXPECT_EQ(classes[0].chunks, 95);
+  EXPECT_EQ(classes[3].chunks, 15);
+  int heads = 0;
+  for (const LengthClass& c : {classes[0], classes[1], classes[2], classes[3]}) heads += c.fading + c.lasting;
+  EXPECT_EQ(heads, 6 * 4);
+  EXPECT_EQ(length_classes(many, 0, 4, 0, classes), 0);
+}
+
+// The same one piece at a time.
+float taken_one_by_one(const std::vector<Pieces>& list, int blocks) {
+  std::priority_queue<float, std::vector<float>, std::greater<>> free;
+  for (int i = 0; i < blocks; ++i) free.push(0);
+  float end = 0;
+  for (const Pieces& pieces : list) {
+    for (int i = 0; i < pieces.number; ++i) {
+      const float done = free.top() + pieces.size;
+      free.pop();
+      free.push(done);
+      end = std::max(end, done);
+    }
+  }
+  return end;
+}
+
+TEST(Timeline, IsCloseToTheTruth) {
+  std::mt19937 random(2);
+  for (int round = 0; round < 2000; ++round) {
+    std::vector<Pieces> list(1 + random() % 4);
+    for (Pieces& pieces : list) pieces = {static_cast<int>(random() % 600), 1.0f + static_cast<float>(random() % 100)};
+    Timeline timeline(132);
+    for (const Pieces& pieces : list) timeline.run(pieces);
+    const float truth = taken_one_by_one(list, 132);
+    EXPECT_NEAR(timeline.end, truth, 0.25f * truth + 1);
+  }
+  Timeline even(132);
+  even.run({256, 10});
+  EXPECT_FLOAT_EQ(even.end, 20);  // two rounds
+  Timeline late(132);
+  EXPECT_FLOAT_EQ(late.run({10, 5}, 100), 105);
+}
+
+Cut best_cut(const std::vector<int>& chunks, int heads, int share, const Limits& limits = {132, 6000, 384}) {
+  LengthClass classes[kMaxClasses + 1];
+  ClassPieces memory[kMaxClasses];
+  const int count = length_classes(chunks.data(), static_cast<int>(chunks.size()), heads, share, classes);
+  int best = 0;
+  float price = kNever;
+  for (int i = 0; i < kCuts; ++i) {
+    const float p = price_of(i, classes, count, limits, memory);
+    if (p < price) {
+      price = p;
+      best = i;
+    }
+  }
+  return cut_number(best);
+}
+
+TEST(Choice, CutsWhereThereAreFewHeads) {
+  const Cut full = best_cut({128, 128, 128, 128}, 64, 1);  // 256 heads on 132 blocks, twice
+  EXPECT_EQ(full.fading, 0);
+  EXPECT_EQ(full.lasting, 0);
+  EXPECT_FALSE(full.halves);
+  const Cut few = best_cut({512}, 8, 1);
+  EXPECT_GT(few.fading, 4);
+  EXPECT_LT(few.fading, 100);
+  EXPECT_GT(few.lasting, 4);
+  EXPECT_LT(few.lasting, 64);
+  EXPECT_LE(segments_of(512, best_cut({512}, 8, 1, {132, 6000, 0}).lasting), 2);  // no room for boundaries
+  EXPECT_LE(segments_of(1, best_cut({1}, 8, 0).fading), 1);
+}
+
+bool keeps_busy(const std::vector<int>& chunks, int heads) {
+  LengthClass classes[kMaxClasses + 1] = {};
+  const int count = length_classes(chunks.data(), static_cast<int>(chunks.size()), heads, 0, classes);
+  return keeps_busy(classes, count, 132);
+}
+
+TEST(Choice, LeavesAloneWhatKeepsTheCardBusy) {
+  EXPECT_TRUE(keeps_busy({128, 128, 128, 128}, 64));
+  EXPECT_TRUE(keeps_busy(std::vector<int>(8, 16), 16));
+  EXPECT_TRUE(keeps_busy(std::vector<int>(40, 20), 24));
+  EXPECT_FALSE(keeps_busy({128, 128, 128, 128}, 48));
+  EXPECT_FALSE(keeps_busy({512}, 64));
+  EXPECT_FALSE(keeps_busy({448, 64}, 64));
+  EXPECT_TRUE(keeps_busy({}, 64));
+}
+
+TEST(Choice, KeepsWithinItsLimits) {
+  std::mt19937 random(3);
+  for (int round = 0; round < 30; ++round) {
+    std::vector<int> chunks(1 + random() % 6);
+    for (int& c : chunks) c = 1 + static_cast<int>(random() % 1000);
+    const int heads = 1 + static_cast<int>(random() % 64), share = static_cast<int>(random() % kShares);
+    const Limits limits = {132, 2 * heads * static_cast<int>(chunks.size()) + 500, static_cast<int>(random() % 100)};
+    const Cut cut = best_cut(chunks, heads, share, limits);
+    if (!cut.fading && !cut.lasting) continue;
+    LengthClass classes[kMaxClasses + 1];
+    const int count = length_classes(chunks.data(), static_cast<int>(chunks.size()), heads, share, classes);
+    int entries = 0, boundaries = 0;
+    for (int i = 0; i < count; ++i) {
+      entries += pieces_of(cut, classes[i]).most;
+      boundaries += pieces_of(cut, classes[i]).boundaries;
+    }
+    EXPECT_LE(entries, limits.entries);
+    EXPECT_LE(boundaries, limits.boundaries);
+  }
+}
+
+}  // namespace
+}  // namespace gatedelta::cuda
