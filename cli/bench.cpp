@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "cli/device.hpp"
+#include "cli/explain.hpp"
 #include "cli/json.hpp"
 #include "cli/options.hpp"
 #include "cli/shapes.hpp"
@@ -20,6 +21,8 @@ const std::vector<Flag> kBenchFlags = {
     {"--scaling", nullptr, "each case with 1, 2, 4, ... up to --threads threads"},
     {"--seconds", "S", "time to spend on each measurement (1)"},
     {"--json", "FILE", "write the results as JSON"},
+    {"--explain", nullptr, "run nothing: say how the CUDA forward would cut each case, and why"},
+    {"--blocks", "N", "with --explain: multiprocessors of the device (132, an H200's)"},
 };
 
 namespace {
@@ -45,10 +48,24 @@ std::vector<int> thread_counts(int most, bool scaling) {
   return counts;
 }
 
+int explain(const Options& options) {
+  for (const char* flag : {"--op", "--device", "--isa", "--threads", "--scaling", "--seconds", "--json"})
+    if (options.has(flag)) throw UsageError(std::string("--explain runs nothing: leave out ") + flag);
+  const auto blocks = static_cast<int>(options.integer("--blocks", 132, 1, 10000));
+  for (Shape shape : chosen_shapes(options, default_shapes({.cuda = true}))) {
+    shape.spec.K = shape.spec.V = 128;  // as it has to be on CUDA; nothing depends on it
+    shape.spec.dtype = GD_BF16;
+    std::printf("%s\n%s", label_of(shape).c_str(), explain_plan(shape.spec, blocks).c_str());
+  }
+  return 0;
+}
+
 }  // namespace
 
 int bench_command(const std::vector<std::string>& arguments) {
   const Options options(arguments, kBenchFlags, true);
+  if (options.has("--explain")) return explain(options);
+  if (options.has("--blocks")) throw UsageError("--blocks is for --explain");
   const Device device = chosen_device(options, {"--isa", "--threads", "--scaling"});
   const auto shapes = chosen_shapes(options, default_shapes(device));
   const auto isas = parse_isas(options.get("--isa").value_or("auto"));

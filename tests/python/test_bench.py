@@ -146,7 +146,8 @@ NCU_LOG = """==PROF== Connected to process 1
 "ID","Kernel Name","gpu__time_duration.sum","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
 "","","us","%"
 "0","void gatedelta::cuda::prepare_kernel<__nv_bfloat16>(ForwardParams)","125.50","n/a"
-"1","void gatedelta::cuda::forward_kernel<__nv_bfloat16, (int)2>(ForwardParams)","1,522.46","66.60"
+"1","gatedelta::cuda::schedule_kernel(gatedelta::cuda::ForwardParams)","8.25","0.00"
+"2","void gatedelta::cuda::forward_kernel<__nv_bfloat16>(ForwardParams)","1,522.46","66.60"
 """
 
 
@@ -156,6 +157,7 @@ def test_profile_is_read(bench, unit, factor):
 
     assert ncu.parse(NCU_LOG.replace('"us"', f'"{unit}"')) == {
         "prepare_kernel": {"duration_us": pytest.approx(125.5 * factor)},
+        "schedule_kernel": {"duration_us": pytest.approx(8.25 * factor), "tensor_pct": 0.0},
         "forward_kernel": {"duration_us": pytest.approx(1522.46 * factor), "tensor_pct": 66.6},
     }
 

@@ -142,6 +142,7 @@ GD_HOST_DEVICE inline int segments_of(int chunks, int length) {
 // About what takes how long on a block, in units of 1/1.7 ns: fitted to what many cuts of many shapes took on an H200
 // (docs/kernels/context_parallel.md).
 struct Costs {
+  static constexpr float kPerMicrosecond = 1700;
   static constexpr float kChunk = 3090, kHalfChunk = 2440;
   static constexpr float kSilent = 2030, kHalfSilent = 1280;  // without outputs
   static constexpr float kFactors = 2010;                     // of half of the columns
@@ -398,6 +399,17 @@ GD_HOST_DEVICE inline float price_of(int number, const LengthClass* classes, int
                                      ClassPieces* memory) {
   const float time = time_of(cut_number(number), classes, count, limits, memory);
   return number == 0 ? time : time * kWorthCutting;
+}
+
+// The fastest of them all. (On the device many threads price one each.)
+inline PricedCut fastest_cut(const LengthClass* classes, int count, const Limits& limits, bool may_cut) {
+  ClassPieces memory[kMaxClasses];
+  PricedCut best{kNever, 0};
+  for (int number = 0; number < (may_cut ? kCuts : 2); ++number) {
+    const float price = price_of(number, classes, count, limits, memory);
+    if (price < best.price) best = {price, number};
+  }
+  return best;
 }
 
 // Whether sequences, all of one length, keep the card busy as they are, so that cutting them gains nothing.

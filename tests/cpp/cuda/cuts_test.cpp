@@ -131,18 +131,8 @@ TEST(Timeline, IsCloseToTheTruth) {
 
 Cut best_cut(const std::vector<int>& chunks, int heads, int share, const Limits& limits = {132, 6000, 384}) {
   LengthClass classes[kMaxClasses + 1];
-  ClassPieces memory[kMaxClasses];
   const int count = length_classes(chunks.data(), static_cast<int>(chunks.size()), heads, share, classes);
-  int best = 0;
-  float price = kNever;
-  for (int i = 0; i < kCuts; ++i) {
-    const float p = price_of(i, classes, count, limits, memory);
-    if (p < price) {
-      price = p;
-      best = i;
-    }
-  }
-  return cut_number(best);
+  return cut_number(fastest_cut(classes, count, limits, true).number);
 }
 
 TEST(Choice, CutsWhereThereAreFewHeads) {

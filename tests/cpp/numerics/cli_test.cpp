@@ -45,6 +45,20 @@ std::string slurp(const std::string& path) {
   return text.str();
 }
 
+TEST(Cli, ExplainsHowSequencesAreCut) {
+  const Result cut = gatedelta("bench --explain T=32768 Hk=2 Hv=8");
+  EXPECT_EQ(cut.status, 0);
+  EXPECT_NE(cut.output.find("1 sequences of 8 value heads on 132 blocks"), std::string::npos) << cut.output;
+  EXPECT_NE(cut.output.find("1 of 4 "), std::string::npos) << cut.output;
+  const Result even = gatedelta("bench --explain --blocks 64 B=16 T=500 Hk=4 Hv=4");
+  EXPECT_NE(even.output.find("not cut: heads of one length keep the card busy"), std::string::npos) << even.output;
+  EXPECT_NE(gatedelta("bench --explain lengths=100x5 Hk=1 Hv=1").output.find("longest first"), std::string::npos);
+  EXPECT_NE(gatedelta("bench --explain lengths=0 Hk=1 Hv=1").output.find("not cut"), std::string::npos);
+  EXPECT_NE(gatedelta("bench --explain T=640 segment=3").output.find("segments of 3 chunks"), std::string::npos);
+  expect_refused("bench --explain --threads 2", "--explain runs nothing: leave out --threads");
+  expect_refused("bench --blocks 2 T=1", "--blocks is for --explain");
+}
+
 TEST(Cli, Help) {
   EXPECT_EQ(gatedelta("").status, 2);
   for (const std::string command : {"", "info ", "run ", "check ", "bench "}) {

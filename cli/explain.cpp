@@ -1,0 +1,89 @@
+#include "cli/explain.hpp"
+
+#include <cstdarg>
+#include <cstdio>
+#include <vector>
+
+#include "cuda/forward/plan.hpp"
+
+namespace gatedelta::cli {
+
+namespace {
+
+[[gnu::format(printf, 2, 3)]] void add(std::string& text, const char* format, ...) {
+  char line[256];
+  va_list values;
+  va_start(values, format);
+  std::vsnprintf(line, sizeof line, format, values);
+  va_end(values);
+  text += line;
+}
+
+ForwardProblem problem_of(const testing::Case& c) {
+  ForwardProblem p;
+  p.in.key_heads = c.Hk;
+  p.in.value_heads = c.Hv;
+  p.in.group = c.Hv / c.Hk;
+  const bool packed = !c.lengths.empty();
+  p.in.sequences.count = packed ? static_cast<int64_t>(c.lengths.size()) : c.B;
+  p.in.sequences.batch = packed ? 1 : c.B;
+  p.in.sequences.tokens = packed ? c.total_tokens() : c.T;
+  p.in.sequences.offsets.present = packed;
+  p.checkpoint_every = c.every;
+  p.segment_chunks = c.segment;
+  return p;
+}
+
+std::string length_text(int chunks) { return chunks > 0 ? std::to_string(chunks) : "uncut"; }
+
+double microseconds(float cost) { return double{cost} / cuda::Costs::kPerMicrosecond; }
+
+}  // namespace
+
+std::string explain_plan(const testing::Case& c, int blocks) {
+  const ForwardProblem p = problem_of(c);
+  const cuda::ForwardWorkspace workspace = cuda::forward_layout(p);
+  const cuda::Limits limits = {blocks, static_cast<int>(cuda::max_entries(p)), workspace.boundary_count};
+  const auto count = static_cast<int>(p.in.sequences.count), heads = static_cast<int>(c.Hv);
+  std::vector<int> chunks;
+  for (int n = 0; n < count; ++n)
+    chunks.push_back(static_cast<int>(cuda::Sequences::chunks(c.lengths.empty() ? c.T : c.lengths[n])));
+
+  std::string text;
+  add(text, "  %d sequences of %d value heads on %d blocks, workspace %.1f MiB, room for %d boundaries\n", count, heads,
+      blocks, static_cast<double>(workspace.bytes) / (1 << 20), limits.boundaries);
+  cuda::LengthClass classes[cuda::kMaxClasses + 1] = {};
+  const auto classes_of = [&](int share) { return cuda::length_classes(chunks.data(), count, heads, share, classes); };
+  switch (cuda::list_mode(p, blocks)) {
+    case cuda::kSortedList: return text + "  not cut: so many sequences and heads keep the card busy, longest first\n";
+    case cuda::kEvenList: return text + "  not cut: heads of one length keep the card busy\n";
+    case cuda::kPlannedList: break;
+  }
+  if (p.segment_chunks > 0) {
+    add(text, "  segments of %d chunks, as asked for\n", static_cast<int>(p.segment_chunks));
+    return text;
+  }
+  if (cuda::keeps_busy(classes, classes_of(0), blocks))
+    return text + "  not cut: heads of one length keep the card busy, as lengths tell on the device\n";
+
+  add(text, "  %-16s %14s %15s %7s %8s %11s %10s\n", "heads that last", "others every", "those every", "heads",
+      "pieces", "about", "uncut");
+  for (int share = 0; share < cuda::kShares; ++share) {
+    const int class_count = classes_of(share);
+    cuda::ClassPieces memory[cuda::kMaxClasses];
+    const cuda::PricedCut best = cuda::fastest_cut(classes, class_count, limits, cuda::may_cut(p));
+    const cuda::Cut cut = cuda::cut_number(best.number);
+    int pieces = 0;
+    for (int i = 0; i < class_count; ++i) {
+      const cuda::ClassPieces of = cuda::pieces_of(cut, classes[i]);
+      pieces += of.first.number + of.fading.number + of.lasting.number + of.joins.number + of.waiting.number;
+    }
+    add(text, "  %d of %-11d %14s %15s %7s %8d %8.0f us %7.0f us\n", share, cuda::kShares - 1,
+        length_text(cut.fading).c_str(), length_text(cut.lasting).c_str(), cut.halves ? "halves" : "whole", pieces,
+        microseconds(cuda::time_of(cut, classes, class_count, limits, memory)),
+        microseconds(cuda::time_of(cuda::cut_number(0), classes, class_count, limits, memory)));
+  }
+  return text;
+}
+
+}  // namespace gatedelta::cli
