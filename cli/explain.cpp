@@ -45,9 +45,9 @@ std::string explain_plan(const testing::Case& c, int blocks) {
   const cuda::ForwardWorkspace workspace = cuda::forward_layout(p);
   const cuda::Limits limits = {blocks, static_cast<int>(cuda::max_entries(p)), workspace.boundary_count};
   const auto count = static_cast<int>(p.in.sequences.count), heads = static_cast<int>(c.Hv);
-  std::vector<int> chunks;
+  std::vector<int> chunks(p.in.sequences.count);
   for (int n = 0; n < count; ++n)
-    chunks.push_back(static_cast<int>(cuda::Sequences::chunks(c.lengths.empty() ? c.T : c.lengths[n])));
+    chunks[n] = static_cast<int>(cuda::Sequences::chunks(c.lengths.empty() ? c.T : c.lengths[n]));
 
   std::string text;
   add(text, "  %d sequences of %d value heads on %d blocks, workspace %.1f MiB, room for %d boundaries\n", count, heads,
