@@ -54,6 +54,8 @@ std::string explain_plan(const testing::Case& c, int blocks) {
       blocks, static_cast<double>(workspace.bytes) / (1 << 20), limits.boundaries);
   cuda::LengthClass classes[cuda::kMaxClasses + 1] = {};
   const auto classes_of = [&](int share) { return cuda::length_classes(chunks.data(), count, heads, share, classes); };
+  if (p.segment_chunks > 0 && (!cuda::is_planned(count, heads) || limits.entries > cuda::kMaxPlannedEntries))
+    return text + "  refused: so many sequences, heads or segments are not cut on CUDA, leave out segment\n";
   switch (cuda::list_mode(p, blocks)) {
     case cuda::kSortedList: return text + "  not cut: so many sequences and heads keep the card busy, longest first\n";
     case cuda::kEvenList: return text + "  not cut: heads of one length keep the card busy\n";

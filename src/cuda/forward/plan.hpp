@@ -43,10 +43,10 @@ inline bool may_cut(const ForwardProblem& p) {
   return p.context_parallel && !p.batch_invariant && is_planned(p.in.sequences.count, p.in.value_heads);
 }
 inline ListMode list_mode(const ForwardProblem& p, int blocks) {
-  const int64_t pairs = p.in.sequences.count * p.in.value_heads, rounds = (pairs + blocks - 1) / blocks;
-  const bool is_full = static_cast<double>(pairs) >= double{kBusy} * static_cast<double>(rounds * blocks);
-  if (!p.in.sequences.offsets && is_full && !p.segment_chunks) return kEvenList;
-  return is_planned(p.in.sequences.count, p.in.value_heads) ? kPlannedList : kSortedList;
+  const int64_t count = p.in.sequences.count, heads = p.in.value_heads;
+  if (!p.in.sequences.offsets && !p.segment_chunks && are_busy(static_cast<int>(count * heads), blocks))
+    return kEvenList;
+  return is_planned(count, heads) ? kPlannedList : kSortedList;
 }
 // Entries the list of work has room for: halves of all heads, and as many pieces as a card can do with.
 inline int64_t max_entries(const ForwardProblem& p) {

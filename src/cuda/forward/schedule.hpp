@@ -412,12 +412,13 @@ inline PricedCut fastest_cut(const LengthClass* classes, int count, const Limits
   return best;
 }
 
-// Whether sequences, all of one length, keep the card busy as they are, so that cutting them gains nothing.
+// Whether so many heads, all of one length, keep the card busy as they are, so that cutting them gains nothing.
 constexpr float kBusy = 0.9f;
-GD_HOST_DEVICE inline bool keeps_busy(const LengthClass* classes, int count, int blocks) {
-  if (count != 1) return count == 0;
-  const int heads = classes[0].fading + classes[0].lasting;
+GD_HOST_DEVICE inline bool are_busy(int heads, int blocks) {
   return static_cast<float>(heads) >= kBusy * static_cast<float>(rounds_of(heads, blocks) * blocks);
+}
+GD_HOST_DEVICE inline bool keeps_busy(const LengthClass* classes, int count, int blocks) {
+  return count == 1 ? are_busy(classes[0].fading + classes[0].lasting, blocks) : count == 0;
 }
 
 }  // namespace gatedelta::cuda

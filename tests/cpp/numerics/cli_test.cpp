@@ -55,6 +55,8 @@ TEST(Cli, ExplainsHowSequencesAreCut) {
   EXPECT_NE(gatedelta("bench --explain lengths=100x5 Hk=1 Hv=1").output.find("longest first"), std::string::npos);
   EXPECT_NE(gatedelta("bench --explain lengths=0 Hk=1 Hv=1").output.find("not cut"), std::string::npos);
   EXPECT_NE(gatedelta("bench --explain T=640 segment=3").output.find("segments of 3 chunks"), std::string::npos);
+  for (const char* refused : {"lengths=100x5 Hk=1 Hv=1 segment=3", "T=128000 Hk=2 Hv=4 segment=1"})
+    EXPECT_NE(gatedelta(std::string("bench --explain ") + refused).output.find("refused: "), std::string::npos);
   expect_refused("bench --explain --threads 2", "--explain runs nothing: leave out --threads");
   expect_refused("bench --blocks 2 T=1", "--blocks is for --explain");
 }
