@@ -36,6 +36,19 @@ $(PYTHON) bench/gpu.py --profile --kernels build/bench/kernels.json --output bui
 $(PYTHON) bench/plot_gpu.py build/bench/h200.json build/bench/h200
 endef
 
+# A curve of the library and one of the reference, on DEVICE.
+DEVICE ?= cpu
+STEPS ?= 300
+define train
+export PYTHONPATH=python GATEDELTA_LIBRARY_DIR=build/release/src
+rm -rf build/train
+for backend in reference gatedelta; do
+  $(PYTHON) examples/train/train.py --backend $$backend --device $(DEVICE) --steps $(STEPS) \
+    --out build/train/$(DEVICE).$$backend.json
+done
+$(PYTHON) examples/train/plot.py build/train/$(DEVICE).{reference,gatedelta}.json --out build/train/$(DEVICE).png
+endef
+
 # $(call build,<preset>[,<target>...[,<option>...]])
 define build
 cmake --preset $(1) -DGD_WERROR=$(WERROR) $(3) --log-level=WARNING >/dev/null
@@ -48,7 +61,7 @@ ctest = mkdir -p $(REPORTS); rm -f $(REPORTS)/$(1).xml; \
 TOTAL := python3 tools/test_total.py
 
 help: ## this list
-	grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 run: ## build, run the default job (a Qwen3.5-like layer, forward and backward) and draw its timings
 	tools/require $(BASE) -- matplotlib
@@ -83,17 +96,30 @@ bench: ## benchmark the CPU backend against transformers' torch code, every inst
 	fi
 	$(bench_gpu)
 
-bench-gpu: ## the GPU's part of it alone: the forward on the rows of the H200 table, against the peers' times
+bench-gpu: ## the GPU's part of it alone: forward and backward on the rows of the H200 table, against the peers' times
 	tools/require $(BASE) $(gpu_packages)
 	$(call build,release,gatedelta gatedelta_torch,-DGD_CUDA=ON)
 	$(bench_gpu)
+
+bench-segments: ## how the GPU cuts sequences: the automatic choice against every forced segment length
+	tools/require $(BASE) $(gpu_packages)
+	$(call build,release,gatedelta gatedelta_torch,-DGD_CUDA=ON)
+	$(PYTHON) bench/segments.py --more --output build/bench/segments.json --plot build/bench/segments.png
+
+train-example: ## train a small language model with the library and in fp32 torch, draw both curves (DEVICE=cpu or cuda)
+	tools/require $(BASE) $(gpu_packages)
+	$(call build,release,gatedelta gatedelta_torch,$(if $(filter cuda%,$(DEVICE)),-DGD_CUDA=ON))
+	$(train)
+
+record-train: train-example ## the same, and keep curves and picture in results/train
+	$(PYTHON) tools/record_curves.py build/train
 
 record: bench ## benchmark, keep the outcome in results/ and rewrite the tables of README and docs
 	$(PYTHON) tools/render_results.py --record build/bench
 
 record-gpu: ## on a machine with an H200: the tests of the GPU, then bench-gpu, kept in results/h200 likewise
 	tools/require $(BASE) gtest $(gpu_packages)
-	$(call build,test,gatedelta gatedelta_torch gatedelta_testing gpu_forward,-DGD_CUDA=ON)
+	$(call build,test,gatedelta gatedelta_torch gatedelta_testing gpu_forward gpu_backward,-DGD_CUDA=ON)
 	status=0
 	$(call ctest,test) --label-regex '^gpu$$' || status=1
 	rm -f $(REPORTS)/pytest.xml
@@ -133,12 +159,12 @@ cuda: ## compile the CUDA backend (needs nvcc) and run its tests; those of a GPU
 	  echo "no nvcc here: the CUDA backend was NOT compiled"
 	  exit 0
 	fi
-	$(call build,cuda,gatedelta cuda_host_test gpu_forward)
+	$(call build,cuda,gatedelta cuda_host_test gpu_forward gpu_backward)
 	mkdir -p $(REPORTS)
 	status=0
 	python3 tools/sass.py build/cuda/src/libgatedelta.so --json $(REPORTS)/kernels.json \
 	  --compare results/h200/latest.json || status=1
-	$(call ctest,cuda) --tests-regex '^(cuda_host_test|gpu_forward)\.' || status=1
+	$(call ctest,cuda) --tests-regex '^(cuda_host_test|gpu_forward|gpu_backward)\.' || status=1
 	$(TOTAL) CUDA=$(REPORTS)/cuda.xml || status=1
 	exit $$status
 
@@ -177,4 +203,5 @@ fuzz: ## a short libFuzzer run on the C ABI (FUZZ_SECONDS=30)
 clean: ## remove build/ and dist/ (not .venv)
 	rm -rf build dist
 
-.PHONY: help run test bench bench-gpu record record-gpu lint format wheel sanitize cuda cross oldcpu fuzz clean
+.PHONY: help run test bench bench-gpu bench-segments train-example record-train record record-gpu lint format wheel \
+        sanitize cuda cross oldcpu fuzz clean

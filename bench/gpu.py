@@ -1,11 +1,14 @@
-"""The CUDA forward on the rows of the public H200 table: time by CUDA-graph replay, error against the fp64 recurrence.
+"""The CUDA forward and backward on the rows of the public H200 table: time by CUDA-graph replay, error against the fp64
+recurrence.
 
 Inputs as in the comparison with the peers: q and k l2-normalised bf16, v normal bf16, g = logsigmoid(normal) / 16 in
 fp32 with a quarter of the heads at 0, beta = sigmoid(normal) in fp32, an fp32 initial state, the final state written.
-Errors are relative L2 distances over all tokens and sequences of the first heads. results/SCHEMA.md describes what is
-written.
+A backward is one call that is given what the forward saved, normal gradients of o (bf16) and of the final state (fp32,
+an eighth of them), and gives all six gradients. Errors are relative L2 distances over all tokens and sequences of the
+first heads; those of gradients are of the row scaled down. results/SCHEMA.md describes what is written.
 
-Usage: python bench/gpu.py [--only 16/64] [--seq 8192x4] [--no-errors] [--profile] [--kernels FILE] [--output FILE]
+Usage: python bench/gpu.py [--kinds fwd,bwd] [--only 16/64] [--seq 8192x4] [--no-errors] [--profile] [--kernels FILE]
+                           [--output FILE]
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,39 +35,47 @@ import ncu  # noqa: E402
 import ratios  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
 from repo_files import stamp  # noqa: E402
-from rows import forward_rows  # noqa: E402
+from rows import KINDS, of_kind, scaled_down, selected  # noqa: E402
 
+DEVICE = "cuda"
 D = 128
 VERIFIED_HEADS = 4  # one of every four has g = 0
+LEAVES = ("q", "k", "v", "g", "beta", "initial_state")
+GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dh0")  # of those
 PROFILED = [("16/64", "8192x4"), ("16/64", "1x32768")]  # every SM with whole heads; one sequence in halves of V
 
 
 def make_inputs(row: dict, seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     tokens, hk, hv, count = sum(row["lengths"]), row["hk"], row["hv"], len(row["lengths"])
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device="cuda")
+        return torch.randn(*shape, generator=generator, device=DEVICE)
 
     def unit(*shape: int) -> torch.Tensor:
         return torch.nn.functional.normalize(normal(*shape), dim=-1).bfloat16()
 
     g = torch.nn.functional.logsigmoid(normal(1, tokens, hv)) / 16
     g[:, :, ::4] = 0
-    offsets = torch.tensor([0, *row["lengths"]], device="cuda").cumsum(0).int()
+    offsets = torch.tensor([0, *row["lengths"]], device=DEVICE).cumsum(0).int()
     return {
         "q": unit(1, tokens, hk, D), "k": unit(1, tokens, hk, D), "v": normal(1, tokens, hv, D).bfloat16(), "g": g,
         "beta": normal(1, tokens, hv).sigmoid(), "initial_state": normal(count, hv, D, D), "cu_seqlens": offsets,
     }  # fmt: skip
 
 
-def measure(row: dict, inputs: dict[str, torch.Tensor], repeats: int) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """Median of graph replays in ms, o and the final state."""
-    out, final = torch.empty_like(inputs["v"]), torch.empty_like(inputs["initial_state"])
+def make_gradients(inputs: dict[str, torch.Tensor], seed: int = 1) -> dict[str, torch.Tensor]:
+    """Of o and of the final state."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    v, states = inputs["v"].shape, inputs["initial_state"].shape
+    return {
+        "do": torch.randn(v, generator=generator, device=DEVICE).bfloat16(),
+        "dht": torch.randn(states, generator=generator, device=DEVICE) / 8,
+    }
 
-    def call() -> None:
-        gd.chunk_gated_delta_rule(**inputs, out=out, final_state=final)
 
+def replay_ms(call: Callable[[], None], repeats: int) -> float:
+    """Median of graph replays in ms."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(stream):
@@ -82,18 +94,72 @@ def measure(row: dict, inputs: dict[str, torch.Tensor], repeats: int) -> tuple[f
             end.synchronize()
             if i >= 3:
                 times.append(begin.elapsed_time(end))
-    return statistics.median(times), out, final
+    return statistics.median(times)
+
+
+def measure(inputs: dict[str, torch.Tensor], repeats: int) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """The time in ms, o and the final state."""
+    out, final = torch.empty_like(inputs["v"]), torch.empty_like(inputs["initial_state"])
+    ms = replay_ms(lambda: gd.chunk_gated_delta_rule(**inputs, out=out, final_state=final), repeats)
+    return ms, out, final
+
+
+def run_forward(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What it saves for the backward."""
+    _, _, saved = gd.chunk_gated_delta_rule_fwd(**inputs)
+    return saved
+
+
+def run_backward(
+    inputs: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], saved: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """One call of what autograd calls."""
+    dq, dk, dv, dbeta, dg, dh0 = gd.chunk_gated_delta_rule_bwd(**inputs, **gradients, saved=saved)
+    return dict(zip(GRADIENTS, (dq, dk, dv, dg, dbeta, dh0)))
+
+
+def train(inputs: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Forward and backward by autograd: the gradients of LEAVES, which require them already."""
+    with torch.enable_grad():
+        outputs = gd.chunk_gated_delta_rule(**inputs, output_final_state=True)
+        return torch.autograd.grad(outputs, [inputs[name] for name in LEAVES], list(gradients.values()))
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Memory that a call has at its peak beyond what was there before and what it returns."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    kept = call()
+    stats = torch.cuda.memory_stats()
+    del kept
+    return stats["requested_bytes.all.peak"] - stats["requested_bytes.all.current"]
+
+
+def measure_backward(inputs: dict[str, torch.Tensor], repeats: int) -> dict:
+    gradients = make_gradients(inputs)
+    with torch.no_grad():
+        saved = run_forward(inputs)
+    workspace = peak_bytes(lambda: run_backward(inputs, gradients, saved))
+    ms = replay_ms(lambda: run_backward(inputs, gradients, saved), repeats)
+    leaves = inputs | {name: inputs[name].detach().requires_grad_() for name in LEAVES}
+    train_ms = replay_ms(lambda: train(leaves, gradients), repeats)
+    return {"ms": ms, "train_ms": train_ms, "workspace_bytes": workspace, "saved_bytes": saved.nbytes}
+
+
+def side_by_side(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed sequences beside each other: the position of each token [longest, N], and whether there is one."""
+    ends = torch.tensor(lengths, device=DEVICE).cumsum(0)
+    lengths = torch.tensor(lengths, device=DEVICE)
+    step = torch.arange(int(lengths.max()), device=DEVICE)[:, None]
+    valid = step < lengths
+    return torch.where(valid, step + ends - lengths, 0), valid
 
 
 def recurrence(row: dict, inputs: dict[str, torch.Tensor], heads: range) -> tuple[torch.Tensor, torch.Tensor]:
     """The fp64 recurrence of some heads, sequence by sequence side by side: [T, heads, V] and [N, heads, K, V]."""
     group, lengths = row["hv"] // row["hk"], row["lengths"]
-    starts, longest, count = [0], max(lengths), len(lengths)
-    for n in lengths[:-1]:
-        starts.append(starts[-1] + n)
-    index = torch.arange(longest, device="cuda")[:, None] + torch.tensor(starts, device="cuda")
-    valid = torch.arange(longest, device="cuda")[:, None] < torch.tensor(lengths, device="cuda")
-    index = torch.where(valid, index, 0)
+    longest, count = max(lengths), len(lengths)
+    index, valid = side_by_side(lengths)
     pick = [h // group for h in heads]
     q, k = (inputs[x][0][:, pick].double()[index] for x in "qk")  # [longest, N, heads, D]
     v = inputs["v"][0][:, list(heads)].double()[index]
@@ -132,6 +198,48 @@ def recurrence(row: dict, inputs: dict[str, torch.Tensor], heads: range) -> tupl
     flat = torch.empty(sum(lengths), len(heads), D, dtype=torch.float64, device="cuda")
     flat[index[valid]] = o[valid]
     return flat, state
+
+
+def true_gradients(
+    row: dict, inputs: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], heads: int
+) -> dict[str, torch.Tensor]:
+    """By autograd through the fp64 recurrence, of the first value heads and of the key heads that only they read."""
+    group = row["hv"] // row["hk"]
+    first = {"q": heads // group, "k": heads // group}
+    leaves = {name: inputs[name][:, :, : first.get(name, heads)][0].double() for name in LEAVES[:-1]}
+    leaves["initial_state"] = inputs["initial_state"][:, :heads].double()
+    index, valid = side_by_side(row["lengths"])
+    with torch.enable_grad():
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        q, k = (leaves[name].repeat_interleave(group, 1)[index] for name in "qk")  # [longest, N, heads, D]
+        g, beta = (leaves[name][index] * valid[..., None] for name in ("g", "beta"))
+        steps = (q * D**-0.5, k, leaves["v"][index], g.exp()[..., None, None], beta[..., None])
+        state, outputs = leaves["initial_state"], []
+        for qt, kt, vt, decay, bt in zip(*(x.unbind() for x in steps)):
+            state = state * decay
+            e = (vt - torch.einsum("nhkv,nhk->nhv", state, kt)) * bt
+            state = state + kt[..., None] * e[..., None, :]
+            outputs.append(torch.einsum("nhkv,nhk->nhv", state, qt))
+        o = torch.stack(outputs)[valid]
+        do = gradients["do"][0][:, :heads].double()[index[valid]]
+        dht = gradients["dht"][:, :heads].double()
+        return dict(zip(GRADIENTS, torch.autograd.grad((o, state), list(leaves.values()), (do, dht))))
+
+
+def gradient_errors(row: dict) -> dict:
+    """Of the row scaled down."""
+    row = row | {"lengths": scaled_down(row["lengths"])}
+    inputs = make_inputs(row)
+    gradients = make_gradients(inputs)
+    with torch.no_grad():
+        found = run_backward(inputs, gradients, run_forward(inputs))
+    truth = true_gradients(row, inputs, gradients, VERIFIED_HEADS)
+    errors = {"verified_lengths": row["lengths"]}
+    for name, true in truth.items():
+        x = found[name] if name == "dh0" else found[name][0]
+        errors[f"err_{name}"] = distance(x[:, : true.shape[1]], true)
+    return errors
 
 
 def distance(x: torch.Tensor, truth: torch.Tensor) -> float:
@@ -192,8 +300,54 @@ def profiles() -> dict:
     return found
 
 
+def forward_result(row: dict, repeats: int, errors: bool) -> dict:
+    inputs = make_inputs(row)
+    ms, o, final = measure(inputs, repeats)
+    result = named(row) | {"ms": ms}
+    if errors:
+        heads = range(VERIFIED_HEADS)
+        true_o, true_state = recurrence(row, inputs, heads)
+        result["err_o"] = distance(o[0][:, list(heads)], true_o)
+        result["err_state"] = distance(final[:, list(heads)], true_state)
+    return result
+
+
+def backward_result(row: dict, repeats: int, errors: bool) -> dict:
+    result = named(row) | measure_backward(make_inputs(row), repeats)
+    if errors:
+        result |= gradient_errors(row)
+    torch.cuda.empty_cache()  # gigabytes, of streams and graphs that are gone
+    return result
+
+
+def named(row: dict) -> dict:
+    return {key: row[key] for key in ("kind", "hk", "hv", "seq")}
+
+
+MEASURES = {"fwd": forward_result, "bwd": backward_result}
+
+
+def groups_of(results: list[dict]) -> dict[str, list[dict]]:
+    """What is summed up, by name."""
+    forward = of_kind(results, "fwd")
+    full = [row for row in forward if ratios.is_full(row)]
+    return {
+        "forward rows": forward,
+        f"forward rows with sequences x value heads >= {ratios.FULL}": full,
+        "backward rows": of_kind(results, "bwd"),
+    }
+
+
+def kinds(text: str) -> list[str]:
+    found = text.split(",")
+    if not set(found) <= KINDS.keys():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of {', '.join(KINDS)}")
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--kinds", type=kinds, default=list(KINDS), help="fwd, bwd, or fwd,bwd as without it")
     parser.add_argument("--only", help="head counts, e.g. 16/64")
     parser.add_argument("--seq", help="one row name, e.g. 8192x4")
     parser.add_argument("--repeats", type=int, default=15)
@@ -211,37 +365,10 @@ def main() -> None:
         print(f"the peers' times are of one {peers_gpu}: no ratios here")
         peers = {}
 
-    rows = [
-        row
-        for row in forward_rows()
-        if options.only in (None, f"{row['hk']}/{row['hv']}") and options.seq in (None, row["seq"])
-    ]
-    if not rows:
+    rows = {kind: selected(KINDS[kind](), options.only, options.seq) for kind in options.kinds}
+    if not any(rows.values()):
         parser.error("there is no such row")
-    results = []
-    for i, row in enumerate(rows):
-        inputs = make_inputs(row)
-        ms, o, final = measure(row, inputs, options.repeats)
-        result = {key: row[key] for key in ("kind", "hk", "hv", "seq")} | {"ms": ms}
-        if not options.no_errors:
-            heads = range(VERIFIED_HEADS)
-            true_o, true_state = recurrence(row, inputs, heads)
-            result["err_o"] = distance(o[0][:, list(heads)], true_o)
-            result["err_state"] = distance(final[:, list(heads)], true_state)
-        result = ratios.compared(result, peers)
-        results.append(result)
-        shown = " ".join(f"{k} {v:.3g}" for k, v in result.items() if isinstance(v, float))
-        print(f"[{i + 1}/{len(rows)}] {row['hk']}/{row['hv']} {row['seq']} {shown}", flush=True)
-        del inputs, o, final
-    groups = {"rows": results, f"rows with sequences x value heads >= {ratios.FULL}": filter(ratios.is_full, results)}
-    for name, members in groups.items():
-        if found := ratios.summary(list(members)):
-            worst = found["worst"]
-            print(f"{found['rows']} {name}: geometric mean {found['geomean']:.2f}, worst {worst['speedup']:.2f} "
-                  f"({worst['hk']}/{worst['hv']} {worst['seq']})")  # fmt: skip
-    header = describe(options.repeats) if options.output else {}
-    if kernels:
-        header["kernels"] = kernels
+    header, results = {}, []
 
     def save() -> None:
         if options.output:
@@ -249,7 +376,20 @@ def main() -> None:
             options.output.write_text(json.dumps({"header": header, "rows": results}, indent=1) + "\n")
             print(f"written: {options.output}")
 
-    save()
+    for kind, members in rows.items():
+        for i, row in enumerate(members):
+            result = ratios.compared(MEASURES[kind](row, options.repeats, not options.no_errors), peers)
+            results.append(result)
+            shown = " ".join(f"{k} {v:.3g}" for k, v in result.items() if isinstance(v, float))
+            print(f"[{i + 1}/{len(members)}] {kind} {row['hk']}/{row['hv']} {row['seq']} {shown}", flush=True)
+        if members and options.output:  # should the next kind fail, this one is there
+            header = describe(options.repeats) | ({"kernels": kernels} if kernels else {})
+            save()
+    for name, members in groups_of(results).items():
+        if found := ratios.summary(members):
+            worst = found["worst"]
+            print(f"{found['rows']} {name}: geometric mean {found['geomean']:.2f}, worst {worst['speedup']:.2f} "
+                  f"({worst['hk']}/{worst['hv']} {worst['seq']})")  # fmt: skip
     if options.profile:  # last: should ncu not come back, the rows are there
         torch.cuda.empty_cache()
         header["profile"] = profiles()

@@ -1,6 +1,9 @@
 """Draws what bench/gpu.py wrote: every peer against ours per head configuration, and all ratios on one picture.
 
-Usage: python bench/plot_gpu.py RESULTS.json FOLDER    writes FOLDER/<hk>x<hv>.png and FOLDER/overview.png
+Usage: python bench/plot_gpu.py RESULTS.json FOLDER
+
+writes FOLDER/<hk>x<hv>.png and FOLDER/overview.png of the forward, backward-<hk>x<hv>.png and backward-overview.png of
+the backward, each where there are such rows.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ from pathlib import Path
 
 from plot import BAD, GOOD, GREY, OURS, format_ms, plt, style
 from ratios import FULL, geomean, is_full
+from rows import lengths_of, of_kind
 
 COLOURS = {"flashinfer": "#e09f3e", "flash_qla": GOOD, "fla": "#8e6c8a"}  # the others are grey
 MARKERS = "osD^vPX"
+TIMES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
+TOKENS = (8192, 32768)  # of the backward's rows
 FACTORS = (0.18, 0.25, 0.35, 0.5, 0.7, 1, 1.4, 2, 2.8, 4, 5.6, 8, 11, 16)
 
 
@@ -23,6 +29,10 @@ def configurations(rows: list[dict]) -> dict[tuple[int, int], list[dict]]:
         if "peers" in row:
             found.setdefault((row["hk"], row["hv"]), []).append(row)
     return found
+
+
+def peers_of(rows: list[dict]) -> list[str]:
+    return sorted({name for row in rows for name in row.get("peers", ())})
 
 
 def where(header: dict) -> str:
@@ -61,7 +71,48 @@ def draw_configuration(header: dict, rows: list[dict], names: list[str]):
     return figure
 
 
-def draw_overview(header: dict, groups: dict[tuple[int, int], list[dict]]):
+def draw_lines(axes, rows: list[dict], names: list[str], position) -> None:
+    """The times of some rows, ours and the peers': `position` says where on the axis a row is."""
+    rows = sorted(rows, key=position)
+    for i, name in enumerate(names):
+        points = [(position(row), row["peers"][name]) for row in rows if name in row["peers"]]
+        if points:
+            colour, published = COLOURS.get(name.split()[0], GREY), "published" in name
+            axes.plot(*zip(*points), MARKERS[i % len(MARKERS)], ls="--" if published else "-", lw=1.2, ms=5,
+                      color=colour, mfc="none" if published else colour, label=name)  # fmt: skip
+    axes.plot([position(row) for row in rows], [row["ms"] for row in rows], "o-", lw=2.5, ms=5, color=OURS,
+              label="GateDelta", zorder=3)  # fmt: skip
+
+
+def draw_backward(header: dict, rows: list[dict], names: list[str]):
+    """Time over the number of sequences, for each total of tokens, and over that total, for one sequence."""
+    figure, panels = plt.subplots(1, len(TOKENS) + 1, figsize=(10, 4.2), sharey=True, layout="constrained")
+    for axes, tokens in zip(panels, TOKENS):
+        some = [row for row in rows if sum(lengths_of(row)) == tokens]
+        draw_lines(axes, some, names, lambda row: len(lengths_of(row)))
+        counts = sorted({len(lengths_of(row)) for row in some})
+        axes.set(xscale="log", xlabel="sequences", title=f"{tokens // 1024}k tokens")
+        axes.set_xticks(counts, counts)
+    single = [row for row in rows if len(lengths_of(row)) == 1]
+    draw_lines(panels[-1], single, names, lambda row: sum(lengths_of(row)))
+    panels[-1].set(xscale="log", xlabel="tokens", title="one sequence")
+    panels[-1].set_xticks(TOKENS, [f"{tokens // 1024}k" for tokens in TOKENS])
+    times = [time for row in rows for time in (row["ms"], *row["peers"].values())]
+    ticks = [tick for tick in TIMES if min(times) / 1.5 < tick < max(times) * 1.5]
+    panels[0].set(yscale="log", ylabel="backward, ms", ylim=(min(times) / 1.2, max(times) * 1.2))
+    panels[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    for axes in panels:
+        axes.margins(x=0.1)
+        axes.grid(axis="both", color="#e5e8eb")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_minor_locator(plt.NullLocator())
+    lines = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=5, fontsize=8)
+    figure.suptitle(f"Backward, {rows[0]['hk']}/{rows[0]['hv']} heads: {where(header)}", fontsize=9, color=GREY)
+    return figure
+
+
+def draw_overview(header: dict, groups: dict[tuple[int, int], list[dict]], what: str):
     """A point per row, by configuration: how many times faster than the fastest peer."""
     figure, axes = plt.subplots(figsize=(8.5, 4.2), layout="constrained")
     for full, face, label in (
@@ -87,7 +138,7 @@ def draw_overview(header: dict, groups: dict[tuple[int, int], list[dict]]):
     axes.grid(axis="y", color="#e5e8eb")
     axes.grid(axis="x", visible=False)
     axes.set_xlabel("key heads/value heads")
-    axes.set_title("Forward: times faster than the fastest peer, a point per row")
+    axes.set_title(f"{what}: times faster than the fastest peer, a point per row")
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     figure.suptitle(where(header), fontsize=9, color=GREY)
     return figure
@@ -99,14 +150,21 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     result = json.loads(options.results.read_text())
-    groups = configurations(result["rows"])
-    if not groups:
+    header, rows = result["header"], result["rows"]
+    if not configurations(rows):
         parser.error(f"{options.results} holds no row with peers' times")
     style()
     options.folder.mkdir(parents=True, exist_ok=True)
-    header, names = result["header"], sorted({name for row in result["rows"] for name in row.get("peers", ())})
-    figures = {f"{hk}x{hv}": draw_configuration(header, rows, names) for (hk, hv), rows in groups.items()}
-    figures["overview"] = draw_overview(header, groups)
+    figures = {}
+    for kind, what, prefix, draw in (
+        ("fwd", "Forward", "", draw_configuration),
+        ("bwd", "Backward", "backward-", draw_backward),
+    ):
+        some = of_kind(rows, kind)
+        groups, names = configurations(some), peers_of(some)
+        figures |= {f"{prefix}{hk}x{hv}": draw(header, members, names) for (hk, hv), members in groups.items()}
+        if groups:
+            figures[f"{prefix}overview"] = draw_overview(header, groups, what)
     for name, figure in figures.items():
         figure.savefig(options.folder / f"{name}.png", dpi=110)
         plt.close(figure)

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from rows import forward_lengths
+from rows import lengths_of
 
 PEERS = Path(__file__).resolve().parent / "peers" / "h200.json"
 FULL = 64  # sequences x value heads: with a block per half of V, enough for all but 4 of an H200's 132 SMs
@@ -36,7 +36,7 @@ def best_peer(row: dict) -> str:
 
 
 def is_full(row: dict) -> bool:
-    return len(forward_lengths()[row["seq"]]) * row["hv"] >= FULL
+    return len(lengths_of(row)) * row["hv"] >= FULL
 
 
 def geomean(values: list[float]) -> float:

@@ -1,6 +1,9 @@
-"""The rows of the forward table: head counts and sequence lengths of FlashQLA's public H200 table."""
+"""The rows of FlashQLA's public H200 table, forward and backward: head counts and sequence lengths. Also shapes that
+are not in it, for bench/segments.py."""
 
 from __future__ import annotations
+
+import random
 
 FORWARD_HEADS = [(2, 8), (4, 16), (8, 32), (16, 64), (16, 32), (8, 24), (16, 48), (16, 16), (32, 32)]
 PAIRS = [
@@ -8,6 +11,21 @@ PAIRS = [
     (12288, 4096), (6144, 2048), (4096, 4096), (2048, 6144), (1024, 7168),
 ]  # fmt: skip
 EQUAL = [(8192, 4), (4096, 8), (2048, 4), (1024, 8)]  # length, how many
+BACKWARD_HEADS = [(16, 32), (8, 16), (4, 8), (2, 4)]
+BACKWARD_LENGTHS = {  # FlashQLA cuts at random positions: the first of torch.randperm(tokens - 1) with seed 42
+    "8k_1seq": [8192],
+    "8k_2seq": [7053, 1139],
+    "8k_4seq": [5809, 1244, 406, 733],
+    "8k_8seq": [161, 1928, 3157, 563, 1244, 229, 177, 733],
+    "32k_1seq": [32768],
+    "32k_2seq": [7212, 25556],
+    "32k_4seq": [7212, 7072, 13725, 4759],
+    "32k_8seq": [3274, 1029, 2909, 5061, 2011, 3793, 9932, 4759],
+}
+VERIFIED_TOKENS = 1024  # of a backward row, scaled down
+OTHER_VALUE_HEADS = (4, 6, 12, 20, 40)
+OTHER_LENGTHS = (777, 5000, 50000, 131072)
+MIXES, MIX_TOKENS, MIX_HEADS = 30, 40000, [(2, 8), (8, 32)]
 
 
 def forward_lengths() -> dict[str, list[int]]:
@@ -23,3 +41,54 @@ def forward_rows() -> list[dict]:
         for hk, hv in FORWARD_HEADS
         for name, lengths in forward_lengths().items()
     ]
+
+
+def backward_rows() -> list[dict]:
+    return [
+        {"kind": "bwd", "hk": hk, "hv": hv, "seq": name, "lengths": lengths}
+        for hk, hv in BACKWARD_HEADS
+        for name, lengths in BACKWARD_LENGTHS.items()
+    ]
+
+
+KINDS = {"fwd": forward_rows, "bwd": backward_rows}
+
+
+def lengths_of(row: dict) -> list[int]:
+    """From its name: what is recorded of a row has no lengths."""
+    return BACKWARD_LENGTHS[row["seq"]] if row["kind"] == "bwd" else forward_lengths()[row["seq"]]
+
+
+def of_kind(rows: list[dict], kind: str) -> list[dict]:
+    return [row for row in rows if row["kind"] == kind]
+
+
+def scaled_down(lengths: list[int]) -> list[int]:
+    """As many sequences in about the same proportions, VERIFIED_TOKENS tokens in all: the fp64 truth of gradients keeps
+    a state for every token."""
+    return [max(1, n * VERIFIED_TOKENS // sum(lengths)) for n in lengths]
+
+
+def mixes() -> dict[str, list[int]]:
+    """Ragged packs of 3 to 15 sequences, the same ones every time."""
+    generator = random.Random(0)
+    found = {}
+    for i in range(MIXES):
+        inner = generator.sample(range(1, MIX_TOKENS), generator.randint(3, 15) - 1)
+        ends = [*sorted(inner), MIX_TOKENS]
+        found[f"mix{i}"] = [end - begin for begin, end in zip([0, *ends], ends)]
+    return found
+
+
+def other_rows() -> list[dict]:
+    single = [(hv // 2, hv, f"1x{n}", [n]) for hv in OTHER_VALUE_HEADS for n in OTHER_LENGTHS]
+    ragged = [(hk, hv, name, lengths) for hk, hv in MIX_HEADS for name, lengths in mixes().items()]
+    return [
+        {"kind": "fwd", "hk": hk, "hv": hv, "seq": name, "lengths": lengths}
+        for hk, hv, name, lengths in single + ragged
+    ]
+
+
+def selected(rows: list[dict], heads: str | None, seq: str | None) -> list[dict]:
+    """Those with these head counts (16/64) and of this name (8192x4)."""
+    return [row for row in rows if heads in (None, f"{row['hk']}/{row['hv']}") and seq in (None, row["seq"])]

@@ -15,7 +15,7 @@ namespace gatedelta::cli {
 const std::vector<Flag> kBenchFlags = {
     {"--shapes", "FILE", "csv file of cases: columns name, op and the keys below (bench/shapes/*.csv)"},
     {"--op", "LIST", "of fwd, bwd (from what the forward saved), train (both), rec"},
-    {"--device", "NAME", "cpu, cuda or cuda:N (cpu); on CUDA there is fwd alone so far"},
+    {"--device", "NAME", "cpu, cuda or cuda:N (cpu); on CUDA there is no rec so far"},
     {"--isa", "LIST", "instruction sets: all, auto or names (auto)"},
     {"--threads", "N", "threads (all CPUs)"},
     {"--scaling", nullptr, "each case with 1, 2, 4, ... up to --threads threads"},
@@ -75,7 +75,7 @@ int bench_command(const std::vector<std::string>& arguments) {
   const double seconds = options.number("--seconds", 1, 0, 3600);
   const auto counts = thread_counts(threads, options.has("--scaling"));
 
-  const std::vector<Op> usual = device.cuda ? std::vector{Op::forward} : std::vector{Op::forward, Op::backward};
+  const std::vector<Op> usual = {Op::forward, Op::backward};
   const auto ops_of = [&](const Shape& shape) { return chosen_ops(options, shape, usual); };
   std::FILE* const out = Json::talk_to(options.get("--json"));
   int width = 4;

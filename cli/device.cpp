@@ -4,6 +4,7 @@
 
 #if GD_CUDA_COMPILED
 #include <chrono>
+#include <optional>
 
 #include "testing/device.hpp"
 #endif
@@ -27,25 +28,25 @@ Device parse_device(const std::string& text) {
   throw UsageError("--device " + text + ": expected cpu, cuda or cuda:N");
 }
 
-// "" for the operation CUDA has.
+// "" for an operation CUDA has.
 std::string refusal(Op op) {
-  if (op == Op::forward) return "";
-  gd_backward_args backward = GD_BACKWARD_ARGS_INIT;
+  if (op != Op::recurrent) return "";
   gd_recurrent_args recurrent = GD_RECURRENT_ARGS_INIT;
-  backward.exec.device = recurrent.exec.device = GD_CUDA;
-  const gd_status status = op == Op::recurrent ? gd_recurrent(&recurrent) : gd_backward(&backward);
+  recurrent.exec.device = GD_CUDA;
+  const gd_status status = gd_recurrent(&recurrent);
   return std::string(gd_status_name(status)) + ": " + gd_last_error();
 }
 
 #if GD_CUDA_COMPILED
 
 // Returns "" or what went wrong.
-std::string forward_on(const Device& device, const gd_forward_args& host) {
+template <class Args>
+std::string run_on(const Device& device, const Args& host) {
   try {
     GD_CUDA_OK(cudaSetDevice(device.index));
-    testing::DeviceForward forward(host);
-    std::string error = forward.run();
-    return error.empty() ? forward.download(host) : error;
+    testing::DeviceCall<Args> call(host);
+    std::string error = call.run();
+    return error.empty() ? call.download(host) : error;
   } catch (const std::runtime_error& e) {
     return e.what();
   }
@@ -63,12 +64,17 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-Timing time_forward_on(const Device& device, const gd_forward_args& host, double seconds) {
+Timing time_calls_on(const Device& device, Op op, const testing::Problem& problem, double seconds) {
   GD_CUDA_OK(cudaSetDevice(device.index));
-  testing::DeviceForward forward(host);
+  std::optional<testing::DeviceForward> forward;
+  std::optional<testing::DeviceBackward> backward;
+  if (op != Op::backward) forward.emplace(problem.forward);
+  if (op != Op::forward) backward.emplace(problem.backward);
   const testing::CudaStream stream;
   const auto call = [&] {
-    if (const std::string error = forward.run(stream); !error.empty()) throw std::runtime_error(error);
+    std::string error = forward ? forward->run(stream) : "";
+    if (error.empty() && backward) error = backward->run(stream);
+    if (!error.empty()) throw std::runtime_error(error);
   };
   // Calls queue up, so that each starts when the one before has finished. The first of a queue meets an idle device,
   // and what passes before it starts would count: it is not timed.
@@ -95,8 +101,11 @@ Timing time_forward_on(const Device& device, const gd_forward_args& host, double
 
 #else
 
-std::string forward_on(const Device&, const gd_forward_args&) { return kNoCuda; }
-Timing time_forward_on(const Device&, const gd_forward_args&, double) { throw std::runtime_error(kNoCuda); }
+template <class Args>
+std::string run_on(const Device&, const Args&) {
+  return kNoCuda;
+}
+Timing time_calls_on(const Device&, Op, const testing::Problem&, double) { throw std::runtime_error(kNoCuda); }
 
 #endif
 
@@ -137,13 +146,14 @@ Device chosen_device(const Options& options, const std::vector<std::string>& cpu
 
 testing::Judgement judge_on(const Device& device, Op op, testing::Judge& judge) {
   if (std::string said = refusal(op); !said.empty()) return {{}, {std::move(said)}};
-  return judge.forward(testing::Compute::tensor_cores,
-                       [&](const gd_forward_args& host) { return forward_on(device, host); });
+  const auto run = [&](const auto& host) { return run_on(device, host); };
+  if (op == Op::backward) return judge.backward(testing::Compute::tensor_cores, run);
+  return judge.forward(testing::Compute::tensor_cores, run);
 }
 
 Timing time_on(const Device& device, Op op, const testing::Problem& problem, double seconds) {
   if (const std::string said = refusal(op); !said.empty()) throw std::runtime_error(said);
-  return time_forward_on(device, problem.forward, seconds);
+  return time_calls_on(device, op, problem, seconds);
 }
 
 }  // namespace gatedelta::cli

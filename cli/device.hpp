@@ -19,7 +19,8 @@ std::vector<Gpu> gpus();  // by index
 // --device; the CPU if it is not given. Refuses a device that is not there, and on CUDA the flags named.
 Device chosen_device(const Options& options, const std::vector<std::string>& cpu_flags);
 
-// Both are for a CUDA device. What the library does not do there comes back in its own words.
+// Both are for a CUDA device. What the library does not do there comes back in its own words. Op::train is timed, and
+// judged as its two parts.
 testing::Judgement judge_on(const Device& device, Op op, testing::Judge& judge);
 Timing time_on(const Device& device, Op op, const testing::Problem& problem, double seconds);
 

@@ -1,5 +1,6 @@
 #include "cli/explain.hpp"
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <vector>
@@ -58,23 +59,27 @@ std::string explain_plan(const testing::Case& c, int blocks) {
     return text + "  refused: so many sequences, heads or segments are not cut on CUDA, leave out segment\n";
   switch (cuda::list_mode(p, blocks)) {
     case cuda::kSortedList: return text + "  not cut: so many sequences and heads keep the card busy, longest first\n";
-    case cuda::kEvenList: return text + "  not cut: heads of one length keep the card busy\n";
+    case cuda::kEvenList:
+      return text + "  not cut: heads of one length keep the card busy, " +
+             (cuda::even_parts(p, blocks) == 2 ? "in halves\n" : "whole\n");
     case cuda::kPlannedList: break;
   }
   if (p.segment_chunks > 0) {
     add(text, "  segments of %d chunks, as asked for\n", static_cast<int>(p.segment_chunks));
     return text;
   }
-  if (cuda::keeps_busy(classes, classes_of(0), blocks))
-    return text + "  not cut: heads of one length keep the card busy, as lengths tell on the device\n";
+  if (const int parts = cuda::busy_parts(classes, classes_of(0), blocks))
+    return text + "  not cut: heads of one length keep the card busy, " + (parts == 2 ? "in halves" : "whole") +
+           ", as lengths tell on the device\n";
 
   add(text, "  %-16s %14s %15s %7s %8s %11s %10s\n", "heads that last", "others every", "those every", "heads",
       "pieces", "about", "uncut");
+  const int scale = cuda::length_scale(*std::max_element(chunks.begin(), chunks.end()));
   for (int share = 0; share < cuda::kShares; ++share) {
     const int class_count = classes_of(share);
     cuda::ClassPieces memory[cuda::kMaxClasses];
     const cuda::PricedCut best = cuda::fastest_cut(classes, class_count, limits, cuda::may_cut(p));
-    const cuda::Cut cut = cuda::cut_number(best.number);
+    const cuda::Cut cut = cuda::cut_number(best.number, scale);
     int pieces = 0;
     for (int i = 0; i < class_count; ++i) {
       const cuda::ClassPieces of = cuda::pieces_of(cut, classes[i]);
@@ -83,7 +88,7 @@ std::string explain_plan(const testing::Case& c, int blocks) {
     add(text, "  %d of %-11d %14s %15s %7s %8d %8.0f us %7.0f us\n", share, cuda::kShares - 1,
         length_text(cut.fading).c_str(), length_text(cut.lasting).c_str(), cut.halves ? "halves" : "whole", pieces,
         microseconds(cuda::time_of(cut, classes, class_count, limits, memory)),
-        microseconds(cuda::time_of(cuda::cut_number(0), classes, class_count, limits, memory)));
+        microseconds(cuda::time_of(cuda::cut_number(0, 1), classes, class_count, limits, memory)));
   }
   return text;
 }

@@ -1,4 +1,4 @@
-// A forward whose tensors live on the host, as the generator makes them, and their copies on a CUDA device. Everything
+// A call whose tensors live on the host, as the generator makes them, and their copies on a CUDA device. Everything
 // is about the thread's current device, and failures of CUDA are thrown.
 #pragma once
 
@@ -67,11 +67,17 @@ class DeviceMemory {
   size_t bytes_, begin_;
 };
 
-class DeviceForward {
-  static constexpr size_t kRowTensors = 4;  // q, k, v, o come first
-
+// What there is to know of a call: its tensors, those of rows first, and the functions it is asked and made by.
+template <class Args>
+struct CallOf;
+template <>
+struct CallOf<gd_forward_args> {
+  static constexpr size_t kRowTensors = 4;
+  static constexpr auto workspace = gd_forward_workspace;
+  static constexpr auto run = gd_forward;
+  static constexpr const char* kName = "gd_forward";
   template <class Args>
-  static auto tensors_of(Args& a) {
+  static auto tensors(Args& a) {
     return std::vector{&a.in.q,
                        &a.in.k,
                        &a.in.v,
@@ -88,6 +94,41 @@ class DeviceForward {
                        &a.checkpoints,
                        &a.checkpoint_indices};
   }
+};
+template <>
+struct CallOf<gd_backward_args> {
+  static constexpr size_t kRowTensors = 7;
+  static constexpr auto workspace = gd_backward_workspace;
+  static constexpr auto run = gd_backward;
+  static constexpr const char* kName = "gd_backward";
+  template <class Args>
+  static auto tensors(Args& a) {
+    return std::vector{&a.in.q,
+                       &a.in.k,
+                       &a.in.v,
+                       &a.d_o,
+                       &a.dq,
+                       &a.dk,
+                       &a.dv,
+                       &a.in.g,
+                       &a.in.beta,
+                       &a.in.A_log,
+                       &a.in.dt_bias,
+                       &a.in.cu_seqlens,
+                       &a.in.initial_state,
+                       &a.in.initial_indices,
+                       &a.d_final_state,
+                       &a.dg,
+                       &a.dbeta,
+                       &a.dA_log,
+                       &a.d_dt_bias,
+                       &a.d_initial_state};
+  }
+};
+
+template <class Args>
+class DeviceCall {
+  using Call = CallOf<Args>;
   static size_t bytes_of(const gd_tensor& t) {  // from the first to the last element, with the gaps between
     int64_t last = 0;
     for (int d = 0; d < t.rank; ++d) {
@@ -99,9 +140,9 @@ class DeviceForward {
 
  public:
   // Memory for everything, filled; the workspace is of exactly the size asked for.
-  explicit DeviceForward(const gd_forward_args& host) : args_(host) {
-    const auto from = tensors_of(host);
-    const auto to = tensors_of(args_);
+  explicit DeviceCall(const Args& host) : args_(host) {
+    const auto from = Call::tensors(host);
+    const auto to = Call::tensors(args_);
     for (size_t i = 0; i < from.size(); ++i) {
       // One tensor given twice (states in place) is one tensor here too.
       const auto same = [&](const gd_tensor* t) { return t->data && t->data == from[i]->data; };
@@ -112,7 +153,7 @@ class DeviceForward {
         memory_.push_back(memory_[first]);
       } else {
         // Rows must be aligned, everything else lies as the generator has put it.
-        const bool rows = i < kRowTensors;
+        const bool rows = i < Call::kRowTensors;
         const size_t misalign = rows ? 0 : reinterpret_cast<uintptr_t>(from[i]->data) % 64;
         memory_.push_back(std::make_shared<DeviceMemory>(bytes_of(*from[i]), misalign));
       }
@@ -121,18 +162,18 @@ class DeviceForward {
     args_.exec = {};
     args_.exec.device = GD_CUDA;
     GD_CUDA_OK(cudaGetDevice(&args_.exec.device_index));
-    if (gd_forward_workspace(&args_, &args_.exec.workspace_bytes) != GD_OK)
-      throw std::runtime_error(std::string("gd_forward_workspace: ") + gd_last_error());
+    if (Call::workspace(&args_, &args_.exec.workspace_bytes) != GD_OK)
+      throw std::runtime_error(std::string(Call::kName) + "_workspace: " + gd_last_error());
     workspace_ = std::make_unique<DeviceMemory>(args_.exec.workspace_bytes, 64);  // its least alignment
     args_.exec.workspace = workspace_->data();
     upload(host);
   }
 
-  gd_forward_args& args() { return args_; }
+  Args& args() { return args_; }
 
   // Contents of a call of the same shapes; the workspace becomes NaN.
-  void upload(const gd_forward_args& host) {
-    const auto from = tensors_of(host);
+  void upload(const Args& host) {
+    const auto from = Call::tensors(host);
     for (size_t i = 0; i < from.size(); ++i)
       if (memory_[i]) memory_[i]->upload(from[i]->data);
     workspace_->poison();
@@ -141,27 +182,29 @@ class DeviceForward {
 
   std::string run(cudaStream_t stream = nullptr) {
     args_.exec.stream = stream;
-    const gd_status status = gd_forward(&args_);
-    return status == GD_OK ? "" : std::string("gd_forward: ") + gd_status_name(status) + ": " + gd_last_error();
+    const gd_status status = Call::run(&args_);
+    return status == GD_OK ? "" : std::string(Call::kName) + ": " + gd_status_name(status) + ": " + gd_last_error();
   }
 
   // All tensors, also inputs and gaps: what was written that must not be shows on the host.
-  std::string download(const gd_forward_args& host) const {
+  std::string download(const Args& host) const {
     GD_CUDA_OK(cudaDeviceSynchronize());
-    const auto to = tensors_of(host);
+    const auto to = Call::tensors(host);
     bool intact = workspace_->guards_intact();
     for (size_t i = 0; i < to.size(); ++i) {
       if (!memory_[i]) continue;
       memory_[i]->download(to[i]->data);
       intact = intact && memory_[i]->guards_intact();
     }
-    return intact ? "" : "gd_forward wrote outside of a tensor or of its workspace";
+    return intact ? "" : std::string(Call::kName) + " wrote outside of a tensor or of its workspace";
   }
 
  private:
-  gd_forward_args args_;
+  Args args_;
   std::vector<std::shared_ptr<DeviceMemory>> memory_;  // of each tensor
   std::unique_ptr<DeviceMemory> workspace_;
 };
+using DeviceForward = DeviceCall<gd_forward_args>;
+using DeviceBackward = DeviceCall<gd_backward_args>;
 
 }  // namespace gatedelta::testing

@@ -211,7 +211,7 @@ Problem::Problem(const Case& c) : spec((check_case(c), c)) {
   forward.final_state = recurrent.final_state = final_state;
   forward.final_indices = recurrent.final_indices = final_indices;
 
-  forward.segment_chunks = static_cast<int32_t>(c.segment);
+  forward.segment_chunks = backward.segment_chunks = static_cast<int32_t>(c.segment);
   if (c.every > 0) {
     int64_t count = 0;
     for (int64_t n = 0; n < N; ++n) count += (c.lengths.empty() ? T : c.lengths[n]) / c.every;

@@ -196,18 +196,22 @@ Judgement Judge::forward(Compute compute, const std::function<std::string(const 
 }
 
 Judgement Judge::backward(const Exec& exec, bool from_saved) {
+  return backward(chunk_compute(problem_.spec.dtype, exec.isa), [&](const gd_backward_args& args) {
+    Buffer saved;
+    gd_forward_args training = problem_.forward;  // stores no states, so no sequence is nobody
+    training.final_state = training.final_indices = {};
+    std::string error = from_saved ? run_forward(training, exec, &saved) : "";
+    problem_.reset();
+    return error.empty() ? run_backward(args, exec, from_saved ? &saved : nullptr) : error;
+  });
+}
+
+Judgement Judge::backward(Compute compute, const std::function<std::string(const gd_backward_args&)>& run) {
   problem_.reset();
   const auto& truth = backward_truth();
   const gd_backward_args& args = problem_.backward;
-  const Compute compute = chunk_compute(problem_.spec.dtype, exec.isa);
   Judgement result;
-  Buffer saved;
-  gd_forward_args training = problem_.forward;  // stores no states, so no sequence is nobody
-  training.final_state = training.final_indices = {};
-  std::string error = from_saved ? run_forward(training, exec, &saved) : "";
-  problem_.reset();
-  if (error.empty()) error = run_backward(args, exec, from_saved ? &saved : nullptr);
-  if (!error.empty()) {
+  if (const std::string error = run(args); !error.empty()) {
     result.problems.push_back(error);
     return result;
   }

@@ -51,6 +51,7 @@ class Judge {
   // wrong.
   Judgement forward(Compute compute, const std::function<std::string(const gd_forward_args&)>& run);
   Judgement backward(const Exec& exec, bool from_saved);
+  Judgement backward(Compute compute, const std::function<std::string(const gd_backward_args&)>& run);
   Judgement recurrent(const Exec& exec);
 
   Problem& problem() { return problem_; }

@@ -20,13 +20,18 @@ from repo_files import ROOT, repo_files, stamp
 
 sys.path.insert(0, str(ROOT / "bench"))
 import ratios
-from rows import forward_rows
+from rows import KINDS, of_kind
 
 RESULTS = ROOT / "results" / "cpu"
 H200 = ROOT / "results" / "h200"
 BLOCK = re.compile(r"<!-- results: ([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
 NOTHING = "No measurement is recorded yet."
+NO_BACKWARD = "No measurement of the backward is recorded yet."
 LANDMARKS = ("16/64 8192x4", "16/64 1x32768", "8/32 4096x8", "16/48 4096x8", "32/32 8192x4", "16/64 1x2048")
+BACKWARD_LANDMARKS = (
+    "16/32 32k_1seq", "16/32 32k_8seq", "16/32 8k_1seq", "8/16 32k_4seq", "4/8 32k_1seq", "2/4 8k_1seq",
+)  # fmt: skip
+ERRORS = {"fwd": ("err_o", "err_state"), "bwd": ("err_dq", "err_dk", "err_dv", "err_dg", "err_dbeta", "err_dh0")}
 PROFILE = {
     "duration_us": "duration", "tensor_pct": "tensor pipe", "issue_pct": "issue slots", "shared_pct": "shared memory",
     "l1_pct": "L1", "l2_pct": "L2", "dram_pct": "DRAM",
@@ -138,6 +143,10 @@ def three_digits(ms: float) -> str:
     return f"{ms:#.3g}"
 
 
+def mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.0f}"
+
+
 def h200_heading(header: dict) -> str:
     commit = header["commit"][:10] + (" with changes" if header["modified"] else "")
     return f"**{header['gpu']}**, driver {header['driver']}, torch {header['torch']}, {header['date']}, {commit}"
@@ -158,20 +167,43 @@ def sum_up(rows: list[dict]) -> str:
     return f"geometric mean {found['geomean']:.2f}×, worst {worst['speedup']:.2f}× ({name_of(worst)})"
 
 
+def best_peer(row: dict) -> str:
+    return f"{three_digits(row['best_peer_ms'])} ({ratios.best_peer(row)})"
+
+
+def errors_of(row: dict) -> list[str]:
+    return [f"{row[error]:.1e}" for error in ERRORS[row["kind"]]]
+
+
+def peers_of(row: dict, peers: list[str]) -> list[str]:
+    """A cell for each, empty where there is no time of this one."""
+    return [three_digits(row["peers"][name]) if name in row["peers"] else "" for name in peers]
+
+
+def by_heads(rows: list[dict]) -> dict[tuple[int, int], list[dict]]:
+    groups = {}
+    for row in rows:
+        groups.setdefault((row["hk"], row["hv"]), []).append(row)
+    return groups
+
+
+def peer_names(rows: list[dict]) -> list[str]:
+    return sorted({name for row in rows for name in row["peers"]})
+
+
 def h200_forward() -> str:
     result = load_h200()
     if not result:
         return NOTHING
-    header, rows = result["header"], result["rows"]
+    header, rows = result["header"], of_kind(result["rows"], "fwd")
     by_name = {name_of(row): row for row in rows}
     cells = [
         [
             name,
             three_digits(row["ms"]),
-            f"{three_digits(row['best_peer_ms'])} ({ratios.best_peer(row)})",
+            best_peer(row),
             f"{row['speedup']:.2f}×",
-            f"{row['err_o']:.1e}",
-            f"{row['err_state']:.1e}",
+            *errors_of(row),
         ]
         for name, row in ((name, by_name[name]) for name in LANDMARKS)
     ]
@@ -192,23 +224,82 @@ def h200_rows() -> str:
     result = load_h200()
     if not result:
         return NOTHING
-    groups, peers = {}, sorted({name for row in result["rows"] for name in row["peers"]})
-    for row in result["rows"]:
-        groups.setdefault((row["hk"], row["hv"]), []).append(row)
+    forward = of_kind(result["rows"], "fwd")
+    peers = peer_names(forward)
     parts = [h200_heading(result["header"])]
-    for (hk, hv), rows in groups.items():
+    for (hk, hv), rows in by_heads(forward).items():
+        cells = [
+            [row["seq"], three_digits(row["ms"]), f"{row['speedup']:.2f}×", *errors_of(row), *peers_of(row, peers)]
+            for row in rows
+        ]
+        header = [f"{hk}/{hv} heads, ms", "GateDelta", "speedup", "error of o", "of the state", *peers]
+        parts += [table(header, cells), *picture(f"{hk}x{hv}", f"{hk}/{hv} heads", "../")]
+    return "\n\n".join(parts)
+
+
+def load_backward() -> tuple[dict, list[dict]] | None:
+    """Header and rows, where a record has any."""
+    result = load_h200()
+    rows = of_kind(result["rows"], "bwd") if result else []
+    return (result["header"], rows) if rows else None
+
+
+def h200_backward() -> str:
+    found = load_backward()
+    if not found:
+        return NO_BACKWARD
+    header, rows = found
+    by_name = {name_of(row): row for row in rows}
+    cells = [
+        [
+            name,
+            three_digits(row["ms"]),
+            best_peer(row),
+            f"{row['speedup']:.2f}×",
+            three_digits(row["train_ms"]),
+            f"{max(row[error] for error in ERRORS['bwd']):.1e}",
+            mebibytes(row["workspace_bytes"] + row["saved_bytes"]),
+        ]
+        for name, row in ((name, by_name[name]) for name in BACKWARD_LANDMARKS)
+    ]
+    return "\n\n".join([
+        h200_heading(header),
+        "Backward alone, all gradients, against the fastest of the same peers; rows are key heads/value heads, tokens "
+        "in all and sequences, which are of different lengths. Then forward and backward by autograd, the largest of "
+        "the relative L2 errors of the six gradients, and the memory a backward takes beyond inputs and gradients:",
+        table(["", "GateDelta, ms", "best peer, ms", "speedup", "with the forward, ms", "error", "memory, MiB"], cells),
+        f"All {len(rows)} rows: {sum_up(rows)}.",
+        *picture("backward-overview", "Speedup of the backward over the fastest peer"),
+    ])  # fmt: skip
+
+
+def h200_backward_rows() -> str:
+    found = load_backward()
+    if not found:
+        return NO_BACKWARD
+    header, backward = found
+    peers = peer_names(backward)
+    names = [f"error of {error.removeprefix('err_')}" for error in ERRORS["bwd"]]
+    parts = [h200_heading(header), f"All {len(backward)} rows: {sum_up(backward)}."]
+    for (hk, hv), rows in by_heads(backward).items():
         cells = [
             [
                 row["seq"],
                 three_digits(row["ms"]),
                 f"{row['speedup']:.2f}×",
-                *(f"{row[error]:.1e}" for error in ("err_o", "err_state")),
-                *(three_digits(row["peers"][name]) if name in row["peers"] else "" for name in peers),
+                three_digits(row["train_ms"]),
+                mebibytes(row["workspace_bytes"]),
+                mebibytes(row["saved_bytes"]),
+                *errors_of(row),
+                *peers_of(row, peers),
             ]
             for row in rows
         ]
-        header = [f"{hk}/{hv} heads, ms", "GateDelta", "speedup", "error of o", "of the state", *peers]
-        parts += [table(header, cells), *picture(f"{hk}x{hv}", f"{hk}/{hv} heads", "../")]
+        columns = ["GateDelta", "speedup", "with the forward", "workspace, MiB", "saved, MiB", *names, *peers]
+        parts += [
+            table([f"{hk}/{hv} heads, ms", *columns], cells),
+            *picture(f"backward-{hk}x{hv}", f"Backward, {hk}/{hv} heads", "../"),
+        ]
     return "\n\n".join(parts)
 
 
@@ -234,6 +325,7 @@ def h200_profile() -> str:
 TABLES = {
     "cpu-speed": cpu_speed, "cpu-isas": cpu_isas, "accuracy": accuracy,
     "h200-forward": h200_forward, "h200-rows": h200_rows, "h200-profile": h200_profile,
+    "h200-backward": h200_backward, "h200-backward-rows": h200_backward_rows,
 }  # fmt: skip
 
 
@@ -276,9 +368,9 @@ def problem_of(result: dict) -> str | None:
     header, rows = result["header"], result["rows"]
     if "H200" not in header["gpu"]:
         return f"it is of one {header['gpu']}, not of an H200"
-    if {ratios.key(row) for row in rows} != {ratios.key(row) for row in forward_rows()}:
-        return "it does not hold every row: --only and --seq are not for records"
-    if not all({"err_o", "err_state", "speedup"} <= row.keys() for row in rows):
+    if {ratios.key(row) for row in rows} != {ratios.key(row) for every in KINDS.values() for row in every()}:
+        return "it does not hold every row: --kinds, --only and --seq are not for records"
+    if not all({*ERRORS[row["kind"]], "speedup"} <= row.keys() for row in rows):
         return "there are rows without errors or without peers' times"
     if not header.get("kernels"):
         return "it does not say of which kernels it is: --kernels"

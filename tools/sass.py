@@ -37,7 +37,13 @@ OPCODES = {
 }
 FORBIDDEN = ("LDL", "STL")  # local memory: spills, or arrays that did not become registers
 # By the beginning of a kernel's name: what it is built around.
-REQUIRED = {"forward_kernel": ("HGMMA", "UTMALDG", "UTMASTG"), "prepare_kernel": ("HGMMA", "HMMA")}
+REQUIRED = {
+    "forward_kernel": ("HGMMA", "UTMALDG", "UTMASTG"),
+    "prepare_kernel": ("HGMMA", "HMMA"),
+    "states_kernel": ("HGMMA", "UTMALDG"),
+    "backward_chain_kernel": ("HGMMA", "UTMALDG", "UTMASTG"),
+    "gradients_kernel": ("HGMMA", "UTMALDG"),
+}
 
 FATBIN = struct.pack("<I", 0xBA55ED50)
 FATBIN_CUBIN = 2  # the kind of an entry; PTX is 1

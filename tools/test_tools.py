@@ -133,7 +133,10 @@ def sass_kernels(**changes: dict[str, int]):
     import sass
 
     counts = {"forward_kernel<bf16, 2>": {"HGMMA": 44, "UTMALDG": 6, "UTMASTG": 2, "LDL": 0, "STL": 0},
-              "prepare_kernel<bf16>": {"HGMMA": 8, "HMMA": 40, "LDL": 0, "STL": 0}}  # fmt: skip
+              "prepare_kernel<bf16>": {"HGMMA": 8, "HMMA": 40, "LDL": 0, "STL": 0},
+              "states_kernel<bf16>": {"HGMMA": 40, "UTMALDG": 4, "LDL": 0, "STL": 0},
+              "backward_chain_kernel<bf16>": {"HGMMA": 56, "UTMALDG": 4, "UTMASTG": 2, "LDL": 0, "STL": 0},
+              "gradients_kernel<bf16>": {"HGMMA": 112, "UTMALDG": 10, "LDL": 0, "STL": 0}}  # fmt: skip
     return {
         name: sass.Kernel(name[0] * 16, 128, 100, census | changes.get(name[:7], {})) for name, census in counts.items()
     }
@@ -149,6 +152,9 @@ def sass_kernels(**changes: dict[str, int]):
         ({"forward": {"UTMALDG": 0, "UTMASTG": 0}}, ["no UTMALDG", "no UTMASTG"]),
         ({"prepare": {"HGMMA": 0}}, ["prepare_kernel<bf16>: no HGMMA"]),
         ({"prepare": {"HMMA": 0}}, ["prepare_kernel<bf16>: no HMMA"]),
+        ({"states_": {"UTMALDG": 0}}, ["states_kernel<bf16>: no UTMALDG"]),
+        ({"backwar": {"UTMASTG": 0}}, ["backward_chain_kernel<bf16>: no UTMASTG"]),
+        ({"gradien": {"HGMMA": 0}}, ["gradients_kernel<bf16>: no HGMMA"]),
     ],
 )
 def test_sass_rules(changes, problems):
@@ -161,7 +167,7 @@ def test_sass_rules(changes, problems):
 def test_sass_rules_must_meet_their_kernels():
     import sass
 
-    assert len(sass.problems_of({})) == 2
+    assert len(sass.problems_of({})) == len(sass.REQUIRED)
     kernels = sass_kernels()
     kernels["renamed_kernel"] = kernels.pop("prepare_kernel<bf16>")
     assert sass.problems_of(kernels) == ["prepare_kernel: there is no such kernel, so nothing was checked"]
@@ -186,7 +192,7 @@ def test_sass_comparison_tells_and_never_fails(monkeypatch, capsys, tmp_path, re
     monkeypatch.setattr(sys, "argv", ["sass.py", __file__, "--compare", str(path), "--json", str(tmp_path / "k.json")])
     assert sass.main() == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("sass:")]
-    assert len(lines) == 2 and lines[0].endswith(f", {forward}") and lines[1].endswith(f", {prepare}")
+    assert len(lines) == 5 and lines[0].endswith(f", {forward}") and lines[1].endswith(f", {prepare}")
     assert json.loads((tmp_path / "k.json").read_text())["prepare_kernel<bf16>"]["digest"] == "p" * 16
 
 
@@ -239,16 +245,18 @@ def bench_folder(tmp_path) -> Path:
               "commit": "0123456789abcdef", "modified": False, "kernels": {"forward_kernel": {"digest": "0"}},
               "profile": {"16/64 8192x4": {"forward_kernel": {"duration_us": 510.0, "tensor_pct": 66.4}}}}  # fmt: skip
     _, peers = render_results.ratios.load_peers()
+    more = {"fwd": {}, "bwd": {"train_ms": 4.0, "workspace_bytes": 1500 * 2**20, "saved_bytes": 2**19}}
     rows = []
-    for row in render_results.forward_rows():
+    for row in (row for every in render_results.KINDS.values() for row in every()):
         del row["lengths"]
-        speedup = 0.5 if render_results.name_of(row) == "2/8 1x2048" else 2
+        speedup = 0.5 if render_results.name_of(row) in ("2/8 1x2048", "2/4 8k_2seq") else 2
         ms = min(peers[render_results.ratios.key(row)].values()) / speedup
-        rows.append(render_results.ratios.compared(row | {"ms": ms, "err_o": 3e-3, "err_state": 2e-3}, peers))
+        errors = {name: 3e-3 - 1e-4 * i for i, name in enumerate(render_results.ERRORS[row["kind"]])}
+        rows.append(render_results.ratios.compared(row | {"ms": ms} | more[row["kind"]] | errors, peers))
     folder = tmp_path / "bench"
     (folder / "h200").mkdir(parents=True)
     (folder / "h200.json").write_text(json.dumps({"header": header, "rows": rows}))
-    for name in ("overview", "2x8"):
+    for name in ("overview", "2x8", "backward-overview", "backward-2x4"):
         (folder / "h200" / f"{name}.png").write_bytes(b"\x89PNG")
     return folder
 
@@ -269,7 +277,8 @@ def test_gpu_record(monkeypatch, tmp_path, bench_folder):
 
     render_results.record_gpu(bench_folder)
     written = {path.name for path in (tmp_path / "results").iterdir()}
-    assert written == {"2026-01-02-0123456789.json", "latest.json", "overview.png", "2x8.png"}
+    pictures = {"overview.png", "2x8.png", "backward-overview.png", "backward-2x4.png"}
+    assert written == {"2026-01-02-0123456789.json", "latest.json", *pictures}
     forward, rows, profile = (block() for block in blocks.values())
     assert "**NVIDIA H200**, driver 580.1, torch 2.11, 2026-01-02, 0123456789" in forward
     assert "| 16/64 8192x4 | 0.371 | 0.741 (flashinfer 0.7.2 use_cp=False) | 2.00× | 3.0e-03 |" in forward
@@ -280,11 +289,39 @@ def test_gpu_record(monkeypatch, tmp_path, bench_folder):
     assert "| 16/64 8192x4, forward | 0.51 ms | 66% |  |" in profile
 
 
+def test_gpu_record_of_the_backward(monkeypatch, tmp_path, bench_folder):
+    import render_results
+
+    monkeypatch.setattr(render_results, "H200", tmp_path / "results")
+    blocks = [render_results.TABLES[name] for name in ("h200-backward", "h200-backward-rows")]
+    assert {block() for block in blocks} == {render_results.NO_BACKWARD}
+    render_results.record_gpu(bench_folder)
+    backward, rows = (block() for block in blocks)
+    assert "| 16/32 32k_1seq | 1.18 | 2.35 (flash_qla 0.1.3) | 2.00× | 4.00 | 3.0e-03 | 1,500 |" in backward
+    assert backward.count("\n| ") == 2 + len(render_results.BACKWARD_LANDMARKS)
+    for block in (backward, rows):
+        assert "All 32 rows: geometric mean 1.92×, worst 0.50× (2/4 8k_2seq)." in block
+    assert "(results/h200/backward-overview.png)" in backward and "(../results/h200/backward-2x4.png)" in rows
+    assert rows.count("\n| ") == 4 * (2 + 8) and "flashinfer" not in rows
+    line = "| 8k_2seq | 0.529 | 0.50× | 4.00 | 1,500 | 0 | 3.0e-03 | 2.9e-03 | 2.8e-03 | 2.7e-03 | 2.6e-03 | 2.5e-03 |"
+    assert line in rows
+
+    path = tmp_path / "results" / "latest.json"  # as records were before there was a backward
+    record = json.loads(path.read_text())
+    record["rows"] = render_results.of_kind(record["rows"], "fwd")
+    before = render_results.h200_forward(), render_results.h200_rows()
+    path.write_text(json.dumps(record))
+    assert {block() for block in blocks} == {render_results.NO_BACKWARD}
+    assert (render_results.h200_forward(), render_results.h200_rows()) == before
+
+
 @pytest.mark.parametrize(
     "edit, reason",
     [
         (lambda result: result["header"].update(gpu="NVIDIA H100"), "not of an H200"),
         (lambda result: result["rows"].pop(), "every row"),
+        (lambda result: result["rows"].pop(0), "every row"),
+        (lambda result: result["rows"][-1].pop("err_dh0"), "without errors"),
         (lambda result: result["rows"][5].pop("err_o"), "without errors"),
         (lambda result: result["rows"][5].pop("speedup"), "without peers' times"),
         (lambda result: result["header"].pop("kernels"), "of which kernels"),

@@ -420,10 +420,10 @@ void chunk_fwd(StableIValue* stack, uint64_t, uint64_t) {
     args.final_state = device.output(final_state, "final_state");
   }
   if (save) {
-    if (device.is_cuda()) fail("there is no backward on CUDA yet, so nothing can be saved for it");
+    args.exec.device = device.is_cuda() ? GD_CUDA : GD_CPU;  // on CUDA nothing is kept: `saved` stays empty
     check(gd_forward_saved_size(&args, &args.saved_bytes));
     saved = device.empty_bytes(args.saved_bytes);
-    GD_TORCH(torch_get_mutable_data_ptr(saved.get(), &args.saved));
+    if (args.saved_bytes > 0) GD_TORCH(torch_get_mutable_data_ptr(saved.get(), &args.saved));
   }
   run_with_workspace(args, device, gd_forward_workspace, gd_forward);
   stack[0] = returned(std::move(o));
@@ -499,7 +499,7 @@ void chunk_bwd(StableIValue* stack, uint64_t, uint64_t) {
     device.check(saved, "saved");
     if (saved.dtype() != aoti_torch_dtype_uint8() || saved.rank() != 1) fail("saved is not what a forward returned");
     args.saved_bytes = static_cast<size_t>(saved.sizes()[0]);
-    GD_TORCH(torch_get_const_data_ptr(saved.get(), &args.saved));
+    if (args.saved_bytes > 0) GD_TORCH(torch_get_const_data_ptr(saved.get(), &args.saved));
   }
 
   struct Gradient {

@@ -151,7 +151,7 @@ typedef struct gd_forward_args {
   gd_tensor checkpoint_indices; /* [C]            optional: slot of each packed entry, negative = not stored */
   int64_t checkpoint_every;     /* a multiple of GD_CHUNK; required with checkpoints */
   void* saved;                  /* optional: what a backward wants kept, gd_forward_saved_size() bytes, 64-byte aligned;
-                                   not with a sequence that is nobody */
+                                   not with a sequence that is nobody. On CUDA nothing is: 0 bytes, leave it out */
   size_t saved_bytes;
   int32_t context_parallel; /* gd_context_parallel */
   int32_t segment_chunks;   /* forces the segment length, for tests; 0 = automatic */
@@ -167,7 +167,7 @@ typedef struct gd_backward_args {
   gd_inputs in;
   gd_tensor d_o;           /* [B, T, Hv, V]  gradient of o */
   gd_tensor d_final_state; /* [N, Hv, ., .]  optional: gradient of the final state (absent = 0) */
-  const void* saved;       /* what the forward of the same inputs saved, or null: recompute it */
+  const void* saved;       /* what the forward of the same inputs saved, or null: recompute it (always so on CUDA) */
   size_t saved_bytes;
   gd_tensor dq, dk;          /* [B, T, Hk, K]  summed over the value heads of a group */
   gd_tensor dv;              /* [B, T, Hv, V] */
@@ -176,7 +176,7 @@ typedef struct gd_backward_args {
   gd_tensor dA_log;          /* [Hv]           GD_GATE_RAW only */
   gd_tensor d_dt_bias;       /* [Hv]           GD_GATE_RAW only */
   gd_tensor d_initial_state; /* [N, Hv, ., .]  never a pool: one entry per sequence */
-  int32_t context_parallel;
+  int32_t context_parallel;  /* this and the next two as in gd_forward_args */
   int32_t segment_chunks;
   int32_t batch_invariant;
   int32_t reserved_flags;

@@ -83,7 +83,7 @@ struct Call {
   size_t bitmap_bytes = 0, bytes = 0;
 };
 
-// What is different on CUDA. It has the forward alone so far.
+// What is different on CUDA. It has the forward and the backward so far.
 gd_status prepare_cuda(const gd_forward_args& args, Stage stage, Call<ForwardProblem>& call) {
   GD_TRY(validate_shapes(args, stage, call.problem));
   GD_TRY(validate_cuda(args, stage, call.problem));
@@ -91,9 +91,15 @@ gd_status prepare_cuda(const gd_forward_args& args, Stage stage, Call<ForwardPro
   call.bytes = cuda::forward_workspace(call.problem);
   return GD_OK;
 }
-template <class Args, class Problem>
-gd_status prepare_cuda(const Args&, Stage, Call<Problem>&) {
-  return refuse(GD_UNSUPPORTED, "device is GD_CUDA, which has gd_forward only for now");
+gd_status prepare_cuda(const gd_backward_args& args, Stage stage, Call<BackwardProblem>& call) {
+  GD_TRY(validate_shapes(args, stage, call.problem));
+  GD_TRY(validate_cuda(args, stage, call.problem));
+  if (!cuda::is_compiled()) return refuse(GD_UNSUPPORTED, "device is GD_CUDA, but this build has no CUDA backend");
+  call.bytes = cuda::backward_workspace(call.problem);
+  return GD_OK;
+}
+gd_status prepare_cuda(const gd_recurrent_args&, Stage, Call<RecurrentProblem>&) {
+  return refuse(GD_UNSUPPORTED, "device is GD_CUDA, which has gd_forward and gd_backward only for now");
 }
 
 gd_status run_cuda(const ForwardProblem& problem, const gd_exec& exec) {
@@ -101,8 +107,12 @@ gd_status run_cuda(const ForwardProblem& problem, const gd_exec& exec) {
       cuda::forward(problem, {exec.device_index, exec.stream, static_cast<char*>(exec.workspace)});
   return outcome.status == GD_OK ? GD_OK : refuse(outcome.status, "%s", outcome.message);
 }
-template <class Problem>
-gd_status run_cuda(const Problem&, const gd_exec&) {
+gd_status run_cuda(const BackwardProblem& problem, const gd_exec& exec) {
+  const cuda::Outcome outcome =
+      cuda::backward(problem, {exec.device_index, exec.stream, static_cast<char*>(exec.workspace)});
+  return outcome.status == GD_OK ? GD_OK : refuse(outcome.status, "%s", outcome.message);
+}
+gd_status run_cuda(const RecurrentProblem&, const gd_exec&) {
   return GD_UNSUPPORTED;  // prepare_cuda has said so
 }
 
@@ -218,10 +228,9 @@ gd_status gd_forward_saved_size(const gd_forward_args* args, size_t* bytes) {
   return guarded([&] {
     Call<ForwardProblem> call;
     GD_TRY(prepare(args, "gd_forward_args", Stage::query, call));
-    if (args->exec.device == GD_CUDA)
-      return refuse(GD_UNSUPPORTED, "device is GD_CUDA, which has no backward yet and saves nothing for one");
     if (!bytes) return invalid("bytes is null: there is nowhere to put the answer");
-    *bytes = cpu::forward_saved(call.problem, call.context);
+    // On CUDA the backward finds what it needs once more, from the inputs.
+    *bytes = args->exec.device == GD_CUDA ? 0 : cpu::forward_saved(call.problem, call.context);
     return GD_OK;
   });
 }

@@ -4,11 +4,11 @@
 #include <cinttypes>
 #include <cmath>
 #include <cstdio>
-#include <type_traits>
 #include <utility>
 
 #include "api/error.hpp"
 #include "core/thread_pool.hpp"
+#include "cuda/backward/plan.hpp"
 #include "cuda/forward/plan.hpp"
 
 namespace gatedelta::api {
@@ -121,9 +121,9 @@ gd_status check_segments(const Args& args) {
   GD_TRY(check_enum("context_parallel", args.context_parallel, GD_CP_OFF));
   if (chunks < 0) return invalid("segment_chunks is %" PRId32 ", must not be negative", chunks);
   if (chunks == 0) return GD_OK;
-  if (args.exec.device != GD_CUDA || !std::is_same_v<Args, gd_forward_args>)
-    return refuse(GD_UNSUPPORTED,
-                  "segment_chunks is %" PRId32 ": only gd_forward on CUDA cuts a sequence, it must be 0", chunks);
+  if (args.exec.device != GD_CUDA)
+    return refuse(GD_UNSUPPORTED, "segment_chunks is %" PRId32 ": sequences are cut on CUDA only, it must be 0",
+                  chunks);
   if (args.context_parallel == GD_CP_OFF)
     return invalid("segment_chunks is %" PRId32 ", but context_parallel is GD_CP_OFF", chunks);
   if (args.batch_invariant)
@@ -593,6 +593,9 @@ gd_status validate_shapes(const gd_backward_args& args, Stage stage, BackwardPro
   if (!p.dq && !p.dk && !p.dv && !p.dg && !p.dbeta && !p.dA_log && !p.d_dt_bias && !p.d_initial)
     return invalid("no gradient is asked for: dq, dk, dv, dg, dbeta, dA_log, d_dt_bias and d_initial_state are absent");
 
+  p.context_parallel = args.context_parallel == GD_CP_AUTO;
+  p.batch_invariant = args.batch_invariant != 0;
+  p.segment_chunks = args.segment_chunks;
   p.saved = args.saved;
   if (stage == Stage::query) {
     if (args.saved_bytes) p.saved = &args;  // any pointer: there will be a buffer
@@ -639,18 +642,15 @@ gd_status validate_shapes(const gd_recurrent_args& args, Stage stage, RecurrentP
   return check.overlaps();
 }
 
-gd_status validate_cuda(const gd_forward_args& args, Stage stage, const ForwardProblem& p) {
-  const Layer& in = p.in;
-  if (args.saved || args.saved_bytes)
-    return refuse(GD_UNSUPPORTED, "saved is given, but CUDA has no backward yet that could use it: leave it out");
+namespace {
+
+// What the kernels ask of a layer.
+gd_status check_cuda_layer(const Layer& in) {
   for (const auto& [name, size] : {std::pair("K", in.key_dim), std::pair("V", in.value_dim)})
     if (size != cuda::kHeadDim)
       return refuse(GD_UNSUPPORTED, "%s is %d, must be %d on CUDA", name, size, cuda::kHeadDim);
   if (in.q.dtype != GD_BF16 && in.q.dtype != GD_F16)
     return refuse(GD_UNSUPPORTED, "q, k and v are %s, must be bfloat16 or float16 on CUDA", dtype_name(in.q.dtype));
-  if (p.o.dtype != in.q.dtype)
-    return refuse(GD_UNSUPPORTED, "o: dtype is %s, must be %s as that of q on CUDA", dtype_name(p.o.dtype),
-                  dtype_name(in.q.dtype));
   if (in.group > cuda::kMaxGroup)
     return refuse(GD_UNSUPPORTED, "Hv / Hk is %" PRId64 ", must be at most %" PRId64 " on CUDA", in.group,
                   cuda::kMaxGroup);
@@ -662,7 +662,14 @@ gd_status validate_cuda(const gd_forward_args& args, Stage stage, const ForwardP
   if (sequences.count > cuda::kMaxPairs / in.value_heads)
     return refuse(GD_UNSUPPORTED, "N * Hv is %" PRId64 " * %" PRId64 ", must be at most %" PRId64 " on CUDA",
                   sequences.count, in.value_heads, cuda::kMaxPairs);
-  if (p.segment_chunks && !cuda::is_planned(sequences.count, in.value_heads))
+  if (const int64_t blocks = cuda::prepare_blocks(in); blocks > cuda::kMaxPrepareBlocks)
+    return refuse(GD_UNSUPPORTED,
+                  "the call has %" PRId64 " chunks times key heads, must have at most %" PRId64 " on CUDA",
+                  blocks - cuda::kPrepareHelpers, cuda::kMaxPrepareBlocks - cuda::kPrepareHelpers);
+  return GD_OK;
+}
+gd_status check_cuda_segments(const ForwardProblem& p) {
+  if (p.segment_chunks && !cuda::is_planned(p.in.sequences.count, p.in.value_heads))
     return refuse(GD_UNSUPPORTED,
                   "segment_chunks is %" PRId64
                   ": sequences are cut on CUDA where there are at most %d, with at most %d "
@@ -672,29 +679,55 @@ gd_status validate_cuda(const gd_forward_args& args, Stage stage, const ForwardP
     return refuse(GD_UNSUPPORTED,
                   "segment_chunks is %" PRId64 ", which may make %" PRId64 " pieces of work, more than %d on CUDA",
                   p.segment_chunks, cuda::max_entries(p), cuda::kMaxPlannedEntries);
-  if (const int64_t blocks = cuda::prepare_blocks(in); blocks > cuda::kMaxPrepareBlocks)
-    return refuse(GD_UNSUPPORTED,
-                  "the call has %" PRId64 " chunks times key heads, must have at most %" PRId64 " on CUDA",
-                  blocks - cuda::kPrepareHelpers, cuda::kMaxPrepareBlocks - cuda::kPrepareHelpers);
-
-  for (const auto& [name, rows] :
-       {std::pair("q", &in.q), std::pair("k", &in.k), std::pair("v", &in.v), std::pair("o", &p.o)}) {
-    if (stage == Stage::call && reinterpret_cast<uintptr_t>(rows->data) % cuda::kRowAlign)
-      return refuse(GD_UNSUPPORTED, "%s: data (%p) is not %d-byte aligned, as it must be on CUDA", name, rows->data,
+  return GD_OK;
+}
+// What the copy engine asks of a tensor of rows, and that it is of the type of q.
+gd_status check_cuda_rows(const char* name, const TokenRows* rows, const Layer& in, Stage stage) {
+  if (!*rows) return GD_OK;
+  if (rows->dtype != in.q.dtype)
+    return refuse(GD_UNSUPPORTED, "%s: dtype is %s, must be %s as that of q on CUDA", name, dtype_name(rows->dtype),
+                  dtype_name(in.q.dtype));
+  if (stage == Stage::call && reinterpret_cast<uintptr_t>(rows->data) % cuda::kRowAlign)
+    return refuse(GD_UNSUPPORTED, "%s: data (%p) is not %d-byte aligned, as it must be on CUDA", name, rows->data,
+                  static_cast<int>(cuda::kRowAlign));
+  const int64_t strides[] = {rows->batch_stride, rows->token_stride, rows->head_stride};
+  for (int d = 0; d < 3; ++d) {
+    constexpr int64_t kElementBytes = 2;  // bf16 or fp16, by now
+    const int64_t bytes = strides[d] * kElementBytes;
+    if (bytes % cuda::kRowAlign)
+      return refuse(GD_UNSUPPORTED, "%s: stride[%d] is %" PRId64 ", must be a multiple of %d (%d bytes) on CUDA", name,
+                    d, strides[d], static_cast<int>(cuda::kRowAlign / kElementBytes),
                     static_cast<int>(cuda::kRowAlign));
-    const int64_t strides[] = {rows->batch_stride, rows->token_stride, rows->head_stride};
-    for (int d = 0; d < 3; ++d) {
-      constexpr int64_t kElementBytes = 2;  // bf16 or fp16, by now
-      const int64_t bytes = strides[d] * kElementBytes;
-      if (bytes % cuda::kRowAlign)
-        return refuse(GD_UNSUPPORTED, "%s: stride[%d] is %" PRId64 ", must be a multiple of %d (%d bytes) on CUDA",
-                      name, d, strides[d], static_cast<int>(cuda::kRowAlign / kElementBytes),
-                      static_cast<int>(cuda::kRowAlign));
-      if (bytes >= cuda::kMaxStrideBytes)
-        return refuse(GD_UNSUPPORTED, "%s: stride[%d] is %" PRId64 ", must be less than 2^39 on CUDA", name, d,
-                      strides[d]);
-    }
+    if (bytes >= cuda::kMaxStrideBytes)
+      return refuse(GD_UNSUPPORTED, "%s: stride[%d] is %" PRId64 ", must be less than 2^39 on CUDA", name, d,
+                    strides[d]);
   }
+  return GD_OK;
+}
+
+}  // namespace
+
+gd_status validate_cuda(const gd_forward_args& args, Stage stage, const ForwardProblem& p) {
+  const Layer& in = p.in;
+  if (args.saved || args.saved_bytes)
+    return refuse(GD_UNSUPPORTED, "saved is given, but on CUDA the backward needs nothing kept: leave it out");
+  GD_TRY(check_cuda_layer(in));
+  GD_TRY(check_cuda_segments(p));
+  for (const auto& [name, rows] :
+       {std::pair("q", &in.q), std::pair("k", &in.k), std::pair("v", &in.v), std::pair("o", &p.o)})
+    GD_TRY(check_cuda_rows(name, rows, in, stage));
+  return GD_OK;
+}
+
+gd_status validate_cuda(const gd_backward_args& args, Stage stage, const BackwardProblem& p) {
+  if (args.saved || args.saved_bytes)
+    return refuse(GD_UNSUPPORTED, "saved is given, but on CUDA the backward needs nothing kept: leave it out");
+  GD_TRY(check_cuda_layer(p.in));
+  GD_TRY(check_cuda_segments(cuda::forward_of(p)));
+  for (const auto& [name, rows] :
+       {std::pair("q", &p.in.q), std::pair("k", &p.in.k), std::pair("v", &p.in.v), std::pair("d_o", &p.d_o),
+        std::pair("dq", &p.dq), std::pair("dk", &p.dk), std::pair("dv", &p.dv)})
+    GD_TRY(check_cuda_rows(name, rows, p.in, stage));
   return GD_OK;
 }
 

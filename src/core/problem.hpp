@@ -139,6 +139,9 @@ struct BackwardProblem {
   TokenRows dq, dk, dv, dg, dbeta;
   HeadVector dA_log, d_dt_bias;
   StateRows d_initial;
+  bool context_parallel = true;  // as in the forward
+  bool batch_invariant = false;
+  int64_t segment_chunks = 0;
 };
 
 struct RecurrentProblem {

@@ -1,16 +1,18 @@
 // What of the CUDA backend needs no CUDA: sizes, and in a build without it the answers that say so.
 #include "cuda/backend.hpp"
 
-#include "cuda/forward/plan.hpp"
+#include "cuda/backward/plan.hpp"
 
 namespace gatedelta::cuda {
 
 size_t forward_workspace(const ForwardProblem& problem) { return forward_layout(problem).bytes; }
+size_t backward_workspace(const BackwardProblem& problem) { return backward_layout(problem).bytes; }
 
 #if !GD_CUDA_COMPILED
 bool is_compiled() { return false; }
 int usable_devices() { return 0; }
 Outcome forward(const ForwardProblem&, const Context&) { return {GD_UNSUPPORTED, "this build has no CUDA backend"}; }
+Outcome backward(const BackwardProblem&, const Context&) { return {GD_UNSUPPORTED, "this build has no CUDA backend"}; }
 #endif
 
 }  // namespace gatedelta::cuda

@@ -37,6 +37,11 @@ GD_DEVICE uint4 load_shared_words(uint32_t p) {
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
   return v;
 }
+GD_DEVICE uint32_t load_shared_word(uint32_t p) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p));
+  return v;
+}
 GD_DEVICE void store_shared(uint32_t p, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(p), "f"(v) : "memory");
 }
@@ -154,6 +159,9 @@ GD_DEVICE void barrier_arrive(uint32_t barrier, int times) {
 }
 GD_DEVICE void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+GD_DEVICE void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 GD_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(

@@ -42,14 +42,23 @@ GD_HOST_DEVICE constexpr uint32_t block_offset(int row, int column) {
 
 // wgmma matrix descriptors: address and leading offset in the lower word, stride offset and swizzle in the upper one,
 // all in units of 16 bytes. Tiles: 1024 bytes between groups of eight rows, 128-byte swizzle; the leading offset only
-// counts for operands wider than one tile in the contiguous direction, which none here is. Triangles: 256 bytes between
-// groups of eight rows, 512 between blocks of 16 columns, 32-byte swizzle.
+// counts for operands wider than one tile in the contiguous direction: from one tile to the next. Triangles: 256 bytes
+// between groups of eight rows, 512 between blocks of 16 columns, 32-byte swizzle.
 constexpr uint32_t kTileDescriptorHigh = (1024 >> 4) | (1u << 30);
 constexpr uint32_t kTriangleDescriptorHigh = (256 >> 4) | (3u << 30);
 GD_HOST_DEVICE constexpr uint32_t tile_descriptor_low(uint32_t address) { return (address >> 4) | (1u << 16); }
+GD_HOST_DEVICE constexpr uint32_t wide_descriptor_low(uint32_t address) {
+  return (address >> 4) | ((kTileBytes >> 4) << 16);
+}
 GD_HOST_DEVICE constexpr uint32_t triangle_descriptor_low(uint32_t address) {
   return (address >> 4) | ((kBlockBytes >> 4) << 16);
 }
+// A state as the backward keeps it: the registers of a packed accumulator, one after the other, each a core matrix of
+// eight value columns and eight key dimensions, which lie side by side. Two groups of eight value columns follow each
+// other, then the next eight key dimensions: 16 x 128 numbers of a warp are 4096 bytes. No swizzle.
+constexpr int kStateStepBytes = 4096;
+constexpr uint32_t kStateDescriptorHigh = 256 >> 4;
+GD_HOST_DEVICE constexpr uint32_t state_descriptor_low(uint32_t address) { return (address >> 4) | ((128 >> 4) << 16); }
 // Steps of 16 along the contracted dimension of a tile, in descriptor units.
 constexpr uint32_t kStepContiguous = 32 >> 4;    // contracted dimension runs inside the rows
 constexpr uint32_t kStepRows = (16 * 128) >> 4;  // contracted dimension runs over the rows ("turned" operand)

@@ -23,6 +23,13 @@ GD_DEVICE uint64_t join(uint32_t low, uint32_t high) {
 GD_DEVICE uint64_t tile_descriptor(uint32_t address, uint32_t steps) {
   return join(tile_descriptor_low(address) + steps, kTileDescriptorHigh);
 }
+// Rows of two tiles, one behind the other, as one operand of 128 columns; the contracted dimension runs over the rows.
+GD_DEVICE uint64_t wide_descriptor(uint32_t address, uint32_t steps) {
+  return join(wide_descriptor_low(address) + steps, kTileDescriptorHigh);
+}
+GD_DEVICE uint64_t state_descriptor(uint32_t address) {
+  return join(state_descriptor_low(address), kStateDescriptorHigh);
+}
 // Block row I of a triangle: the 16 contracted rows, 16 (I + 1) columns.
 GD_DEVICE uint64_t triangle_descriptor(uint32_t address, int I) {
   return join(triangle_descriptor_low(address) + (triangle_block(I, 0) >> 4), kTriangleDescriptorHigh);

@@ -111,14 +111,34 @@ def gpu_row(hv: int, seq: str, ms: float, **more) -> dict:
     return {"kind": "fwd", "hk": hv // 4, "hv": hv, "seq": seq, "ms": ms, **more}
 
 
+def backward_row(hk: int, hv: int, seq: str, ms: float, **more) -> dict:
+    return {"kind": "bwd", "hk": hk, "hv": hv, "seq": seq, "ms": ms, **more}
+
+
 def test_peers_have_every_row(bench):
     import ratios
     import rows
 
     gpu, peers = ratios.load_peers()
+    every = rows.forward_rows() + rows.backward_rows()
     assert gpu == "NVIDIA H200"
-    assert set(peers) == {ratios.key(row) for row in rows.forward_rows()} and len(peers) == 171
+    assert set(peers) == {ratios.key(row) for row in every} and len(peers) == len(every) == 171 + 32
     assert all(ms > 0 for times in peers.values() for ms in times.values())
+
+
+def test_backward_rows(bench):
+    import rows
+
+    backward = rows.backward_rows()
+    assert rows.of_kind(rows.forward_rows() + backward, "bwd") == backward
+    assert {(row["hk"], row["hv"]) for row in backward} == {(16, 32), (8, 16), (4, 8), (2, 4)}
+    for row in backward:
+        tokens, _, count = row["seq"].removesuffix("seq").partition("k_")
+        assert sum(row["lengths"]) == 1024 * int(tokens) and len(row["lengths"]) == int(count)
+        assert rows.lengths_of(row) is row["lengths"] and min(row["lengths"]) > 0
+        small = rows.scaled_down(row["lengths"])
+        assert len(small) == len(row["lengths"]) and min(small) > 0 and 1000 < sum(small) <= 1024
+    assert rows.scaled_down([1, 32767]) == [1, 1023]
 
 
 def test_ratios(bench):
@@ -133,6 +153,38 @@ def test_ratios(bench):
     assert ratios.summary(found[2:]) is None
 
 
+def test_kinds_are_summed_up_apart(bench):
+    pytest.importorskip("torch")
+    import gpu
+
+    rows = [gpu_row(64, "8192x4", 1.0), gpu_row(8, "1x2048", 1.0), backward_row(2, 4, "8k_1seq", 1.0)]
+    forward, full, backward = gpu.groups_of(rows).values()
+    assert (forward, full, backward) == (rows[:2], rows[:1], rows[2:])
+    assert gpu.kinds("bwd") == ["bwd"] and gpu.kinds("fwd,bwd") == list(gpu.KINDS)
+    with pytest.raises(gpu.argparse.ArgumentTypeError, match="'fwd,both' is not a list of fwd, bwd"):
+        gpu.kinds("fwd,both")
+
+
+def test_true_gradients(bench, monkeypatch):
+    """Those that errors on the GPU are taken from are those of the CPU backend, up to its rounding."""
+    torch = pytest.importorskip("torch")
+    import gpu
+
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    row = {"hk": 3, "hv": 6, "lengths": [1, 9, 4]}
+    inputs = gpu.make_inputs(row)
+    gradients = gpu.make_gradients(inputs)
+    truth = gpu.true_gradients(row, inputs, gradients, 4)
+    found = gpu.run_backward(inputs, gradients, gpu.run_forward(inputs))
+    assert truth.keys() == found.keys() == set(gpu.GRADIENTS)
+    for name, true in truth.items():
+        assert true.shape[1] == (2 if name in ("dq", "dk") else 4)
+        x = found[name] if name == "dh0" else found[name][0]
+        assert 0 < gpu.distance(x[:, : true.shape[1]], true) < 5e-3
+    leaves = inputs | {name: inputs[name].detach().requires_grad_() for name in gpu.LEAVES}
+    assert all(map(torch.equal, gpu.train(leaves, gradients), found.values()))
+
+
 def test_rows_that_fill_the_gpu(bench):
     import ratios
     import rows
@@ -140,6 +192,7 @@ def test_rows_that_fill_the_gpu(bench):
     assert ratios.is_full(gpu_row(64, "1x2048", 1.0)) and ratios.is_full(gpu_row(32, "4096+4096", 1.0))
     assert not ratios.is_full(gpu_row(32, "1x32768", 1.0)) and not ratios.is_full(gpu_row(8, "8192x4", 1.0))
     assert sum(map(ratios.is_full, rows.forward_rows())) == 89
+    assert [ratios.is_full(backward_row(4, 8, seq, 1.0)) for seq in ("8k_8seq", "32k_4seq")] == [True, False]
 
 
 NCU_LOG = """==PROF== Connected to process 1
@@ -192,6 +245,23 @@ def test_plots_of_gpu_rows(run_python, root, tmp_path):
     assert refused.returncode == 2 and "no row with peers' times" in refused.stderr
 
 
+@pytest.mark.parametrize("seqs", [("8k_1seq", "8k_4seq", "32k_1seq"), ("32k_2seq",)])
+def test_plots_of_the_backward(run_python, root, tmp_path, seqs):
+    """Beside those of the forward or alone, and where not every peer has every row."""
+    pytest.importorskip("matplotlib")
+    results, folder = tmp_path / "h200.json", tmp_path / "pictures"
+    header = {"gpu": "NVIDIA H200", "torch": "2.11", "gatedelta": "0.1.0"}
+    rows = [backward_row(hk, 2 * hk, seq, 0.5, peers={"flash_qla 1": 0.6, "fla published": 2.0}, speedup=1.2)
+            for hk in (2, 16) for seq in seqs]  # fmt: skip
+    del rows[0]["peers"]["flash_qla 1"]
+    names = {"backward-2x4.png", "backward-16x32.png", "backward-overview.png"}
+    for forward in ([], [gpu_row(8, "1x2048", 0.5, peers={"fla 1": 0.6}, speedup=1.2)]):
+        results.write_text(json.dumps({"header": header, "rows": forward + rows}))
+        run_python(str(root / "bench" / "plot_gpu.py"), str(results), str(folder))
+        assert {path.name for path in folder.iterdir()} == names | ({"2x8.png", "overview.png"} if forward else set())
+        assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
+
+
 def test_gpu_rows(run_python, root, tmp_path):
     torch = pytest.importorskip("torch")
     import gatedelta
@@ -207,3 +277,102 @@ def test_gpu_rows(run_python, root, tmp_path):
     assert result["header"]["kernels"] == {"k": {"digest": "0"}}
     (row,) = result["rows"]
     assert row["ms"] > 0 and 0 < row["err_o"] < 1e-2 and 0 < row["err_state"] < 1e-2
+    run_python(str(root / "bench" / "gpu.py"), "--kinds", "bwd", "--only", "2/4", "--seq", "8k_8seq", "--repeats", "2",
+               "--output", str(output))  # fmt: skip
+    (row,) = json.loads(output.read_text())["rows"]
+    assert row["train_ms"] > row["ms"] > 0 and row["workspace_bytes"] > 0 and row["saved_bytes"] >= 0
+    assert len(row["verified_lengths"]) == 8
+    assert all(0 < row[f"err_{name}"] < 2e-2 for name in ("dq", "dk", "dv", "dg", "dbeta", "dh0"))
+
+
+def test_segments_shapes(bench):
+    import rows
+
+    others = rows.other_rows()
+    assert len(others) == 5 * 4 + 2 * 30 and others == rows.other_rows()
+    assert {(row["hk"], row["hv"]) for row in others} == {(2, 4), (3, 6), (6, 12), (10, 20), (20, 40), (2, 8), (8, 32)}
+    for lengths in rows.mixes().values():
+        assert 3 <= len(lengths) <= 15 and sum(lengths) == 40000 and min(lengths) > 0
+    every = rows.forward_rows() + others
+    names = {(row["hk"], row["hv"], row["seq"]) for row in every}
+    assert len(names) == len(every) == 171 + 80
+
+
+def test_segments_filters(bench):
+    import rows
+
+    every = rows.forward_rows() + rows.other_rows()
+    assert rows.selected(every, None, None) == every
+    assert len(rows.selected(every, "2/8", None)) == 19 + 30
+    assert [row["lengths"] for row in rows.selected(every, "10/20", "1x777")] == [[777]]
+    assert rows.selected(every, "10/20", "8192x4") == []
+
+
+def test_segments_forced(bench):
+    import regret
+
+    assert regret.segments_of([64]) == regret.segments_of([128, 1]) == []
+    assert regret.segments_of([1, 129]) == [2]
+    assert regret.segments_of([777]) == [2, 3, 4, 6, 8, 12]  # 13 chunks
+    assert regret.segments_of([64 * 256]) == list(regret.SEGMENTS[:-1])
+
+
+SEGMENT_ROW = {"kind": "fwd", "hk": 2, "hv": 8, "seq": "1x2048", "lengths": [2048]}
+
+
+def test_segments_regret(bench):
+    import regret
+
+    rows = [
+        regret.judged(SEGMENT_ROW, 1.1, 2.0, {4: 1.0, 8: 1.5}),
+        regret.judged(SEGMENT_ROW, 1.0, 1.0, {4: 2.0}),
+        regret.judged(SEGMENT_ROW, 0.9, 1.0, {}),
+    ]
+    assert rows[0] == {
+        "hk": 2, "hv": 8, "seq": "1x2048", "lengths": [2048], "auto_ms": 1.1, "off_ms": 2.0,
+        "forced": {"4": 1.0, "8": 1.5}, "best_ms": 1.0, "regret": pytest.approx(0.1),
+    }  # fmt: skip
+    assert [row["regret"] for row in rows[1:]] == pytest.approx([0, -0.1])
+    assert regret.summary(rows) == {"rows": 3, "worst": rows[0], "median": 0, "above": 1}
+
+
+def test_segments_plot(bench, run_python, root, tmp_path):
+    pytest.importorskip("matplotlib")
+    import regret
+    import rows
+
+    results, picture = tmp_path / "segments.json", tmp_path / "pictures" / "segments.png"
+    header = {"gpu": "NVIDIA H200", "torch": "2.11", "gatedelta": "0.1.0"}
+    measured = []
+    for row in rows.forward_rows():
+        chunks = sum(row["lengths"]) / 64
+        forced = {n: 0.05 + 0.002 * n + 0.001 * chunks / n for n in regret.segments_of(row["lengths"])}
+        measured.append(regret.judged(row, 1.04 * min(forced.values()), 0.002 * chunks, forced))
+    script = str(root / "bench" / "plot_segments.py")
+    for some in (measured, measured[:1]):
+        results.write_text(json.dumps({"header": header, "rows": some}))
+        run_python(script, str(results), str(picture))
+        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    results.write_text(json.dumps({"header": header, "rows": measured[1:2]}))
+    refused = run_python(script, str(results), str(picture), check=False)
+    assert refused.returncode == 2 and "none of the rows" in refused.stderr
+
+
+def test_segments_on_the_gpu(run_python, root, tmp_path):
+    torch = pytest.importorskip("torch")
+    import gatedelta
+
+    script, output = str(root / "bench" / "segments.py"), tmp_path / "segments.json"
+    refused = run_python(script, "--only", "1/2", check=False)
+    assert refused.returncode == 2 and "no such row" in refused.stderr
+    if not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0:
+        refused = run_python(script, "--only", "2/8", check=False)
+        assert refused.returncode == 1 and "needs a GPU" in refused.stderr
+        pytest.skip("no GPU, or none that is supported")
+    said = run_python(script, "--only", "2/8", "--seq", "1x2048", "--repeats", "2", "--output", str(output)).stdout
+    assert "[1/1] 2/8 1x2048" in said and "1 shapes: worst regret" in said
+    result = json.loads(output.read_text())
+    assert {"gpu", "commit", "repeats"} <= result["header"].keys()
+    (row,) = result["rows"]
+    assert row["auto_ms"] > 0 and row["off_ms"] > 0 and {"8", "16"} <= row["forced"].keys()
+    assert row["best_ms"] == min(row["off_ms"], *row["forced"].values())

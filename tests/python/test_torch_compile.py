@@ -10,6 +10,8 @@ from gatedelta import torch as gd  # noqa: E402
 from gatedelta.torch import _ops  # noqa: E402
 from test_torch_calls import make  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +66,23 @@ def test_opcheck_out(in_place):
         (*common, torch.empty_like(v), h0.clone(), indices, in_place, torch.tensor([3, 5]), steps, None),
     )
     torch.library.opcheck(_ops.recurrent_out, (*common, None, h0.clone(), indices, in_place, None, None, None))
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_fake_sizes_on_cuda(dynamic):
+    """What the compiler is told of CUDA tensors needs no GPU: nothing is saved there, for symbolic lengths as well."""
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        T = mode.shape_env.create_unbacked_symint() if dynamic else 70
+        q = torch.empty(2, T, 2, 128, dtype=torch.bfloat16, device="cuda:0")
+        v = torch.empty(2, T, 4, 128, dtype=torch.bfloat16, device="cuda:0")
+        g = torch.empty(2, T, 4, device="cuda:0")
+        common = [q, q, v, g, g, *[None] * 6, 0, 0, 0, False]
+        o, state, saved = _ops.chunk_fwd(*common, True, True, 0, False)
+        gradients = _ops.chunk_bwd(*common, torch.empty_like(v), None, saved, 0b00011111, 0, False)
+    assert o.is_cuda and o.dtype == torch.bfloat16 and o.shape == v.shape
+    assert state.is_cuda and state.dtype == torch.float32 and state.shape == (2, 4, 128, 128)
+    assert saved.is_cuda and saved.dtype == torch.uint8 and saved.shape == (0,)
+    assert all(x.is_cuda and x.shape == y.shape for x, y in zip(gradients, (q, q, v, g, g), strict=False))
 
 
 def layer(q, k, v, g, beta, h0, A_log, offsets=None, **more):

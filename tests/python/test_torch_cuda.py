@@ -1,4 +1,4 @@
-"""CUDA tensors: the forward against the fp64 recurrence, streams, graphs, and what is refused for now."""
+"""CUDA tensors: forward and gradients against the fp64 recurrence, streams, graphs, the compiler, refusals."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ torch = pytest.importorskip("torch")
 
 import gatedelta  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
+from gatedelta.torch import _ops  # noqa: E402
+from torch.utils._triton import has_triton  # noqa: E402
 from tree import ROOT  # noqa: E402
 from truth import Case  # noqa: E402
 
-sys.path.insert(0, str(ROOT / "bench"))
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "examples" / "train")]
 import gpu  # noqa: E402
+import train  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0, reason="no GPU, or none that is supported"
@@ -109,26 +112,187 @@ def test_graph_reads_new_contents():
         check(case, o, final_state)
 
 
+GRADIENTS = {
+    "q": "dq", "k": "dk", "v": "dv", "g": "dg", "beta": "dbeta", "A_log": "dA_log", "dt_bias": "d_dt_bias",
+    "initial_state": "d_initial_state",
+}  # fmt: skip
+
+
+def leaves_of(tensors: dict) -> dict:
+    """What of a case's tensors has a gradient, asking for it."""
+    return {name: tensors[name].requires_grad_() for name in GRADIENTS if tensors.get(name) is not None}
+
+
+def check_gradients(case: Case, leaves: dict, gradients) -> None:
+    truth = case.backward_truth()
+    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        assert gradient.is_cuda and gradient.dtype == leaf.dtype
+        case.check(GRADIENTS[name], gradient, truth[GRADIENTS[name]])
+
+
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_are_refused_at_the_forward(recompute):
-    tensors = on_gpu(Case(CASES[0]))
-    tensors["v"].requires_grad_()
-    with pytest.raises(NotImplementedError, match="no backward on CUDA yet"):
-        gd.chunk_gated_delta_rule(**tensors, recompute=recompute)
-    with torch.no_grad():
-        gd.chunk_gated_delta_rule(**tensors)
+@pytest.mark.parametrize("spec", [*CASES, CASES[0].replace("bf16", "fp16"), CASES[2].replace("bf16", "fp16")])
+def test_gradients(spec, recompute):
+    case = Case(spec)
+    tensors = on_gpu(case)
+    leaves = leaves_of(tensors)
+    outputs = gd.chunk_gated_delta_rule(**tensors, output_final_state=True, recompute=recompute)
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), [case.do.cuda(), case.dht.cuda()])
+    check_gradients(case, leaves, gradients)
+
+
+def test_one_gradient_alone():
+    """The others cost nothing and change nothing; dv is where the kernels keep what they need, wanted or not."""
+    case = Case("B=2 T=130 Hk=1 Hv=2 K=128 V=128 dtype=bf16 dht=0")
+    truth = case.backward_truth()
+    for name in ("q", "k", "v", "g", "beta", "initial_state"):
+        tensors = on_gpu(case)
+        o, _ = gd.chunk_gated_delta_rule(**tensors | {name: tensors[name].requires_grad_()})
+        (gradient,) = torch.autograd.grad(o, tensors[name], case.do.cuda())
+        case.check(GRADIENTS[name], gradient, truth[GRADIENTS[name]])
+
+
+def test_gradients_of_views_of_one_projection():
+    """As in a model: q, k and v are parts of one tensor, and the gradient of o is what broadcasting left."""
+    case = Case("B=2 T=150 Hk=2 Hv=4 K=128 V=128 dtype=bf16 h0=0 dht=0")
+    projection = torch.cat([x.flatten(2) for x in (case.q, case.k, case.v)], dim=2).cuda().requires_grad_()
+    q, k, v = (
+        part.unflatten(2, x.shape[2:])
+        for part, x in zip(projection.split([x[0, 0].numel() for x in (case.q, case.k, case.v)], dim=2),
+                           (case.q, case.k, case.v), strict=True)
+    )  # fmt: skip
+    g, beta = case.g.cuda(), case.beta.cuda()
+    o, _ = gd.chunk_gated_delta_rule(q, k, v, g, beta)
+    (got,) = torch.autograd.grad(o.sum(), projection)
+    dense = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
+    o, _ = gd.chunk_gated_delta_rule(*dense, g, beta)
+    want = torch.autograd.grad(o, dense, torch.ones_like(o))
+    assert torch.equal(got, torch.cat([x.flatten(2) for x in want], dim=2))
+
+
+def test_gradients_repeat_bit_for_bit():
+    case = Case("lengths=200+64+1+700 Hk=2 Hv=8 K=128 V=128 dtype=bf16")
+    tensors = on_gpu(case)
+    leaves = leaves_of(tensors)
+    outputs = gd.chunk_gated_delta_rule(**tensors, output_final_state=True)
+    d_outputs = [case.do.cuda(), case.dht.cuda()]
+    first = torch.autograd.grad(outputs, list(leaves.values()), d_outputs, retain_graph=True)
+    for _ in range(20):
+        again = torch.autograd.grad(outputs, list(leaves.values()), d_outputs, retain_graph=True)
+        assert all(torch.equal(x, y) for x, y in zip(again, first, strict=True))
+
+
+def test_low_level():
+    case = Case(CASES[0])
+    tensors = on_gpu(case)
+    inputs, initial = [tensors[name] for name in ("q", "k", "v", "g", "beta")], tensors["initial_state"]
+    o, final_state, saved = gd.chunk_gated_delta_rule_fwd(*inputs, initial_state=initial)
+    check(case, o, final_state)
+    assert saved.is_cuda and saved.numel() == 0
+    truth = case.backward_truth()
+    for kept in (saved, None):
+        results = gd.chunk_gated_delta_rule_bwd(*inputs, kept, case.do.cuda(), case.dht.cuda(), initial_state=initial)
+        for name, gradient in zip(("dq", "dk", "dv", "dbeta", "dg", "d_initial_state"), results, strict=True):
+            case.check(name, gradient, truth[name])
+
+
+def test_backward_runs_on_the_current_stream():
+    case = Case(CASES[0])
+    tensors = on_gpu(case)
+    leaves = leaves_of(tensors)
+    d_o, d_state = case.do.cuda(), case.dht.cuda()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        outputs = gd.chunk_gated_delta_rule(**tensors, output_final_state=True)
+        late = torch.zeros_like(d_o)
+        torch.cuda._sleep(50_000_000)
+        late.add_(d_o)  # a backward on another stream would come before this
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), [late, d_state])
+    stream.synchronize()
+    check_gradients(case, leaves, gradients)
+
+
+def test_graph_of_a_backward_reads_new_contents():
+    first, second = (Case(f"lengths={n} Hk=2 Hv=4 K=128 V=128 dtype=bf16 seed={n[:2]}") for n in ("70+130", "10+190"))
+    names = ("q", "k", "v", "g", "beta", "cu_seqlens", "initial_state")
+
+    def contents(case: Case) -> list[torch.Tensor]:
+        return [*(on_gpu(case)[name] for name in names), case.do.cuda(), case.dht.cuda()]
+
+    held = contents(first)
+
+    def backward():
+        q, k, v, g, beta, offsets, initial, d_o, d_state = held
+        return gd.chunk_gated_delta_rule_bwd(q, k, v, g, beta, None, d_o, d_state, None, initial, offsets)
+
+    backward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = backward()
+    for case in (first, second):
+        for place, x in zip(held, contents(case), strict=True):
+            place.copy_(x)
+        graph.replay()
+        torch.cuda.synchronize()
+        truth = case.backward_truth()
+        for name, gradient in zip(("dq", "dk", "dv", "dbeta", "dg", "d_initial_state"), results, strict=True):
+            case.check(name, gradient, truth[name])
+
+
+def test_opcheck():
+    case = Case(CASES[2])
+    tensors = on_gpu(case)
+    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "initial_state")
+    common = [*(tensors[name] for name in names), None, None, 1, 1, 0, True]  # raw gate, logits, [K, V], l2norm
+    for save in (False, True):
+        torch.library.opcheck(_ops.chunk_fwd, (*common, True, save, 0, False))
+    saved = _ops.chunk_fwd(*common, True, True, 0, False)[2]
+    torch.library.opcheck(_ops.chunk_bwd, (*common, case.do.cuda(), case.dht.cuda(), saved, 0b11111111, 0, False))
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_training_step_compiles_in_one_graph(backend, dynamic):
+    if backend == "inductor" and not has_triton():
+        pytest.skip("inductor has no triton here")
+    torch._dynamo.reset()
+    case = Case(CASES[2])
+    tensors = on_gpu(case)
+    leaves = leaves_of(tensors)
+    options = {name: x for name, x in tensors.items() if name not in leaves}
+
+    def loss(**leaves):
+        o, state = gd.chunk_gated_delta_rule(**leaves, **options, output_final_state=True)
+        return o.float().square().sum() + (state * 0.5).sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend=backend, dynamic=dynamic)
+    want = torch.autograd.grad(loss(**leaves), list(leaves.values()))
+    got = torch.autograd.grad(compiled(**leaves), list(leaves.values()))
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2 * y.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_training_follows_the_reference(dtype):
+    """200 steps of examples/train, against fp32 torch on the same GPU. tests/python/test_examples.py has the distances
+    on a CPU; tensor cores round more operands, for which there is room. A wrong gradient is off by whole steps."""
+    ours, reference = (train.train(backend, "cuda", dtype, 200, seed=0) for backend in ("gatedelta", "reference"))
+    assert max(abs(x - y) for x, y in zip(ours, reference, strict=True)) < 3e-2
+    assert ours[0] > 2.7 and sum(ours[-10:]) / 10 < 0.1
 
 
 def test_what_is_missing_is_refused():
     tensors = on_gpu(Case(CASES[0]))
-    with pytest.raises(RuntimeError, match="gd_forward only for now"):
+    with pytest.raises(RuntimeError, match="has gd_forward and gd_backward only for now"):
         gd.fused_recurrent_gated_delta_rule(**tensors)
     inputs = [tensors[name] for name in ("q", "k", "v", "g", "beta")]
-    with pytest.raises(RuntimeError, match="no backward on CUDA yet"):
-        gd.chunk_gated_delta_rule_fwd(*inputs)
-    with pytest.raises(RuntimeError, match="gd_forward only for now"):
-        gd.chunk_gated_delta_rule_bwd(*inputs, None, tensors["v"])
+    d_o = torch.zeros_like(tensors["v"])
     with pytest.raises(RuntimeError, match="q, k and v are float32, must be bfloat16 or float16 on CUDA"):
         gd.chunk_gated_delta_rule(*(x.float() for x in inputs))
+    with pytest.raises(RuntimeError, match="d_o: dtype is float16, must be bfloat16 as that of q on CUDA"):
+        gd.chunk_gated_delta_rule_bwd(*inputs, None, d_o.half())
+    with pytest.raises(RuntimeError, match="saved is given, but on CUDA the backward needs nothing kept"):
+        gd.chunk_gated_delta_rule_bwd(*inputs, torch.zeros(64, dtype=torch.uint8, device="cuda"), d_o)
     with pytest.raises(RuntimeError, match="g is not on the device q is on"):
         gd.chunk_gated_delta_rule(*inputs[:3], inputs[3].cpu(), inputs[4])

@@ -7,8 +7,8 @@ outputs and gradients are 0. g is the natural logarithm of the decay. q, k, v ar
 may also be of another of these. A call the library refuses raises RuntimeError with the reason; an argument these
 functions refuse themselves raises ValueError or NotImplementedError.
 
-CUDA tensors run on torch's current stream: the forward of ``chunk_gated_delta_rule`` on Hopper, without gradients for
-now. What lies in cu_seqlens and index tensors there is not checked.
+CUDA tensors run on torch's current stream: ``chunk_gated_delta_rule`` and its gradients, on Hopper. What lies in
+cu_seqlens and index tensors there is not checked. Nothing is kept for the backward there but the inputs.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def chunk_gated_delta_rule(
         cp_context: not supported, refused. head_first: removed from FLA, refused.
         transpose_state_layout: FLA's older name for state_v_first.
         auto_cp: whether one sequence may be cut into segments that run in parallel on one card (CUDA).
-        enable_fwd_cp_cache: a hint of FlashQLA's; what a backward needs is always kept, unless ``recompute``.
+        enable_fwd_cp_cache: a hint of FlashQLA's that changes nothing: ``recompute`` says what is kept for a backward.
 
     Beyond them:
-        recompute: keep nothing but the inputs for the backward, which then computes the rest again.
+        recompute: keep nothing but the inputs for the backward, which then computes the rest again (always so on CUDA).
         batch_invariant: a sequence's bits do not depend on its neighbours (always so on the CPU).
         out: buffer for o.
         initial_state_indices ``[N]``: initial_state is a pool ``[slots, HV, ...]``, and this the slot each sequence
@@ -140,7 +140,7 @@ def chunk_gated_delta_rule(
         o, states, _ = _ops.chunk_fwd(*inputs, initial_state, initial_state_indices, *options, output_final_state,
                                       False, *schedule)  # fmt: skip
     else:
-        _check_gradient(q, initial_state, initial_state_indices)
+        _check_gradient(initial_state, initial_state_indices)
         o, states, _ = _GatedDeltaRule.apply(*inputs, initial_state, initial_state_indices, options,
                                              output_final_state, True, recompute, schedule)  # fmt: skip
     return o, states if output_final_state else None
@@ -234,7 +234,7 @@ def fused_recurrent_gated_delta_rule(
     if not needs_grad:
         o, states = _ops.recurrent(*inputs, initial_state, initial_state_indices, *options, output_final_state)
     else:
-        _check_gradient(q, initial_state, initial_state_indices)
+        _check_gradient(initial_state, initial_state_indices)
         o, states, _ = _GatedDeltaRule.apply(*inputs, initial_state, initial_state_indices, options,
                                              output_final_state, False, True, (_lib.CP_AUTO, False))  # fmt: skip
     return o, states if output_final_state else None
@@ -292,7 +292,8 @@ def chunk_gated_delta_rule_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The backward alone, called as FlashQLA's. Returns (dq, dk, dv, dbeta, dg, dh0 or None).
 
-    Where FlashQLA takes g_cumsum and A, this takes g itself and ``saved`` of the forward; saved None computes it again.
+    Where FlashQLA takes g_cumsum and A, this takes g itself and ``saved`` of the forward; saved None computes it again,
+    and on CUDA, where the forward returns an empty one, so does that.
     Each gradient has the dtype of what it is the gradient of; dh0 is None without initial_state.
     """
     wanted = 0b00011111 | (initial_state is not None) << 7
@@ -424,11 +425,7 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def _check_gradient(q: Tensor, initial_state: Tensor | None, initial_state_indices: Tensor | None) -> None:
-    if q.is_cuda:
-        raise NotImplementedError(
-            "there is no backward on CUDA yet, but an input requires a gradient: call it under torch.no_grad()"
-        )
+def _check_gradient(initial_state: Tensor | None, initial_state_indices: Tensor | None) -> None:
     if initial_state_indices is not None and initial_state is not None and initial_state.requires_grad:
         raise ValueError(
             "initial_state requires a gradient, but with initial_state_indices it is a pool, which has none: pass "

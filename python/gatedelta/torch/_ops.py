@@ -70,7 +70,10 @@ def _describe(tensor: Tensor | None, name: str) -> _lib.Tensor:
 def _saved_bytes(
     tensors: dict[str, Tensor | None], o: Tensor, gate: int, beta_kind: int, state_layout: int, l2norm: bool
 ) -> int:
-    """How much chunk_fwd saves. With symbolic shapes only the call itself can tell, and torch is told so."""
+    """How much chunk_fwd saves: on CUDA nothing, whose backward computes it again. On the CPU with symbolic shapes only
+    the call itself can tell, and torch is told so."""
+    if o.is_cuda:
+        return 0
     if any(not isinstance(size, int) for tensor in tensors.values() if tensor is not None for size in tensor.shape):
         return torch.library.get_ctx().new_dynamic_size()
     args = _lib.ForwardArgs()

@@ -13,6 +13,7 @@
 // and has no values; or the states at the ends of segments, joined from those factors.
 #pragma once
 
+#include "cuda/barriers.cuh"
 #include "cuda/forward/prepare.cuh"
 
 namespace gatedelta::cuda {
@@ -24,9 +25,9 @@ struct ForwardSmem {
   static constexpr int kValues = kKeysQueries + kLoadSlots * 4 * kTileBytes;  // V; once that is read, O on its way out
   static constexpr int kX = kValues + kValueSlots * kMath * kTileBytes;       // X^T [128][64]
   static constexpr int kR = kX + kOperandSlots * 2 * kTileBytes;
-  static constexpr int kPrepared = kR + kOperandSlots * kTileBytes;        // T and the vectors
-  static constexpr int kScores = kPrepared + kLoadSlots * kPreparedBytes;  // tril(Q K^T), blocks by lane
-  static constexpr int kWork = kScores + kScoreSlots * kTriangleBytes;     // numbers in the list of work
+  static constexpr int kPrepared = kR + kOperandSlots * kTileBytes;                // T and the vectors
+  static constexpr int kScores = kPrepared + kLoadSlots * kBackwardPreparedBytes;  // tril(Q K^T), blocks by lane
+  static constexpr int kWork = kScores + kScoreSlots * kTriangleBytes;             // numbers in the list of work
   static constexpr int kBarriers = kWork + kWorkSlots * 4;
   static constexpr int kBytes =
       kBarriers + 2 * 8 * (kLoadSlots + kValueSlots + kScoreSlots + kOperandSlots + kWorkSlots);
@@ -48,39 +49,12 @@ enum NamedBarrier {
   kJoined = kMathEnd + 2,                  // of every other step of a join
 };
 
-// kAt is part of the type so that it ends up as an offset in the instructions.
-template <int kSlots, int kAt>
-struct Barriers {
-  static constexpr int kEnd = kAt + 2 * 8 * kSlots;
-  uint32_t smem;
-  GD_DEVICE uint32_t full(int slot) const { return smem + 8 * slot + kAt; }
-  GD_DEVICE uint32_t empty(int slot) const { return smem + 8 * slot + (kAt + 8 * kSlots); }
-  GD_DEVICE void init(int producers, int consumers) const {
-    for (int i = 0; i < kSlots; ++i) {
-      barrier_init(full(i), producers);
-      barrier_init(empty(i), consumers);
-    }
-  }
-  GD_DEVICE void wait_full(const Ring<kSlots>& ring) const { barrier_wait(full(ring.slot), ring.parity); }
-  GD_DEVICE void wait_empty(const Ring<kSlots>& ring) const { barrier_wait(empty(ring.slot), ring.parity ^ 1); }
-};
-
-// A chunk of one value head, or of half of one; or a step of a join.
-struct ChunkAt {
-  int batch, token, rows;  // rows the item has from here on; 0 or less = past the last chunk
-  int silent;              // tokens without outputs from here on; 0 or less = none
-  int head, half;          // half: see schedule.hpp
-  GD_DEVICE bool is_whole() const { return rows >= kChunkTokens; }
-  GD_DEVICE bool is_silent() const { return silent > 0; }
-  GD_DEVICE ChunkAt moved(int tokens) const {
-    return {batch, token + tokens, rows - tokens, silent - tokens, head, half};
-  }
-  GD_DEVICE ChunkAt next() const { return moved(kChunkTokens); }
-  GD_DEVICE ChunkAt before() const { return moved(-kChunkTokens); }
-};
-
-template <class Elem>
+// The chain of chunks, for what it is (schedule.hpp). The backward has its own math (cuda/backward), the rest is
+// shared.
+template <class Elem, Pass kPass = Pass::kForward>
 struct Forward {
+  static constexpr bool kReverse = kPass == Pass::kBackward;
+  using Chunk = ChunkAt<kReverse>;
   using Smem = ForwardSmem;
   using Mma64 = Wgmma<Elem, 64>;
 
@@ -122,6 +96,10 @@ struct Forward {
     barrier_init_fence();
   }
 
+  // Before anything is read from memory, and after all is done.
+  GD_DEVICE static void begin() { wait_for_previous_kernel(); }
+  GD_DEVICE static void end() {}
+
   // Half of Q's columns and under it half of K's: one operand of 128 rows for Q S and K S.
   GD_DEVICE uint32_t query_tile(int slot, int half) const {
     return smem + Smem::kKeysQueries + (slot * 4 + half * 2) * kTileBytes;
@@ -130,7 +108,7 @@ struct Forward {
   GD_DEVICE uint32_t value_tile(int slot, int m) const {
     return smem + Smem::kValues + (slot * kMath + m) * kTileBytes;
   }
-  GD_DEVICE uint32_t inverse_at(int slot) const { return smem + Smem::kPrepared + slot * kPreparedBytes; }
+  GD_DEVICE uint32_t inverse_at(int slot) const { return smem + Smem::kPrepared + slot * kBackwardPreparedBytes; }
   GD_DEVICE uint32_t x_tile(int slot) const { return smem + Smem::kX + slot * 2 * kTileBytes; }
   GD_DEVICE uint32_t r_tile(int slot) const { return smem + Smem::kR + slot * kTileBytes; }
   GD_DEVICE uint32_t score_block(int slot, int I, int J) const {
@@ -152,14 +130,20 @@ struct Forward {
   // Numbers that all threads of a warp share, said so that they live in uniform registers.
   GD_DEVICE static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
   GD_DEVICE const WorkItem& item(int i) const { return p.work[i]; }
-  GD_DEVICE static ChunkAt first_chunk_of(const WorkItem& w) {
-    return {w.batch, w.token, w.rows, w.silent, w.head, w.half};
-  }
-  // The one from which on there are so many rows.
-  GD_DEVICE static ChunkAt chunk_of(const WorkItem& w, int rows) { return first_chunk_of(w).moved(w.rows - rows); }
+  GD_DEVICE static Chunk first_chunk_of(const WorkItem& w) { return Chunk::first_of(w); }
   // Which half of the value columns a math warpgroup has; negative: none of this item.
-  GD_DEVICE static int half_of(const ChunkAt& at, int m) { return at.half == kWhole ? m : m == 0 ? at.half : -1; }
-  GD_DEVICE static bool is_join(const ChunkAt& at) { return at.half == kNoValues; }
+  GD_DEVICE static int half_of(const Chunk& at, int m) { return at.half == kWhole ? m : m == 0 ? at.half : -1; }
+  GD_DEVICE static bool is_join(const Chunk& at) { return at.half == kNoValues; }
+
+  // Without Q, scores and R: if it only moves the state, for the gradient of which both are needed.
+  GD_DEVICE static bool is_plain(const Chunk& at) {
+    return kPass == Pass::kStates || (kPass == Pass::kForward && at.is_silent());
+  }
+  // How many of an item's tokens are, or are none but images of a join; they come first.
+  GD_DEVICE static int plain_rows(const WorkItem& w) {
+    if constexpr (kPass == Pass::kForward) return w.silent;
+    return kPass == Pass::kStates || w.kind == kJoin ? w.rows : 0;
+  }
 
   // The warp that loads takes entries of the list, the first by the block's number if there is one for each, and tells
   // the others of those that have a chunk.
@@ -189,7 +173,7 @@ struct Forward {
   // Walks through the chunks of the work this block takes; a step inside an item costs next to nothing.
   struct Cursor {
     int prepared, key_head;  // prepared: number of the chunk and head in the workspace, or of an image of M
-    ChunkAt at;
+    Chunk at;
     WorkRing works;
   };
   // The images of a step of a join: both parts of M, then the half of S_loc. Until they are there, the join waits.
@@ -221,8 +205,9 @@ struct Forward {
   }
   GD_DEVICE void next_chunk(Cursor& cursor) const {
     cursor.at = cursor.at.next();
-    cursor.prepared +=
-        !is_join(cursor.at) ? p.value_heads : next_image(cursor.prepared % kBoundaryImages, cursor.key_head);
+    cursor.prepared += is_join(cursor.at) ? next_image(cursor.prepared % kBoundaryImages, cursor.key_head)
+                       : kReverse         ? -p.value_heads
+                                          : p.value_heads;
     if (cursor.at.rows <= 0) find_item(cursor, false);
   }
 
@@ -255,7 +240,8 @@ struct Forward {
     return uniform(load_acquire(p.boundary_ready + cursor.prepared / kBoundaryImages)) >= kFactorsReady;
   }
   GD_DEVICE void load_keys_queries(Cursor& cursor, const Ring<kLoadSlots>& ring) const {
-    const ChunkAt& at = cursor.at;
+    constexpr int kBytes = kPass == Pass::kForward ? kPreparedBytes : kBackwardPreparedBytes;
+    const Chunk& at = cursor.at;
     const int slot = ring.slot;
     const uint32_t full = loads.full(slot);
     loads.wait_empty(ring);
@@ -271,23 +257,23 @@ struct Forward {
         load_bulk(query_tile(slot, 0), p.boundaries + int64_t{cursor.prepared} * kImageBytes, kImageBytes, full);
       } else {
         if (at.is_whole()) {
-          barrier_arrive_expect(full, (at.is_silent() ? 2 : 4) * kTileBytes + kPreparedBytes);
+          barrier_arrive_expect(full, (is_plain(at) ? 2 : 4) * kTileBytes + kBytes);
           barrier_arrive(full, 31);
 #pragma unroll 1
           for (int half = 0; half < 2; ++half) {
-            if (!at.is_silent())
+            if (!is_plain(at))
               load_box(query_tile(slot, half), &p.q_map, full, cursor.key_head, at.token, at.batch, half);
             load_box(key_tile(slot, half), &p.k_map, full, cursor.key_head, at.token, at.batch, half);
           }
         } else {
-          barrier_arrive_expect(full, kPreparedBytes);
+          barrier_arrive_expect(full, kBytes);
         }
-        load_bulk(inverse_at(slot), p.prepared + int64_t{cursor.prepared} * kPreparedBytes, kPreparedBytes, full);
+        load_bulk(inverse_at(slot), p.prepared + int64_t{cursor.prepared} * kBytes, kBytes, full);
       }
     }
     next_chunk(cursor);
   }
-  GD_DEVICE void load_values(const ChunkAt& at, const Ring<kLoadSlots>& ring) const {
+  GD_DEVICE void load_values(const Chunk& at, const Ring<kLoadSlots>& ring) const {
     const int slot = ring.slot;
     const uint32_t full = values.full(slot);
     barrier_wait(values.empty(slot), ring.parity ^ 1);
@@ -310,13 +296,13 @@ struct Forward {
     }
   }
   // The sequence's last rows. The copy engine would fetch what lies behind them, and 0 times a stranger's NaN is NaN.
-  GD_DEVICE void copy_rows(uint32_t tiles, bool two, int tile_stride, const Rows& src, const ChunkAt& at, int head,
+  GD_DEVICE void copy_rows(uint32_t tiles, bool two, int tile_stride, const Rows& src, const Chunk& at, int head,
                            int column) const {
     const auto* from = static_cast<const uint16_t*>(src.data) + src.offset(at.batch, at.token, head) + column;
 #pragma unroll 1
     for (int i = lane; i < (two ? 2 : 1) * kChunkTokens * 8; i += 32) {
       const int piece = i % 8, tile = two ? i / 8 % 2 : 0, row = two ? i / 16 : i / 8;
-      const bool valid = row < at.rows;
+      const bool valid = row < at.own_rows();
       copy_async16(tiles + tile * tile_stride + tile_offset(row, piece * 8),
                    from + (valid ? row * src.token_stride : 0) + tile * 64 + piece * 8, valid);
     }
@@ -339,7 +325,7 @@ struct Forward {
     for (int i = next_work(work); i != kNoMore; i = next_work(work)) {
       const bool joins = item(i).kind == kJoin;
 #pragma unroll 1
-      for (int silent = item(i).silent; silent > 0; silent -= kChunkTokens) {
+      for (int plain = plain_rows(item(i)); plain > 0; plain -= kChunkTokens) {
         loads.wait_full(load);
         if (joins) {
           warp_arrive(loads.empty(load.slot));
@@ -349,14 +335,16 @@ struct Forward {
         }
         load.next();
       }
+      if constexpr (kPass != Pass::kStates) {
 #pragma unroll 1
-      for (int rows = item(i).rows - item(i).silent; rows > 0; rows -= kChunkTokens) {
-        loads.wait_full(load);
-        build_scores(load.slot, score);
-        build_x(load.slot, operand);
-        load.next();
-        score.next();
-        operand.next();
+        for (int rows = item(i).rows - plain_rows(item(i)); rows > 0; rows -= kChunkTokens) {
+          loads.wait_full(load);
+          build_scores(load.slot, score);
+          build_x(load.slot, operand);
+          load.next();
+          score.next();
+          operand.next();
+        }
       }
     }
   }
@@ -408,7 +396,16 @@ struct Forward {
     }
     report_operand(load, operand.slot);
   }
+  // Without beta in a backward, which multiplies by it where it can.
   GD_DEVICE void find_scale(float2& a, float2& b, int load, int J) const {
+    if constexpr (kReverse) {
+      const uint32_t log_gamma = vector(load, kLogGamma), here = log_gamma + 8 * (lane & 3) + J * 64;
+      const float last = load_shared(log_gamma + 63 * 4);
+      const float2 first = load_shared2(here), second = load_shared2(here + 32);
+      a = make_float2(exp2_approx(last - first.x), exp2_approx(last - first.y));
+      b = make_float2(exp2_approx(last - second.x), exp2_approx(last - second.y));
+      return;
+    }
     const uint32_t tail = vector(load, kBetaTail) + 8 * (lane & 3) + J * 64;
     const float after = decay_after_block(load, J);
     const float2 first = load_shared2(tail), second = load_shared2(tail + 32);
@@ -461,12 +458,14 @@ struct Forward {
     WorkRing work;
     for (int i = next_work(work); i != kNoMore; i = next_work(work)) {
       const bool joins = item(i).kind == kJoin;
-      int silent = item(i).silent;
+      int plain = plain_rows(item(i)), silent = item(i).silent;
 #pragma unroll 1
-      for (int rows = item(i).rows; rows > 0; rows -= kChunkTokens, silent -= kChunkTokens) {
+      for (int rows = item(i).rows; rows > 0; rows -= kChunkTokens, plain -= kChunkTokens, silent -= kChunkTokens) {
         if (warp == 0) load_ahead(loader, load, joins ? 3 : 2);
-        if (warp == 1) load_values(chunk_of(item(i), rows), load);
-        if (silent > 0) {
+        if (warp == 1) load_values(Chunk::of(item(i), rows), load);
+        if (kPass == Pass::kStates && silent <= 0) {
+          build_writes(load, operand);
+        } else if (kPass == Pass::kStates || plain > 0) {
           loads.wait_full(load);
           if (joins) {
             warp_arrive(loads.empty(load.slot));
@@ -480,6 +479,37 @@ struct Forward {
         }
         load.next();
         if (!joins) operand.next();
+      }
+    }
+  }
+
+  // Of the states, what a chunk that is not silent writes is kept. Then beta^-1 T_g beta has R's place: its diagonal is
+  // 1, which no rounding touches. (Where beta is next to nothing, so is what the chunk writes.)
+  GD_DEVICE void build_writes(const Ring<kLoadSlots>& load, const Ring<kOperandSlots>& operand) const {
+    loads.wait_full(load);
+    RowFactors factors;
+    float t[32];
+    with_warp(warp, [&](auto w) {
+      find_factors<decltype(w)::value>(factors, load.slot);
+      load_inverse<decltype(w)::value>(t, load.slot);
+    });
+    operands.wait_empty(operand);
+    with_warp(warp, [&](auto w) { store_r<decltype(w)::value>(t, factors, operand.slot, load.slot); });
+    report_operand(load.slot, operand.slot);
+  }
+  template <int I>
+  GD_DEVICE void load_inverse(float (&t)[32], int slot) const {
+    const int lane = lane_here();
+    const uint32_t from = inverse_at(slot) + triangle_block(I, 0) + block_offset(block_row(lane), block_column(lane));
+#pragma unroll
+    for (int J = 0; J <= I; ++J) {
+      uint32_t block[4];
+      load_matrices(block, from + J * kBlockBytes);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 two = unpack<Elem>(block[i]);
+        t[8 * J + 2 * i] = two.x;
+        t[8 * J + 2 * i + 1] = two.y;
       }
     }
   }
@@ -519,6 +549,14 @@ struct Forward {
 
   // What a thread's numbers of block row I of R are scaled by, left of the diagonal block. There e^{b_i - b_j} is split
   // at the last token of j's block and the first of i's: no factor is above 1, and there are fewer of them.
+  GD_DEVICE float row_scale(int load, int row) const {
+    if constexpr (kPass == Pass::kStates) {
+      constexpr float kNothing = 1e-20f;
+      const float beta = load_shared(vector(load, kBeta) + row * 4);
+      return fabsf(beta) < kNothing ? 0.0f : __fdividef(1.0f, beta * load_shared(vector(load, kKeyNorm) + row * 4));
+    }
+    return load_shared(vector(load, kScoreScale) + row * 4);
+  }
   struct RowFactors {
     float2 rows;           // for both of its rows
     float2 columns[3][2];  // [J], for two columns in both halves of the block
@@ -527,18 +565,23 @@ struct Forward {
   GD_DEVICE void find_factors(RowFactors& f, int load) const {
     if constexpr (I > 0) {
       const int lane = lane_here(), row = 16 * I + (lane >> 2), column = (lane & 3) * 2;
-      const uint32_t log_gamma = vector(load, kLogGamma), scale = vector(load, kScoreScale);
+      const uint32_t log_gamma = vector(load, kLogGamma);
       const float reference = load_shared(log_gamma + 16 * I * 4);
-      f.rows = make_float2(
-          load_shared(scale + row * 4) * exp2_approx(load_shared(log_gamma + row * 4) - reference),
-          load_shared(scale + (row + 8) * 4) * exp2_approx(load_shared(log_gamma + (row + 8) * 4) - reference));
+      f.rows = make_float2(row_scale(load, row) * exp2_approx(load_shared(log_gamma + row * 4) - reference),
+                           row_scale(load, row + 8) * exp2_approx(load_shared(log_gamma + (row + 8) * 4) - reference));
 #pragma unroll
       for (int J = 0; J < I; ++J) {
         const float between = exp2_approx(reference - load_shared(log_gamma + (16 * J + 15) * 4));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float2 tail = load_shared2(vector(load, kBetaTail) + (16 * J + 8 * half + column) * 4);
-          f.columns[J][half] = make_float2(between * tail.x, between * tail.y);
+          const uint32_t at = (16 * J + 8 * half + column) * 4;
+          if constexpr (kReverse) {
+            const float2 b = load_shared2(log_gamma + at);
+            f.columns[J][half] = make_float2(exp2_approx(reference - b.x), exp2_approx(reference - b.y));
+          } else {
+            const float2 tail = load_shared2(vector(load, kBetaTail) + at);
+            f.columns[J][half] = make_float2(between * tail.x, between * tail.y);
+          }
         }
       }
     }
@@ -548,11 +591,15 @@ struct Forward {
   GD_DEVICE void store_r(const float (&r)[32], const RowFactors& f, int operand, int load) const {
     const int lane = lane_here(), g = lane >> 2, column = (lane & 3) * 2, row = 16 * I + g, here = 16 * I + column;
     const uint32_t at = r_tile(operand) + tile_offset(16 * I + block_row(lane), block_column(lane));
-    const uint32_t log_gamma = vector(load, kLogGamma), beta = vector(load, kBeta), scale = vector(load, kScoreScale);
+    const uint32_t log_gamma = vector(load, kLogGamma), beta = vector(load, kBeta);
     const float b0 = load_shared(log_gamma + row * 4), b1 = load_shared(log_gamma + (row + 8) * 4);
-    const float s0 = load_shared(scale + row * 4), s1 = load_shared(scale + (row + 8) * 4);
+    const float s0 = row_scale(load, row), s1 = row_scale(load, row + 8);
     const float2 b = load_shared2(log_gamma + here * 4), d = load_shared2(log_gamma + (here + 8) * 4);
-    const float2 w = load_shared2(beta + here * 4), x = load_shared2(beta + (here + 8) * 4);
+    float2 w = make_float2(1, 1), x = w;
+    if constexpr (!kReverse) {
+      w = load_shared2(beta + here * 4);
+      x = load_shared2(beta + (here + 8) * 4);
+    }
 #pragma unroll
     for (int J = 0; J < I; ++J) {
       const float* c = r + 8 * J;
@@ -563,10 +610,14 @@ struct Forward {
                      pack<Elem>(c[6] * (i.y * q.x), c[7] * (i.y * q.y)));
     }
     const float* c = r + 8 * I;
-    const float e0 = column <= g ? c[0] * s0 * w.x * exp2_approx(b0 - b.x) : 0.0f;
-    const float e1 = column < g ? c[1] * s0 * w.y * exp2_approx(b0 - b.y) : 0.0f;
-    const float e6 = column <= g ? c[6] * s1 * x.x * exp2_approx(b1 - d.x) : 0.0f;
-    const float e7 = column < g ? c[7] * s1 * x.y * exp2_approx(b1 - d.y) : 0.0f;
+    float e0 = column <= g ? c[0] * s0 * w.x * exp2_approx(b0 - b.x) : 0.0f;
+    float e1 = column < g ? c[1] * s0 * w.y * exp2_approx(b0 - b.y) : 0.0f;
+    float e6 = column <= g ? c[6] * s1 * x.x * exp2_approx(b1 - d.x) : 0.0f;
+    float e7 = column < g ? c[7] * s1 * x.y * exp2_approx(b1 - d.y) : 0.0f;
+    if constexpr (kPass == Pass::kStates) {
+      if (column == g) e0 = e6 = 1;
+      if (column + 1 == g) e1 = e7 = 1;
+    }
     store_matrices(at ^ (I * 32), pack<Elem>(e0, e1),
                    pack<Elem>(c[2] * s1 * w.x * exp2_approx(b1 - b.x), c[3] * s1 * w.y * exp2_approx(b1 - b.y)), 0,
                    pack<Elem>(e6, e7));
@@ -597,7 +648,7 @@ struct Forward {
         join(state, m, it, load, leaving);
         continue;
       }
-      ChunkAt at = first_chunk_of(it);
+      Chunk at = first_chunk_of(it);
       const bool is_identity = it.kind == kFactors && m == 1;
       const int half = is_identity ? at.half : half_of(at, m);
       if (half < 0) {
@@ -754,7 +805,7 @@ struct Forward {
   }
 
   GD_DEVICE void advance(State& state, int m, const Ring<kLoadSlots>& load, const Ring<kOperandSlots>& operand,
-                         const ChunkAt& at, bool has_before, int& leaving) const {
+                         const Chunk& at, bool has_before, int& leaving) const {
     float qk[64];  // (Q S)^T, the beginning of O, then (K S)^T
     uint32_t w[16], v[16];
     float2 scale[8];
@@ -833,7 +884,7 @@ struct Forward {
   // From there to memory, while the next chunk is worked on: only one warp has to wait for the others. No warp is two
   // chunks ahead of another (operands.empty waits for all), so none comes to a slot's barrier twice before all came
   // once.
-  GD_DEVICE void send_out(int m, const ChunkAt& at, int slot) const {
+  GD_DEVICE void send_out(int m, const Chunk& at, int slot) const {
     const int barrier = kMathMeet + m * kValueSlots + slot;
     fence_async_reads();
     if (warp != 0) return arrive(barrier, 128);
@@ -841,7 +892,7 @@ struct Forward {
     send_tile(m, at, slot);
   }
   // The item's last chunk, all of it or its first rows. All wait for all, at a barrier of its own.
-  GD_DEVICE void send_last_out(int m, const ChunkAt& at, int slot) const {
+  GD_DEVICE void send_last_out(int m, const Chunk& at, int slot) const {
     fence_async_reads();
     meet(kMathEnd + m, 128);
     if (at.is_whole()) {
@@ -852,12 +903,12 @@ struct Forward {
     const uint32_t tile = value_tile(slot, m);
     auto* to = static_cast<uint16_t*>(p.o.data) + p.o.offset(at.batch, at.token, at.head) + half_of(at, m) * 64;
 #pragma unroll 1
-    for (int i = tid; i < at.rows * 8; i += 128)
+    for (int i = tid; i < at.own_rows() * 8; i += 128)
       *reinterpret_cast<uint4*>(to + i / 8 * p.o.token_stride + i % 8 * 8) =
           load_shared_words(tile + tile_offset(i / 8, i % 8 * 8));
     meet(kMathEnd + m, 128);  // before the slot is given back
   }
-  GD_DEVICE void send_tile(int m, const ChunkAt& at, int slot) const {
+  GD_DEVICE void send_tile(int m, const Chunk& at, int slot) const {
     if (!p.o.data || !elect_one()) return;
     store_box(&p.o_map, value_tile(slot, m), at.head, at.token, at.batch, half_of(at, m));
     store_commit();
@@ -1034,6 +1085,13 @@ struct Forward {
     mma_commit();
   }
 
+  // A packed state to memory, as an operand without swizzle (tiles.hpp): what a warp has in one register is a line.
+  GD_DEVICE void store_packed(const uint32_t (&packed)[32], uint8_t* images, int prepared, int half) const {
+    auto* to = reinterpret_cast<uint32_t*>(images + int64_t{prepared} * kImageBytes) + (half * 4 + warp) * 1024 + lane;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) to[i * 32] = packed[i];
+  }
+
   // ---- states in memory --------------------------------------------------------------------------------------------
 
   // Calls f with a pointer to this thread's first number of the head's matrix in the slot and with the strides of value
@@ -1085,7 +1143,7 @@ struct Forward {
     });
   }
   // After the chunk at `at`. The item is looked up again: in registers it would have to stay through every chunk.
-  GD_DEVICE void store_checkpoint(const float (&s)[64], int i, int m, const ChunkAt& at) const {
+  GD_DEVICE void store_checkpoint(const float (&s)[64], int i, int m, const Chunk& at) const {
     const WorkItem& it = item(i);
     const int64_t done = at.token - it.origin + int64_t{kChunkTokens};
     if (!at.is_whole() || done % p.checkpoint_every != 0) return;
@@ -1095,31 +1153,38 @@ struct Forward {
   }
 };
 
-template <class Elem>
-__global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __grid_constant__ ForwardParams p) {
+// What the warpgroups of a block do: keys and scores are those of the forward, `math` is called by the others.
+template <class Chain, class Math, class... More>
+GD_DEVICE void run_roles(const ForwardParams& p, const Math& math, More... more) {
   extern __shared__ uint8_t dynamic_smem[];
   using Registers = ForwardRegisters;
   uint32_t smem = tile_aligned(shared_address(dynamic_smem));
   asm volatile("" : "+r"(smem));  // or the compiler would rather find the address again, wherever it is used
-  const Forward<Elem> forward(p, __shfl_sync(~0u, smem, 0));
+  const Chain chain(p, __shfl_sync(~0u, smem, 0), more...);
   // Blocks of R above the diagonal are never written.
   for (int i = threadIdx.x; i < kOperandSlots * kTileBytes / 16; i += kForwardThreads)
-    store_shared_words(forward.r_tile(0) + i * 16, make_uint4(0, 0, 0, 0));
-  if (threadIdx.x == 0) forward.init_barriers();
+    store_shared_words(chain.r_tile(0) + i * 16, make_uint4(0, 0, 0, 0));
+  if (threadIdx.x == 0) chain.init_barriers();
   fence_async_reads();
   __syncthreads();
-  wait_for_previous_kernel();
+  chain.begin();
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 0) {
     shrink_registers<Registers::kKeys>();
-    forward.run_keys();
+    chain.run_keys();
   } else if (role == 1) {
     shrink_registers<Registers::kScores>();
-    forward.run_scores();
+    chain.run_scores();
   } else {
     grow_registers<Registers::kMath>();
-    forward.run_math(role - 2);
+    math(chain, role - 2);
   }
+  chain.end();
+}
+
+template <class Elem>
+__global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __grid_constant__ ForwardParams p) {
+  run_roles<Forward<Elem>>(p, [](const Forward<Elem>& forward, int m) { forward.run_math(m); });
 }
 
 }  // namespace gatedelta::cuda

@@ -86,10 +86,13 @@ enum ChunkVector {
   kBeta,        // beta_j
   kBetaTail,    // beta_j e^{b_e - b_j}, e the last token of j's block of 16
   kScoreScale,  // s r^q_i: what R's rows are scaled by
+  kForwardVectors,
+  kKeyNorm = kForwardVectors,  // r^k_i, for a backward only
   kVectors
 };
 constexpr int kVectorsBytes = kVectors * kVectorBytes;
-constexpr int kPreparedBytes = kInverseBytes + kVectorsBytes;
+constexpr int kPreparedBytes = kInverseBytes + kForwardVectors * kVectorBytes;
+constexpr int kBackwardPreparedBytes = kInverseBytes + kVectorsBytes;
 
 // Rings of slots in the main kernel's shared memory.
 enum Slots { kLoadSlots = 3, kValueSlots = 3, kScoreSlots = 2, kOperandSlots = 2, kWorkSlots = 8 };

@@ -20,8 +20,9 @@ struct ForwardParams {
   bool l2norm, state_value_first;
   float scale;
   States initial, final, checkpoints;
-  int64_t checkpoint_every;   // tokens; 0 = none
-  uint8_t* prepared;          // [slots][value_heads][kPreparedBytes]
+  int64_t checkpoint_every;  // tokens; 0 = none
+  uint8_t* prepared;         // [slots][value_heads][prepared_bytes]
+  int prepared_bytes;
   int* order;                 // [N] sequences, longest first
   int64_t* first_checkpoint;  // [N]
   ChunkDecay* decays;         // [value_heads][slots]
@@ -30,12 +31,14 @@ struct ForwardParams {
   Schedule* schedule;
   WorkItem* work;       // [schedule->count]
   uint8_t* boundaries;  // [limits.boundaries][kBoundaryBytes]
+  uint8_t* gradients;   // [slots][value_heads][kImageBytes], of states, in a backward
   int* boundary_ready;  // [limits.boundaries], see Ready
   int* initial_read;    // [N * value_heads]: warpgroups that have read the initial state of a sequence that is cut
   Limits limits;
   ListMode list;
   bool may_cut;
-  Cut forced;  // if its segments have a length
+  int even_parts;  // of a head, in a list that is even
+  Cut forced;      // if its segments have a length
 
   GD_HOST_DEVICE int main_blocks() const { return limits.entries < limits.blocks ? limits.entries : limits.blocks; }
   GD_HOST_DEVICE bool is_nobody(int n) const {
@@ -44,7 +47,7 @@ struct ForwardParams {
            final.indices[n] < 0;
   }
   GD_HOST_DEVICE uint8_t* prepared_chunk(int64_t slot, int head) const {
-    return prepared + (slot * value_heads + head) * kPreparedBytes;
+    return prepared + (slot * value_heads + head) * prepared_bytes;
   }
 };
 

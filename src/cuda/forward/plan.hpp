@@ -42,11 +42,15 @@ inline bool is_planned(int64_t sequences, int64_t value_heads) {
 inline bool may_cut(const ForwardProblem& p) {
   return p.context_parallel && !p.batch_invariant && is_planned(p.in.sequences.count, p.in.value_heads);
 }
+// Of heads of a dense batch, all of one length; 0 = they are to be cut, perhaps.
+inline int even_parts(const ForwardProblem& p, int blocks) {
+  const int64_t pairs = p.in.sequences.count * p.in.value_heads;
+  if (p.in.sequences.offsets || p.segment_chunks) return 0;
+  return pairs > 8 * int64_t{blocks} ? 1 : busy_parts(static_cast<int>(pairs), blocks);
+}
 inline ListMode list_mode(const ForwardProblem& p, int blocks) {
-  const int64_t count = p.in.sequences.count, heads = p.in.value_heads;
-  if (!p.in.sequences.offsets && !p.segment_chunks && are_busy(static_cast<int>(count * heads), blocks))
-    return kEvenList;
-  return is_planned(count, heads) ? kPlannedList : kSortedList;
+  if (even_parts(p, blocks) > 0) return kEvenList;
+  return is_planned(p.in.sequences.count, p.in.value_heads) ? kPlannedList : kSortedList;
 }
 // Entries the list of work has room for: halves of all heads, and as many pieces as a card can do with.
 inline int64_t max_entries(const ForwardProblem& p) {
@@ -65,7 +69,7 @@ struct ForwardWorkspace {
   static constexpr size_t kAlign = 128;        // of every part
   static constexpr size_t kCallersAlign = 64;  // of the memory itself
 
-  size_t prepared = 0;          // [slots][Hv][kPreparedBytes]
+  size_t prepared = 0;          // [slots][Hv][prepared_bytes]
   size_t order = 0;             // int [N]
   size_t first_checkpoint = 0;  // int64_t [N], if there are checkpoints
   size_t decays = 0;            // ChunkDecay [Hv][slots]
@@ -84,7 +88,7 @@ struct ForwardWorkspace {
 constexpr int64_t kPromisedBytes = 192, kPromisedMore = int64_t{1} << 20;
 constexpr int kMaxBoundaries = 384;
 
-inline ForwardWorkspace forward_layout(const ForwardProblem& p) {
+inline ForwardWorkspace forward_layout(const ForwardProblem& p, int prepared_bytes = kPreparedBytes) {
   ForwardWorkspace w;
   const auto take = [&](int64_t bytes) {
     const size_t at = w.bytes;
@@ -93,7 +97,7 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p) {
     return at;
   };
   const int64_t count = p.in.sequences.count, slots = sequences_of(p.in.sequences).slots();
-  w.prepared = take(slots * p.in.value_heads * kPreparedBytes);
+  w.prepared = take(slots * p.in.value_heads * prepared_bytes);
   w.order = take(count * int64_t{sizeof(int)});
   w.first_checkpoint = take(p.checkpoint_every ? count * int64_t{sizeof(int64_t)} : 0);
   w.decays = take(slots * p.in.value_heads * int64_t{sizeof(ChunkDecay)});

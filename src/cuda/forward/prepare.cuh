@@ -298,6 +298,7 @@ GD_DEVICE void prepare_vectors(const ForwardParams& p, float* vectors, ChunkDeca
   put(kBeta, beta.x, beta.y);
   put(kBetaTail, beta.x * exp2_approx(block_end - b[0]), beta.y * exp2_approx(block_end - b[1]));
   put(kScoreScale, s.x, s.y);
+  if (p.prepared_bytes == kBackwardPreparedBytes) put(kKeyNorm, rk.x, rk.y);
 
   const float end = __shfl_sync(~0u, sum, 31);
   const float2 length = load_shared2(smem + PrepareSmem::kLengths + lane * 8);
@@ -385,7 +386,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
     const int helper = static_cast<int>(blockIdx.x);
     if (helper == 0) return sort_sequences<kPrepareThreads>(p);
     if (p.list == kEvenList)
-      return list_all(p, (helper - 1) * kPrepareThreads + tid, (kPrepareHelpers - 1) * kPrepareThreads,
+      return list_all(p, (helper - 1) * kPrepareThreads + tid, (kPrepareHelpers - 1) * kPrepareThreads, p.even_parts,
                       [](int rank) { return rank; });
     if (p.list == kPlannedList) choose_cut<kPrepareThreads>(p, helper - 1, *reinterpret_cast<CutSmem*>(dynamic_smem));
     return;

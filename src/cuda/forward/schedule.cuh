@@ -11,19 +11,6 @@ namespace gatedelta::cuda {
 constexpr int kScheduleThreads = 256;  // more would be in each other's way
 constexpr int kScheduleBlocks = 64;
 
-// Entries by when they come in the list, of a pair or of many: what others wait for, what waits for nothing, joins; and
-// boundaries, behind each of which a head waits. Sixteen bits each, so that one number adds them up.
-struct EntryCounts {
-  unsigned long long all;
-  enum Class { kFirst, kFree, kJoins, kBoundaries };
-  GD_DEVICE void add(Class c, int n) { all += static_cast<unsigned long long>(n) << (16 * c); }
-  GD_DEVICE int operator[](Class c) const { return static_cast<int>(all >> (16 * c) & 0xffff); }
-  GD_DEVICE int entries(int per_head) const {
-    return (*this)[kFirst] + (*this)[kFree] + (*this)[kJoins] + per_head * (*this)[kBoundaries];
-  }
-};
-static_assert(kMaxPlannedEntries < 1 << 16);
-
 struct ScheduleSmem {
   WorkItem items[kMaxPlannedSequences];  // by rank: of the whole sequence and its first head
   int chunks[kMaxPlannedSequences], first_chunk[kMaxPlannedSequences];  // their number, and the first one's slot
@@ -54,13 +41,15 @@ GD_DEVICE WorkItem whole_item(const ForwardParams& p, int n, int head) {
 
 // The list of work where nothing is cut, or a part of it: each of `stride` threads calls this.
 template <class SequenceAt>
-GD_DEVICE void list_all(const ForwardParams& p, int thread, int stride, const SequenceAt& sequence_at) {
-  const int pairs = p.sequences.count * p.value_heads;
-  for (int i = thread; i < pairs; i += stride) {
-    const int rank = i / p.value_heads;
-    p.work[i] = whole_item(p, sequence_at(rank), i - rank * p.value_heads);
+GD_DEVICE void list_all(const ForwardParams& p, int thread, int stride, int parts, const SequenceAt& sequence_at) {
+  const int entries = p.sequences.count * p.value_heads * parts;
+  for (int i = thread; i < entries; i += stride) {
+    const int pair = parts == 2 ? i / 2 : i, rank = pair / p.value_heads;
+    WorkItem item = whole_item(p, sequence_at(rank), pair - rank * p.value_heads);
+    if (parts == 2) item.half = i % 2;
+    p.work[i] = item;
   }
-  if (thread == 0) *p.schedule = {pairs, 0, p.main_blocks()};
+  if (thread == 0) *p.schedule = {entries, 0, p.main_blocks()};
 }
 
 // ---- during prepare ------------------------------------------------------------------------------------------------
@@ -98,7 +87,7 @@ struct CutSmem {
   int chunks[kMaxPlannedSequences];
   LengthClass classes[kMaxClasses + 1];
   int class_count;
-  bool is_even;
+  int parts;  // of a head, if nothing is cut
   ClassPieces memory[kCuts / kCutParts][kMaxClasses];
   unsigned long long best;
 };
@@ -112,13 +101,13 @@ GD_DEVICE void choose_cut(const ForwardParams& p, int helper, CutSmem& s) {
   __syncthreads();
   if (tid == 0) {
     s.class_count = length_classes(s.chunks, count, p.value_heads, share, s.classes);
-    s.is_even = !p.forced.fading && keeps_busy(s.classes, s.class_count, p.limits.blocks);
+    s.parts = p.forced.fading ? 0 : busy_parts(s.classes, s.class_count, p.limits.blocks);
     s.best = ~0ull;
   }
   __syncthreads();
   PricedCut& best = p.cuts[helper];
-  if (s.is_even) {
-    list_all(p, helper * kThreads + tid, kShares * kCutParts * kThreads, [](int rank) { return rank; });
+  if (s.parts > 0) {
+    list_all(p, helper * kThreads + tid, kShares * kCutParts * kThreads, s.parts, [](int rank) { return rank; });
     if (tid == 0) best.number = kIsListed;
     return;
   }
@@ -157,20 +146,17 @@ GD_DEVICE unsigned long long sum_before(unsigned long long mine, unsigned long l
   return others + sum - mine;
 }
 
+// Makes one list of a call, all threads of a block together.
+template <Pass kPass>
 struct Scheduler {
   const ForwardParams& p;
   ScheduleSmem& s;
+  Schedule* schedule;
+  WorkItem* work;
 
   GD_DEVICE int pairs() const { return p.sequences.count * p.value_heads; }
   GD_DEVICE const ChunkDecay* decays_of(int rank, int head) const {
     return p.decays + head * p.sequences.slots() + s.first_chunk[rank];
-  }
-  // Of an item of a whole sequence, the chunks from `start` to `end`.
-  GD_DEVICE void cut_item(WorkItem& item, int start, int end, int chunks) const {
-    item.token += start * kChunkTokens;
-    item.rows = (end == chunks ? item.rows : end * kChunkTokens) - start * kChunkTokens;
-    item.prepared += start * p.value_heads;
-    if (end != chunks) item.to = kToNowhere;
   }
 
   GD_DEVICE void plan() const {
@@ -196,16 +182,15 @@ struct Scheduler {
       const PricedCut other = p.cuts[share * kCutParts + part];
       if (other.price < best.price || (other.price == best.price && other.number < best.number)) best = other;
     }
-    return cut_number(best.number);
+    return cut_number(best.number, length_scale(s.chunks[0]));
   }
 
   // How many of the heads last, about: by the chunk in the middle of the sequence.
-  static constexpr int kUsualWindow = 12;
   GD_DEVICE int lasting_share() const {
     for (int pair = threadIdx.x; pair < pairs(); pair += kScheduleThreads) {
       const int rank = quotient(pair, p.value_heads);
       if (s.chunks[rank] == 0 ||
-          decays_of(rank, pair - rank * p.value_heads)[s.chunks[rank] / 2].fade <= kForgottenLog / kUsualWindow)
+          decays_of(rank, pair - rank * p.value_heads)[s.chunks[rank] / 2].fade <= usual_fade<kPass>())
         continue;
       s.lasts[pair] = 1;
       atomicAdd(&s.lasting, 1);
@@ -236,7 +221,9 @@ struct Scheduler {
       const int within = i - s.first_window[rank], head = quotient(within, segments - 1);
       const int boundary = fading_begin(chunks, segments, within - head * (segments - 1) + 1);
       const ChunkDecay* decays = decays_of(rank, head);
-      const int window = window_before(boundary, window_limit(cut.fading), [&](int chunk) { return decays[chunk]; });
+      const int window = window_before<kPass>(boundary, window_limit<kPass>(cut.fading), [&](int chunk) {
+        return decays[kPass == Pass::kBackward ? chunks - 1 - chunk : chunk];
+      });
       s.windows[i] = static_cast<uint8_t>(window == kNoWindow ? 0 : window);
       if (window == kNoWindow) s.lasts[rank * p.value_heads + head] = 1;
     }
@@ -244,18 +231,7 @@ struct Scheduler {
   }
 
   GD_DEVICE EntryCounts count_pair(int pair, const Cut& cut) const {
-    const int per_head = cut.halves ? 2 : 1, chunks = s.chunks[quotient(pair, p.value_heads)];
-    const bool lasts = s.lasts[pair] != 0;
-    const int segments = segments_of(chunks, lasts ? cut.lasting : cut.fading);
-    EntryCounts counts{0};
-    if (lasts && segments > 2) {
-      counts.add(EntryCounts::kFirst, per_head + 2 * (segments - 2));
-      counts.add(EntryCounts::kJoins, 2);
-      counts.add(EntryCounts::kBoundaries, segments - 1);
-    } else if (chunks > 0) {
-      counts.add(EntryCounts::kFree, per_head * segments);
-    }
-    return counts;
+    return entries_of<kPass>(cut, s.chunks[quotient(pair, p.value_heads)], s.lasts[pair] != 0);
   }
 
   GD_DEVICE void write(Cut cut) const {
@@ -270,115 +246,31 @@ struct Scheduler {
         s.before[pair] = before;
         before.all += count_pair(pair, cut).all;
       }
-      if (total[EntryCounts::kBoundaries] <= p.limits.boundaries) break;
-      cut.lasting = 0;  // more heads last than the choice of the cut knew of, and there is no room for that
+      if (fits(cut, total, p.limits)) break;
       __syncthreads();
     }
     // Pieces may wait for others: a block that is not on the card yet must not have one of those.
     const bool is_cut = cut.fading || cut.lasting;
-    if (tid == 0) *p.schedule = {total.entries(cut.halves ? 2 : 1), 0, is_cut ? 0 : p.main_blocks()};
+    if (tid == 0) *schedule = {total.entries(cut.halves ? 2 : 1), 0, is_cut ? 0 : p.main_blocks()};
     __syncthreads();
+    const ListPlan list{cut, total, p.limits.blocks, s.chunks[0], p.value_heads, p.initial.data && p.final.data};
     int log_lanes = 5;  // threads a pair gets
     while (log_lanes > 0 && pairs() << log_lanes > kScheduleThreads) --log_lanes;
 #pragma unroll 1
     for (int i = tid; i < pairs() << log_lanes; i += kScheduleThreads)
-      write_pair(i >> log_lanes, i & ((1 << log_lanes) - 1), 1 << log_lanes, cut, total);
+      write_pair(list, i >> log_lanes, i & ((1 << log_lanes) - 1), 1 << log_lanes);
   }
 
-  GD_DEVICE void write_pair(int pair, int lane, int lanes, const Cut& cut, const EntryCounts& total) const {
-    const int rank = quotient(pair, p.value_heads), head = pair - rank * p.value_heads;
-    const int chunks = s.chunks[rank], per_head = cut.halves ? 2 : 1;
-    if (chunks == 0) return;
-    const auto item_of = [&](int half) {
-      WorkItem item = s.items[rank];
-      item.head = head;
-      item.key_head = quotient(head, p.group);
-      item.half = half;
-      item.prepared += head;
-      return item;
-    };
-    const bool lasts = s.lasts[pair] != 0;
-    const int segments = segments_of(chunks, lasts ? cut.lasting : cut.fading);
-    const EntryCounts before = s.before[pair];
-    const int boundary = before[EntryCounts::kBoundaries];
-    const int firsts = total[EntryCounts::kFirst], frees = total[EntryCounts::kFree],
-              joins = total[EntryCounts::kJoins];
-    // Joins come when the first of what they wait for may have ended; until then there is other work. Where that is
-    // long, it comes before all.
-    const bool longest_first = is_longer_than_chain(cut, s.chunks[0]);
-    const int frees_first = longest_first ? frees : min(frees, max(0, p.limits.blocks - firsts));
-    const int first_at = longest_first ? frees : 0;
-    const auto put_free = [&](int i, const WorkItem& item) {
-      const int at = before[EntryCounts::kFree] + i;
-      p.work[longest_first ? at : firsts + at + (at < frees_first ? 0 : joins)] = item;
-    };
-    if (lasts && segments > 2) {
-      const int first = first_at + before[EntryCounts::kFirst], waiting = firsts + frees + joins + per_head * boundary;
-      for (int i = lane; i < per_head * segments; i += lanes) {
-        const int segment = i >> (per_head - 1);
-        WorkItem item = item_of(cut.halves ? i % 2 : kWhole);
-        cut_item(item, lasting_begin(chunks, segments, segment), lasting_begin(chunks, segments, segment + 1), chunks);
-        if (segment == 0) {
-          item.to = boundary;
-          p.work[first + i] = item;
-        } else {
-          item.from = boundary + segment - 1;
-          p.work[waiting + i - per_head] = item;
-        }
-      }
-      for (int i = lane; i < 2 * (segments - 2); i += lanes) {
-        const int segment = 1 + i / 2, begin = lasting_begin(chunks, segments, segment);
-        WorkItem item = item_of(i % 2);
-        item.kind = kFactors;
-        cut_item(item, begin, lasting_begin(chunks, segments, segment + 1), chunks);
-        item.silent = item.rows;
-        item.from = kFromZero;
-        item.to = boundary + segment;
-        p.work[first + per_head + i] = item;
-      }
-      for (int i = lane; i < 2; i += lanes) {
-        WorkItem item = item_of(kNoValues);
-        item.kind = kJoin;
-        item.key_head = i;
-        item.rows = item.silent = kJoinImages * kChunkTokens * (segments - 2);
-        item.from = boundary;
-        item.to = boundary + 1;
-        item.prepared = (boundary + 1) * kBoundaryImages;
-        p.work[firsts + frees_first + before[EntryCounts::kJoins] + i] = item;
-      }
-      return;
-    }
-    const uint8_t* windows = s.windows + s.first_window[rank] + head * (segments_of(chunks, cut.fading) - 1) - 1;
-    const auto begin_of = [&](int i) {
-      return lasts ? lasting_begin(chunks, segments, i) : fading_begin(chunks, segments, i);
-    };
-    for (int i = lane; i < per_head * segments; i += lanes) {
-      const int segment = i >> (per_head - 1), begin = begin_of(segment);
-      const int window = segment == 0 ? 0 : lasts ? begin : windows[segment];
-      WorkItem item = item_of(cut.halves ? i % 2 : kWhole);
-      cut_item(item, begin - window, begin_of(segment + 1), chunks);
-      item.silent = window * kChunkTokens;
-      if (window < begin) item.from = kFromZero;
-      item.pair = pair;
-      // A final state may come in the initial one's place.
-      if (segment == segments - 1 && segment > 0 && p.initial.data && p.final.data) {
-        item.readers = 2;
-        for (int other = 1; other < segment; ++other) item.readers += windows[other] == begin_of(other) ? 2 : 0;
-      }
-      put_free(i, item);
-    }
+  GD_DEVICE void write_pair(const ListPlan& list, int pair, int lane, int lanes) const {
+    const int rank = quotient(pair, p.value_heads), head = pair - rank * p.value_heads, chunks = s.chunks[rank];
+    WorkItem whole = s.items[rank];
+    whole.head = head;
+    whole.key_head = quotient(head, p.group);
+    whole.prepared += head;
+    list_pair<kPass>(list, whole, pair, chunks, s.lasts[pair] != 0, s.before[pair],
+                     s.windows + s.first_window[rank] + head * (segments_of(chunks, list.cut.fading) - 1), lane, lanes,
+                     [&](int i, const WorkItem& item) { work[i] = item; });
   }
 };
-
-__global__ void __launch_bounds__(kScheduleThreads, 1) schedule_kernel(const __grid_constant__ ForwardParams p) {
-  __shared__ ScheduleSmem smem;
-  allow_next_kernel();
-  wait_for_previous_kernel();
-  if (p.list == kSortedList)
-    return list_all(p, static_cast<int>(blockIdx.x) * kScheduleThreads + static_cast<int>(threadIdx.x),
-                    static_cast<int>(gridDim.x) * kScheduleThreads, [&](int rank) { return p.order[rank]; });
-  if (p.cuts[0].number == kIsListed) return;
-  Scheduler{p, smem}.plan();
-}
 
 }  // namespace gatedelta::cuda

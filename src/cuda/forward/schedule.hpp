@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "cuda/tiles.hpp"
+#include "cuda/forward/layout.hpp"
 
 namespace gatedelta::cuda {
 
@@ -40,6 +40,11 @@ GD_HOST_DEVICE inline int rounds_of(int items, int blocks) { return quotient(ite
 
 // ---- pieces of work ------------------------------------------------------------------------------------------------
 
+// What the chain of chunks is for: outputs; the states before every chunk; or the gradients of states, from a
+// sequence's last chunk to its first. Of those, `mirrored` chunk r is the one that has r after it, and everything here
+// is said of mirrored chunks.
+enum class Pass { kForward, kStates, kBackward };
+
 enum WorkKind {
   kOutputs,  // chunks of a sequence, perhaps after some that only move the state
   kFactors,  // S_loc and M of a segment, S_out = M S_in + S_loc, for half of the columns of each
@@ -60,6 +65,71 @@ struct alignas(64) WorkItem {
   int pair;     // of sequence and head: which counter of readers
   int readers;  // warpgroups that have to have read the initial state before the final one may be in its place
 };
+
+// A chunk of one value head, or of half of one; or a step of a join. Chunks are walked through forwards or, for
+// gradients, backwards: then the ragged one comes first.
+template <bool kReverse>
+struct ChunkAt {
+  int batch, token, rows;  // rows the item has from here on; 0 or less = past the last chunk
+  int silent;              // chunks without outputs from here on, in tokens; 0 or less = none
+  int head, half;          // half: see schedule.hpp
+  GD_HOST_DEVICE int own_rows() const {
+    return kReverse ? (rows - 1) % kChunkTokens + 1 : rows < kChunkTokens ? rows : kChunkTokens;
+  }
+  GD_HOST_DEVICE bool is_whole() const { return kReverse ? rows % kChunkTokens == 0 : rows >= kChunkTokens; }
+  GD_HOST_DEVICE bool is_silent() const { return silent > 0; }
+  GD_HOST_DEVICE ChunkAt moved(int tokens) const {
+    return {batch, token + tokens, rows - tokens, silent - tokens, head, half};
+  }
+  GD_HOST_DEVICE ChunkAt next() const {
+    if constexpr (kReverse) return {batch, token - kChunkTokens, rows - own_rows(), silent - kChunkTokens, head, half};
+    return moved(kChunkTokens);
+  }
+  // The one before this, if that was whole.
+  GD_HOST_DEVICE ChunkAt before() const {
+    if constexpr (kReverse)
+      return {batch, token + kChunkTokens, rows + kChunkTokens, silent + kChunkTokens, head, half};
+    return moved(-kChunkTokens);
+  }
+  GD_HOST_DEVICE static ChunkAt first_of(const WorkItem& w) {
+    return {w.batch, w.token, w.rows, w.silent, w.head, w.half};
+  }
+  // The item's chunk from which on there are so many rows, if the ragged one came last.
+  GD_HOST_DEVICE static ChunkAt of(const WorkItem& w, int rows) {
+    if (!kReverse) return first_of(w).moved(w.rows - rows);
+    ChunkAt at = first_of(w);
+    const int passed = w.rows - rows;  // whole chunks
+    at.token -= passed;
+    if (passed > 0) at.rows = (w.rows + kChunkTokens - 1) / kChunkTokens * kChunkTokens - passed;
+    return at;
+  }
+};
+
+// All chunks of a sequence, from the last to the first.
+GD_HOST_DEVICE inline WorkItem mirrored(const WorkItem& whole, int value_heads) {
+  WorkItem item = whole;
+  const int before = quotient(item.rows + kChunkTokens - 1, kChunkTokens) - 1;
+  item.token += before > 0 ? before * kChunkTokens : 0;
+  item.prepared += before > 0 ? before * value_heads : 0;
+  return item;
+}
+
+// Of an item of a whole sequence, the chunks from `start` to `end`.
+template <Pass kPass>
+GD_HOST_DEVICE void cut_item(WorkItem& item, int start, int end, int chunks, int value_heads) {
+  if (end != chunks) item.to = kToNowhere;
+  const int rows = item.rows;
+  if constexpr (kPass == Pass::kBackward) {
+    item = mirrored(item, value_heads);
+    item.token -= start * kChunkTokens;
+    item.prepared -= start * value_heads;
+    item.rows = (start == 0 ? rows : (chunks - start) * kChunkTokens) - (chunks - end) * kChunkTokens;
+  } else {
+    item.token += start * kChunkTokens;
+    item.prepared += start * value_heads;
+    item.rows = (end == chunks ? rows : end * kChunkTokens) - start * kChunkTokens;
+  }
+}
 
 struct Schedule {
   int count;  // of entries
@@ -96,10 +166,15 @@ struct ChunkDecay {
 // all there are if they reach the beginning; negative if that takes more than `limit`. What is left out is below 2^-24
 // of the older state *and* of what was written since, for if little was written the little counts.
 constexpr float kForgotten = 5.9604645e-8f, kForgottenLog = -24.0f;  // 2^-24
+// A gradient of a state has no such weight: what is added to it depends on d_o, which may be 0 for as long as it likes.
+// All that is known is what is left of the older one. Below 2^-48 of it nothing counts beside what it has led to
+// before, nor beside what came since unless that is 2^-24 of it or less.
+constexpr float kForgottenGradientLog = -48.0f;
 constexpr int kNoWindow = -1;
 constexpr int kDecaysAtOnce = 8;  // loads under way, so that none is waited for alone
-template <class Decays>
+template <Pass kPass = Pass::kForward, class Decays>
 GD_HOST_DEVICE int window_before(int boundary, int limit, const Decays& decays) {
+  constexpr float kEnough = kPass == Pass::kBackward ? kForgottenGradientLog : kForgottenLog;
   float fade = 0, left = 1, written = 0;
   bool weighs = true;
   for (int done = 0; done < limit; done += kDecaysAtOnce) {
@@ -110,16 +185,26 @@ GD_HOST_DEVICE int window_before(int boundary, int limit, const Decays& decays) 
     }
     for (int i = 0; i < kDecaysAtOnce; ++i) {
       const int n = done + i + 1;
-      if (n == boundary || n > limit) return n == boundary ? n : kNoWindow;
-      weighs = weighs && chunks[i].written >= 0;
-      written += weighs ? chunks[i].written * left : 0.0f;
-      fade += chunks[i].fade;
-      left = power_of_2(fade);
-      if (left < kForgotten * (written < 1 ? written : 1.0f)) return n;
+      if (n == boundary || n > limit) {
+        // There silent chunks take as long as others, and all of them are only worth it if they are few, or if the
+        // boundaries after this one will have windows.
+        const bool is_worth = kPass != Pass::kBackward || 2 * n <= limit ||
+                              fade * static_cast<float>(limit) <= kEnough * static_cast<float>(n - 1);
+        return n == boundary && is_worth ? n : kNoWindow;
+      }
+      if constexpr (kPass == Pass::kBackward) {
+        fade += chunks[i].fade;
+        if (fade < kEnough) return n;
+      } else {
+        weighs = weighs && chunks[i].written >= 0;
+        written += weighs ? chunks[i].written * left : 0.0f;
+        fade += chunks[i].fade;
+        left = power_of_2(fade);
+        if (left < kForgotten * (written < 1 ? written : 1.0f)) return n;
+      }
     }
     // At this pace it would take much too long; nothing is lost by not looking further.
-    if (boundary > limit &&
-        fade * static_cast<float>(2 * limit) > kForgottenLog * static_cast<float>(done + kDecaysAtOnce))
+    if (boundary > limit && fade * static_cast<float>(2 * limit) > kEnough * static_cast<float>(done + kDecaysAtOnce))
       return kNoWindow;
   }
   return kNoWindow;
@@ -156,8 +241,17 @@ GD_HOST_DEVICE inline int fading_begin(int chunks, int segments, int i) {
   return each * i + (i < more ? i : more);
 }
 // Heads that last: the first of the joined segments is shorter. It hands its state on when it has ended, with outputs,
-// about when the others have their factors, without. Of two, the second runs through the first.
-GD_HOST_DEVICE inline int lasting_begin(int chunks, int segments, int i) {
+// about when the others have their factors, without. Of two, the second runs through the first. In a backward silent
+// chunks take as long as others do: segments are equal, and of two the second would gain nothing.
+constexpr int kWorthJoining = 48;  // chunks of a sequence: fewer take less time than factors and joins
+template <Pass kPass = Pass::kForward>
+GD_HOST_DEVICE int lasting_segments(int chunks, int length) {
+  const int segments = segments_of(chunks, length);
+  return kPass == Pass::kForward || segments != 2 ? segments : chunks < kWorthJoining ? 1 : 3;
+}
+template <Pass kPass = Pass::kForward>
+GD_HOST_DEVICE int lasting_begin(int chunks, int segments, int i) {
+  if constexpr (kPass != Pass::kForward) return fading_begin(chunks, segments, i);
   if (i == 0) return 0;
   if (i == segments) return chunks;
   const float first = segments == 2
@@ -167,8 +261,19 @@ GD_HOST_DEVICE inline int lasting_begin(int chunks, int segments, int i) {
   return begin + fading_begin(chunks - begin, segments - 1, i - 1);
 }
 
-// A window that would take longer than what it saves is none.
-GD_HOST_DEVICE inline int window_limit(int length) { return length < 8 ? 12 : length > 20 ? 30 : length * 3 / 2; }
+// A window that would take longer than what it saves is none. Gradients need four times as much to be forgotten; twice
+// the limit lets gates as models have them have windows also where segments are short.
+template <Pass kPass = Pass::kForward>
+GD_HOST_DEVICE int window_limit(int length) {
+  const int limit = length < 8 ? 12 : length > 20 ? 30 : length * 3 / 2;
+  return kPass == Pass::kBackward ? 2 * limit : limit;
+}
+// What a chunk leaves of an older state, if the head fades; about.
+template <Pass kPass>
+GD_HOST_DEVICE float usual_fade() {
+  return (kPass == Pass::kBackward ? kForgottenGradientLog : kForgottenLog) /
+         static_cast<float>(window_limit<kPass>(0));
+}
 
 // Whether a piece of a head that fades takes longer than all that is done for the last segment of one that lasts.
 GD_HOST_DEVICE inline bool is_longer_than_chain(const Cut& cut, int chunks) {
@@ -390,14 +495,22 @@ struct PricedCut {
 };
 constexpr int kIsListed = -1;
 GD_HOST_DEVICE inline int length_number(int i) { return i == 0 ? 0 : (i % 2 ? 256 : 192) >> ((i - 1) / 2); }
-GD_HOST_DEVICE inline Cut cut_number(int i) {
-  return {length_number(i / 2 % kFadingCount), length_number(i / 2 / kFadingCount), i % 2 != 0};
+// Sequences of more than 512 chunks are cut into longer segments.
+GD_HOST_DEVICE inline int length_scale(int longest) {
+  int scale = 1;
+  while (longest > 512 * scale) scale *= 2;
+  return scale;
+}
+GD_HOST_DEVICE inline Cut cut_number(int i, int scale) {
+  return {scale * length_number(i / 2 % kFadingCount), scale * length_number(i / 2 / kFadingCount), i % 2 != 0};
 }
 // The estimate is not that good: a cut has to be better by more than this.
 constexpr float kWorthCutting = 1.03f;
 GD_HOST_DEVICE inline float price_of(int number, const LengthClass* classes, int count, const Limits& limits,
                                      ClassPieces* memory) {
-  const float time = time_of(cut_number(number), classes, count, limits, memory);
+  int longest = 0;
+  for (int i = 0; i < count; ++i) longest = classes[i].chunks > longest ? classes[i].chunks : longest;
+  const float time = time_of(cut_number(number, length_scale(longest)), classes, count, limits, memory);
   return number == 0 ? time : time * kWorthCutting;
 }
 
@@ -412,13 +525,152 @@ inline PricedCut fastest_cut(const LengthClass* classes, int count, const Limits
   return best;
 }
 
-// Whether so many heads, all of one length, keep the card busy as they are, so that cutting them gains nothing.
+// Whether sequences, all of one length, keep the card busy as they are, so that cutting them gains nothing: 1 with
+// whole heads, 2 with halves of heads that all run at once, 0 if not.
 constexpr float kBusy = 0.9f;
-GD_HOST_DEVICE inline bool are_busy(int heads, int blocks) {
-  return static_cast<float>(heads) >= kBusy * static_cast<float>(rounds_of(heads, blocks) * blocks);
+GD_HOST_DEVICE inline bool are_busy(int items, int blocks) {
+  return static_cast<float>(items) >= kBusy * static_cast<float>(rounds_of(items, blocks) * blocks);
 }
-GD_HOST_DEVICE inline bool keeps_busy(const LengthClass* classes, int count, int blocks) {
-  return count == 1 ? are_busy(classes[0].fading + classes[0].lasting, blocks) : count == 0;
+GD_HOST_DEVICE inline int busy_parts(int heads, int blocks) {
+  return are_busy(heads, blocks) ? 1 : 2 * heads <= blocks && are_busy(2 * heads, blocks) ? 2 : 0;
+}
+GD_HOST_DEVICE inline int busy_parts(const LengthClass* classes, int count, int blocks) {
+  if (count != 1) return count == 0;
+  return busy_parts(classes[0].fading + classes[0].lasting, blocks);
+}
+
+// ---- the list of work ----------------------------------------------------------------------------------------------
+
+// Entries by when they come in the list, of a pair of sequence and head or of many: what others wait for, what waits
+// for nothing, joins; and boundaries, behind each of which a head waits. Sixteen bits each, so that one number adds
+// them up.
+struct EntryCounts {
+  unsigned long long all;
+  enum Class { kFirst, kFree, kJoins, kBoundaries };
+  GD_HOST_DEVICE void add(Class c, int n) { all += static_cast<unsigned long long>(n) << (16 * c); }
+  GD_HOST_DEVICE int operator[](Class c) const { return static_cast<int>(all >> (16 * c) & 0xffff); }
+  GD_HOST_DEVICE int entries(int per_head) const {
+    return (*this)[kFirst] + (*this)[kFree] + (*this)[kJoins] + per_head * (*this)[kBoundaries];
+  }
+};
+static_assert(kMaxPlannedEntries < 1 << 16);
+
+template <Pass kPass>
+GD_HOST_DEVICE EntryCounts entries_of(const Cut& cut, int chunks, bool lasts) {
+  const int per_head = cut.halves ? 2 : 1;
+  const int segments = lasts ? lasting_segments<kPass>(chunks, cut.lasting) : segments_of(chunks, cut.fading);
+  EntryCounts counts{0};
+  if (lasts && segments > 2) {
+    counts.add(EntryCounts::kFirst, per_head + 2 * (segments - 2));
+    counts.add(EntryCounts::kJoins, 2);
+    counts.add(EntryCounts::kBoundaries, segments - 1);
+  } else if (chunks > 0) {
+    counts.add(EntryCounts::kFree, per_head * segments);
+  }
+  return counts;
+}
+
+// Whether there is room for a list; if not, less is cut: more heads last than the choice of the cut knew of, or lengths
+// that share a class are too different. Not cut at all, it always fits.
+GD_HOST_DEVICE inline bool fits(Cut& cut, const EntryCounts& total, const Limits& limits) {
+  if (total[EntryCounts::kBoundaries] <= limits.boundaries && total.entries(cut.halves ? 2 : 1) <= limits.entries)
+    return true;
+  if (!cut.fading && !cut.lasting) return true;
+  if (!cut.lasting) cut.fading = 0;
+  cut.lasting = 0;
+  return false;
+}
+
+// What is the same for all pairs.
+struct ListPlan {
+  Cut cut;
+  EntryCounts total;
+  int blocks, longest;  // chunks of the longest sequence
+  int value_heads;
+  bool in_place;  // a final state may come in the initial one's place
+};
+
+// The entries of a pair, of which a thread puts every `lanes`th of each kind: put(number in the list, item). `whole` is
+// the item of all of its chunks, in the forward's order; `before` are entries of the pairs before it; windows[i] is
+// that of boundary i + 1, if the head fades.
+template <Pass kPass, class Put>
+GD_HOST_DEVICE void list_pair(const ListPlan& plan, const WorkItem& whole, int pair, int chunks, bool lasts,
+                              const EntryCounts& before, const uint8_t* windows, int lane, int lanes, const Put& put) {
+  if (chunks == 0) return;
+  const Cut& cut = plan.cut;
+  const int per_head = cut.halves ? 2 : 1;
+  const int segments = lasts ? lasting_segments<kPass>(chunks, cut.lasting) : segments_of(chunks, cut.fading);
+  const int boundary = before[EntryCounts::kBoundaries];
+  const int firsts = plan.total[EntryCounts::kFirst], frees = plan.total[EntryCounts::kFree],
+            joins = plan.total[EntryCounts::kJoins];
+  // Joins come when the first of what they wait for may have ended; until then there is other work. Where that is
+  // long, it comes before all.
+  const bool longest_first = is_longer_than_chain(cut, plan.longest);
+  const int idle = plan.blocks > firsts ? plan.blocks - firsts : 0;
+  const int frees_first = longest_first || frees < idle ? frees : idle;
+  const int first_at = longest_first ? frees : 0;
+  const auto put_free = [&](int i, const WorkItem& item) {
+    const int at = before[EntryCounts::kFree] + i;
+    put(longest_first ? at : firsts + at + (at < frees_first ? 0 : joins), item);
+  };
+  const auto item_of = [&](int half) {
+    WorkItem item = whole;
+    item.half = half;
+    return item;
+  };
+  const auto begin_of = [&](int i) {
+    return lasts ? lasting_begin<kPass>(chunks, segments, i) : fading_begin(chunks, segments, i);
+  };
+  if (lasts && segments > 2) {
+    const int first = first_at + before[EntryCounts::kFirst], waiting = firsts + frees + joins + per_head * boundary;
+    for (int i = lane; i < per_head * segments; i += lanes) {
+      const int segment = i >> (per_head - 1);
+      WorkItem item = item_of(cut.halves ? i % 2 : kWhole);
+      cut_item<kPass>(item, begin_of(segment), begin_of(segment + 1), chunks, plan.value_heads);
+      if (segment == 0) {
+        item.to = boundary;
+        put(first + i, item);
+      } else {
+        item.from = boundary + segment - 1;
+        put(waiting + i - per_head, item);
+      }
+    }
+    for (int i = lane; i < 2 * (segments - 2); i += lanes) {
+      const int segment = 1 + i / 2;
+      WorkItem item = item_of(i % 2);
+      item.kind = kFactors;
+      cut_item<kPass>(item, begin_of(segment), begin_of(segment + 1), chunks, plan.value_heads);
+      item.silent = item.rows;
+      item.from = kFromZero;
+      item.to = boundary + segment;
+      put(first + per_head + i, item);
+    }
+    for (int i = lane; i < 2; i += lanes) {
+      WorkItem item = item_of(kNoValues);
+      item.kind = kJoin;
+      item.key_head = i;
+      item.rows = item.silent = kJoinImages * kChunkTokens * (segments - 2);
+      item.from = boundary;
+      item.to = boundary + 1;
+      item.prepared = (boundary + 1) * kBoundaryImages;
+      put(firsts + frees_first + before[EntryCounts::kJoins] + i, item);
+    }
+    return;
+  }
+  for (int i = lane; i < per_head * segments; i += lanes) {
+    const int segment = i >> (per_head - 1), begin = begin_of(segment);
+    const int window = segment == 0 ? 0 : lasts ? begin : windows[segment - 1];
+    WorkItem item = item_of(cut.halves ? i % 2 : kWhole);
+    cut_item<kPass>(item, begin - window, begin_of(segment + 1), chunks, plan.value_heads);
+    item.silent = window * kChunkTokens;
+    if (window < begin) item.from = kFromZero;
+    item.pair = pair;
+    if (segment == segments - 1 && segment > 0 && plan.in_place) {
+      item.readers = 2;
+      for (int other = 1; other < segment; ++other) item.readers += windows[other - 1] == begin_of(other) ? 2 : 0;
+    }
+    put_free(i, item);
+  }
 }
 
 }  // namespace gatedelta::cuda

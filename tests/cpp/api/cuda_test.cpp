@@ -4,6 +4,8 @@
 
 #include <initializer_list>
 #include <string>
+#include <type_traits>
+#include <vector>
 
 #include "gatedelta/gatedelta.hpp"
 
@@ -11,151 +13,272 @@ namespace gatedelta::test {
 
 constexpr int64_t kB = 2, kT = 300, kHk = 2, kHv = 4, kD = 128;
 
-struct CudaForward : gd_forward_args {
+inline gd_status call(const gd_forward_args& args) { return gd_forward(&args); }
+inline gd_status call(const gd_backward_args& args) { return gd_backward(&args); }
+inline gd_status query(const gd_forward_args& args, size_t* bytes) { return gd_forward_workspace(&args, bytes); }
+inline gd_status query(const gd_backward_args& args, size_t* bytes) { return gd_backward_workspace(&args, bytes); }
+
+testing::AssertionResult said(gd_status status, gd_status expected, const std::string& text) {
+  if (status == expected && std::string(gd_last_error()).find(text) != std::string::npos)
+    return testing::AssertionSuccess();
+  return testing::AssertionFailure() << gd_status_name(status) << ": " << gd_last_error();
+}
+
+struct NamedTensor {
+  const char* name;
+  gd_tensor* tensor;
+};
+
+// What the operations have in common.
+template <class Args>
+struct CudaCall : Args {
+  using Args::exec;
+  using Args::in;
+
   uintptr_t next_address = 0;
 
-  CudaForward() : gd_forward_args{} {
-    struct_size = sizeof(gd_forward_args);
+  CudaCall() : Args{} {
+    this->struct_size = sizeof(Args);
     exec.device = GD_CUDA;
-    in.q = made_up(GD_BF16, {kB, kT, kHk, kD});
-    in.k = made_up(GD_BF16, {kB, kT, kHk, kD});
-    in.v = made_up(GD_BF16, {kB, kT, kHv, kD});
-    in.g = made_up(GD_F32, {kB, kT, kHv});
-    in.beta = made_up(GD_F32, {kB, kT, kHv});
-    o = made_up(GD_BF16, {kB, kT, kHv, kD});
     exec.workspace = place();
     exec.workspace_bytes = size_t{1} << 30;
   }
+  CudaCall(const CudaCall&) = delete;
 
   void* place() { return reinterpret_cast<void*>(next_address += uintptr_t{1} << 46); }
   gd_tensor made_up(gd_dtype dtype, std::initializer_list<int64_t> shape) { return tensor(place(), dtype, shape); }
-  void set_type(gd_dtype dtype) {
-    for (gd_tensor* t : {&in.q, &in.k, &in.v, &o}) t->dtype = dtype;
-  }
-  void set_tokens(int64_t batch, int64_t tokens) {
-    for (gd_tensor* t : {&in.q, &in.k, &in.v, &in.g, &in.beta, &o}) {
-      t->shape[0] = batch;
-      t->shape[1] = tokens;
-      t->stride[0] = t->stride[1] * tokens;
-    }
-  }
-  void set_heads(int64_t key_heads, int64_t value_heads) {
+  void set_inputs(int64_t key_heads, int64_t value_heads) {
     in.q = made_up(GD_BF16, {kB, kT, key_heads, kD});
     in.k = made_up(GD_BF16, {kB, kT, key_heads, kD});
     in.v = made_up(GD_BF16, {kB, kT, value_heads, kD});
     in.g = made_up(GD_F32, {kB, kT, value_heads});
     in.beta = made_up(GD_F32, {kB, kT, value_heads});
-    o = made_up(GD_BF16, {kB, kT, value_heads, kD});
+  }
+  static void set_tokens_of(gd_tensor& t, int64_t batch, int64_t tokens) {
+    t.shape[0] = batch;
+    t.shape[1] = tokens;
+    t.stride[0] = t.stride[1] * tokens;
   }
 
-  static testing::AssertionResult said(gd_status status, gd_status expected, const std::string& text) {
-    if (status == expected && std::string(gd_last_error()).find(text) != std::string::npos)
-      return testing::AssertionSuccess();
-    return testing::AssertionFailure() << gd_status_name(status) << ": " << gd_last_error();
-  }
   // The call and the query refuse alike.
   testing::AssertionResult refuses(gd_status expected, const std::string& text) const {
     size_t bytes = 7;
-    if (const auto query = said(gd_forward_workspace(this, &bytes), expected, text); !query) return query;
+    if (const auto asked = said(query(*this, &bytes), expected, text); !asked) return asked;
     if (bytes != 7) return testing::AssertionFailure() << "the refused query has an answer";
-    return said(gd_forward(this), expected, text);
+    return said(call(*this), expected, text);
   }
   testing::AssertionResult unsupported(const std::string& text) const { return refuses(GD_UNSUPPORTED, text); }
   testing::AssertionResult invalid(const std::string& text) const { return refuses(GD_INVALID_ARGUMENT, text); }
 };
 
-class Cuda : public testing::Test {
- protected:
-  CudaForward c;
+struct CudaForward : CudaCall<gd_forward_args> {
+  CudaForward() { set_heads(kHk, kHv); }
+
+  std::vector<NamedTensor> rows() { return {{"q", &in.q}, {"k", &in.k}, {"v", &in.v}, {"o", &o}}; }
+  std::vector<gd_tensor*> scalars() { return {&in.g, &in.beta}; }
+  std::vector<NamedTensor> typed_as_q() { return {{"o", &o}}; }
+  gd_tensor& output() { return o; }
+  void set_heads(int64_t key_heads, int64_t value_heads) {
+    set_inputs(key_heads, value_heads);
+    o = made_up(GD_BF16, {kB, kT, value_heads, kD});
+  }
 };
 
-TEST_F(Cuda, RightArgumentsFailForWantOfADeviceOnly) {
+struct CudaBackward : CudaCall<gd_backward_args> {
+  CudaBackward() { set_heads(kHk, kHv); }
+
+  std::vector<NamedTensor> rows() {
+    return {{"q", &in.q}, {"k", &in.k}, {"v", &in.v}, {"d_o", &d_o}, {"dq", &dq}, {"dk", &dk}, {"dv", &dv}};
+  }
+  std::vector<gd_tensor*> scalars() { return {&in.g, &in.beta, &dg, &dbeta}; }
+  std::vector<NamedTensor> typed_as_q() { return {{"d_o", &d_o}, {"dq", &dq}, {"dk", &dk}, {"dv", &dv}}; }
+  gd_tensor& output() { return dv; }
+  void set_heads(int64_t key_heads, int64_t value_heads) {
+    set_inputs(key_heads, value_heads);
+    d_o = made_up(GD_BF16, {kB, kT, value_heads, kD});
+    dq = made_up(GD_BF16, {kB, kT, key_heads, kD});
+    dk = made_up(GD_BF16, {kB, kT, key_heads, kD});
+    dv = made_up(GD_BF16, {kB, kT, value_heads, kD});
+    dg = made_up(GD_F32, {kB, kT, value_heads});
+    dbeta = made_up(GD_F32, {kB, kT, value_heads});
+  }
+};
+
+// Rules of both operations.
+template <class Call>
+class CudaRules : public testing::Test {
+ protected:
+  Call c;
+
+  void set_type(gd_dtype dtype) {
+    for (const NamedTensor& each : c.rows()) each.tensor->dtype = dtype;
+  }
+  void set_tokens(int64_t batch, int64_t tokens) {
+    for (const NamedTensor& each : c.rows()) c.set_tokens_of(*each.tensor, batch, tokens);
+    for (gd_tensor* t : c.scalars()) c.set_tokens_of(*t, batch, tokens);
+  }
+};
+
+struct CudaCallNames {
+  template <class Call>
+  static std::string GetName(int) {
+    return std::is_same_v<Call, CudaForward> ? "Forward" : "Backward";
+  }
+};
+using CudaCalls = testing::Types<CudaForward, CudaBackward>;
+TYPED_TEST_SUITE(CudaRules, CudaCalls, CudaCallNames);
+
+// Rules of one of them.
+class Cuda : public CudaRules<CudaForward> {};
+class CudaGradients : public CudaRules<CudaBackward> {};
+
+TYPED_TEST(CudaRules, RightArgumentsFailForWantOfADeviceOnly) {
   if (info().cuda_devices > 0) GTEST_SKIP() << "there is a device: the call would run";
   const char* reason = info().cuda_compiled ? "no CUDA device can be used: " : "this build has no CUDA backend";
-  EXPECT_TRUE(CudaForward::said(gd_forward(&c), GD_UNSUPPORTED, reason));
-  c.set_type(GD_F16);
-  EXPECT_TRUE(CudaForward::said(gd_forward(&c), GD_UNSUPPORTED, reason));
+  EXPECT_TRUE(said(call(this->c), GD_UNSUPPORTED, reason));
+  this->set_type(GD_F16);
+  EXPECT_TRUE(said(call(this->c), GD_UNSUPPORTED, reason));
 }
 
-TEST_F(Cuda, QueryNeedsTheBuildButNoDevice) {
-  for (gd_tensor* t : {&c.in.q, &c.in.k, &c.in.v, &c.in.g, &c.in.beta, &c.o}) t->data = nullptr;
+TYPED_TEST(CudaRules, QueryNeedsTheBuildButNoDevice) {
+  auto& c = this->c;
+  for (const NamedTensor& each : c.rows()) each.tensor->data = nullptr;
+  for (gd_tensor* t : c.scalars()) t->data = nullptr;
   size_t bytes = 0;
-  const gd_status status = gd_forward_workspace(&c, &bytes);
+  const gd_status status = query(c, &bytes);
   if (!info().cuda_compiled) {
-    EXPECT_TRUE(CudaForward::said(status, GD_UNSUPPORTED, "device is GD_CUDA, but this build has no CUDA backend"));
+    EXPECT_TRUE(said(status, GD_UNSUPPORTED, "device is GD_CUDA, but this build has no CUDA backend"));
     return;
   }
   EXPECT_EQ(status, GD_OK) << gd_last_error();
   EXPECT_GT(bytes, 0u);
-  EXPECT_LE(bytes, static_cast<size_t>(192 * kB * kT * kHv + (1 << 20)));
-  EXPECT_EQ(gd_forward_workspace(&c, nullptr), GD_INVALID_ARGUMENT);
+  EXPECT_EQ(query(c, nullptr), GD_INVALID_ARGUMENT);
 }
 
-TEST_F(Cuda, Workspace) {
+TEST_F(Cuda, WorkspaceKeepsItsPromise) {
   if (!info().cuda_compiled) GTEST_SKIP() << "this build has no CUDA backend";
+  size_t bytes = 0;
+  ASSERT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
+  EXPECT_LE(bytes, static_cast<size_t>(192 * kB * kT * kHv + (1 << 20)));
+}
+
+// dv is where the chain leaves what the gradients are made of; without the caller's, the workspace has room for it.
+TEST_F(CudaGradients, WorkspaceGrowsWithoutDv) {
+  if (!info().cuda_compiled) GTEST_SKIP() << "this build has no CUDA backend";
+  size_t with = 0, without = 0;
+  ASSERT_EQ(query(c, &with), GD_OK) << gd_last_error();
+  c.dv = {};
+  ASSERT_EQ(query(c, &without), GD_OK) << gd_last_error();
+  EXPECT_GE(without, with + kB * kT * kHv * kD * 2);
+}
+
+TYPED_TEST(CudaRules, Workspace) {
+  if (!info().cuda_compiled) GTEST_SKIP() << "this build has no CUDA backend";
+  auto& c = this->c;
   size_t needed = 0;
-  ASSERT_EQ(gd_forward_workspace(&c, &needed), GD_OK);
+  ASSERT_EQ(query(c, &needed), GD_OK);
   c.exec.workspace_bytes = needed - 1;
-  EXPECT_TRUE(CudaForward::said(gd_forward(&c), GD_WORKSPACE_TOO_SMALL, "workspace has "));
+  EXPECT_TRUE(said(call(c), GD_WORKSPACE_TOO_SMALL, "workspace has "));
   c.exec.workspace_bytes = needed;
   c.exec.workspace = static_cast<char*>(c.exec.workspace) + 32;
-  EXPECT_TRUE(CudaForward::said(gd_forward(&c), GD_INVALID_ARGUMENT, "is not 64-byte aligned"));
+  EXPECT_TRUE(said(call(c), GD_INVALID_ARGUMENT, "is not 64-byte aligned"));
   c.exec.workspace = nullptr;
-  EXPECT_TRUE(CudaForward::said(gd_forward(&c), GD_INVALID_ARGUMENT, "workspace is null"));
-  c.exec.workspace = c.o.data;
-  EXPECT_TRUE(CudaForward::said(gd_forward(&c), GD_INVALID_ARGUMENT, "o and workspace overlap in memory"));
+  EXPECT_TRUE(said(call(c), GD_INVALID_ARGUMENT, "workspace is null"));
+  c.exec.workspace = c.output().data;
+  EXPECT_TRUE(
+      said(call(c), GD_INVALID_ARGUMENT, std::string(c.rows().back().name) + " and workspace overlap in memory"));
 }
 
-TEST_F(Cuda, HasTheForwardOnly) {
-  constexpr char kOnly[] = "device is GD_CUDA, which has gd_forward only for now";
+TEST_F(Cuda, HasNoRecurrentSteps) {
+  constexpr char kOnly[] = "device is GD_CUDA, which has gd_forward and gd_backward only for now";
   size_t bytes = 0;
-  gd_backward_args backward = GD_BACKWARD_ARGS_INIT;
   gd_recurrent_args recurrent = GD_RECURRENT_ARGS_INIT;
-  backward.exec.device = recurrent.exec.device = GD_CUDA;
-  EXPECT_TRUE(CudaForward::said(gd_backward(&backward), GD_UNSUPPORTED, kOnly));
-  EXPECT_TRUE(CudaForward::said(gd_backward_workspace(&backward, &bytes), GD_UNSUPPORTED, kOnly));
-  EXPECT_TRUE(CudaForward::said(gd_recurrent(&recurrent), GD_UNSUPPORTED, kOnly));
-  EXPECT_TRUE(CudaForward::said(gd_recurrent_workspace(&recurrent, &bytes), GD_UNSUPPORTED, kOnly));
+  recurrent.exec.device = GD_CUDA;
+  EXPECT_TRUE(said(gd_recurrent(&recurrent), GD_UNSUPPORTED, kOnly));
+  EXPECT_TRUE(said(gd_recurrent_workspace(&recurrent, &bytes), GD_UNSUPPORTED, kOnly));
 }
 
-TEST_F(Cuda, SavesNothing) {
-  size_t bytes = 0;
-  EXPECT_EQ(gd_forward_saved_size(&c, &bytes), GD_UNSUPPORTED);
-  if (info().cuda_compiled) {
-    EXPECT_STREQ(gd_last_error(), "device is GD_CUDA, which has no backward yet and saves nothing for one");
+TEST_F(Cuda, NothingIsToBeSaved) {
+  size_t bytes = 7;
+  const gd_status status = gd_forward_saved_size(&c, &bytes);
+  if (!info().cuda_compiled) {
+    EXPECT_TRUE(said(status, GD_UNSUPPORTED, "device is GD_CUDA, but this build has no CUDA backend"));
+    return;
   }
-  c.saved = c.place();
-  c.saved_bytes = 1 << 20;
-  EXPECT_TRUE(c.unsupported("saved is given, but CUDA has no backward yet"));
+  EXPECT_EQ(status, GD_OK) << gd_last_error();
+  EXPECT_EQ(bytes, 0u);
+  EXPECT_EQ(gd_forward_saved_size(&c, nullptr), GD_INVALID_ARGUMENT);
 }
 
-TEST_F(Cuda, ThingsOfTheCpu) {
+TYPED_TEST(CudaRules, Saved) {
+  auto& c = this->c;
+  constexpr char kReason[] = "saved is given, but on CUDA the backward needs nothing kept: leave it out";
+  size_t bytes = 0;
+  c.saved_bytes = 1 << 20;
+  EXPECT_TRUE(said(query(c, &bytes), GD_UNSUPPORTED, kReason));  // "there will be one"
+  c.saved = c.place();
+  EXPECT_TRUE(c.unsupported(kReason));
+  c.saved_bytes = 0;
+  EXPECT_TRUE(c.unsupported(kReason));
+}
+
+TYPED_TEST(CudaRules, ThingsOfTheCpu) {
+  auto& c = this->c;
+  constexpr char kThreads[] = "num_threads, parallel_for and parallel_for_context must not be set on CUDA";
   c.exec.isa = GD_ISA_GENERIC;
   EXPECT_TRUE(c.invalid("isa is 1, must be GD_ISA_AUTO on CUDA"));
   c.exec.isa = GD_ISA_AUTO;
   c.exec.num_threads = 1;
-  EXPECT_TRUE(c.invalid("num_threads, parallel_for and parallel_for_context must not be set on CUDA"));
+  EXPECT_TRUE(c.invalid(kThreads));
   c.exec.num_threads = 0;
   c.exec.parallel_for = [](void*, int64_t, gd_task_fn, void*) {};
-  EXPECT_TRUE(c.invalid("num_threads, parallel_for and parallel_for_context must not be set on CUDA"));
+  EXPECT_TRUE(c.invalid(kThreads));
   c.exec.parallel_for = nullptr;
   c.exec.parallel_for_context = &c;
-  EXPECT_TRUE(c.invalid("num_threads, parallel_for and parallel_for_context must not be set on CUDA"));
+  EXPECT_TRUE(c.invalid(kThreads));
 }
 
-TEST_F(Cuda, DeviceIndex) {
-  c.exec.device_index = -1;
-  EXPECT_TRUE(c.invalid("device_index is -1, must not be negative"));
+TYPED_TEST(CudaRules, DeviceIndex) {
+  this->c.exec.device_index = -1;
+  EXPECT_TRUE(this->c.invalid("device_index is -1, must not be negative"));
 }
 
-TEST_F(Cuda, ReservedExec) {
-  c.exec.reserved[2] = 1;
-  EXPECT_TRUE(c.invalid("exec: reserved fields must be zero"));
+TYPED_TEST(CudaRules, ReservedExec) {
+  this->c.exec.reserved[2] = 1;
+  EXPECT_TRUE(this->c.invalid("exec: reserved fields must be zero"));
 }
 
-TEST_F(Cuda, SharesTheRulesAboutShapes) {
-  c.in.beta.shape[2] = 3;
-  EXPECT_TRUE(c.invalid("beta: shape is [2, 300, 3], must be [B, T, Hv] = [2, 300, 4]"));
+TYPED_TEST(CudaRules, SharesTheRulesAboutShapes) {
+  this->c.in.beta.shape[2] = 3;
+  EXPECT_TRUE(this->c.invalid("beta: shape is [2, 300, 3], must be [B, T, Hv] = [2, 300, 4]"));
+}
+
+TEST_F(CudaGradients, SharesTheRulesAboutOutputs) {
+  c.dk.shape[2] = kHv;
+  EXPECT_TRUE(c.invalid("dk: shape is [2, 300, 4, 128], must be [B, T, Hk, K] = [2, 300, 2, 128]"));
+  c.dk = c.made_up(GD_BF16, {kB, kT, kHk, kD});
+  c.dA_log = c.made_up(GD_F32, {kHv});
+  EXPECT_TRUE(c.invalid("dA_log is given, but gate is not GD_GATE_RAW: leave it out"));
+  c.dA_log = {};
+  c.dv.data = c.in.v.data;
+  EXPECT_TRUE(said(call(c), GD_INVALID_ARGUMENT, "v and dv overlap in memory"));
+  c.dq = c.dk = c.dv = c.dg = c.dbeta = {};
+  EXPECT_TRUE(c.invalid("no gradient is asked for"));
+}
+
+TEST_F(CudaGradients, Segments) {
+  c.segment_chunks = -1;
+  EXPECT_TRUE(c.invalid("segment_chunks is -1, must not be negative"));
+  c.segment_chunks = 2;
+  c.context_parallel = GD_CP_OFF;
+  EXPECT_TRUE(c.invalid("segment_chunks is 2, but context_parallel is GD_CP_OFF"));
+  c.context_parallel = GD_CP_AUTO;
+  c.batch_invariant = 1;
+  EXPECT_TRUE(c.unsupported("segment_chunks is 2: a batch_invariant call cuts no sequence"));
+  c.batch_invariant = 0;
+  c.segment_chunks = 0;
+  c.context_parallel = 2;
+  EXPECT_TRUE(c.invalid("context_parallel is 2, must be from 0 to 1"));
 }
 
 TEST_F(Cuda, Segments) {
@@ -168,68 +291,71 @@ TEST_F(Cuda, Segments) {
   c.batch_invariant = 1;
   EXPECT_TRUE(c.unsupported("segment_chunks is 2: a batch_invariant call cuts no sequence"));
   c.batch_invariant = 0;
-  c.set_tokens(65, 300);
+  set_tokens(65, 300);
   EXPECT_TRUE(
       c.unsupported("segment_chunks is 2: sequences are cut on CUDA where there are at most 64, with at most 1024 "
                     "heads all together"));
-  c.set_tokens(1, 64 * 2000);
+  set_tokens(1, 64 * 2000);
   c.segment_chunks = 1;
   EXPECT_TRUE(c.unsupported("segment_chunks is 1, which may make 24012 pieces of work, more than 6144 on CUDA"));
 }
 
-TEST_F(Cuda, HeadSizes) {
-  c.in.q.shape[3] = c.in.k.shape[3] = 64;
+TYPED_TEST(CudaRules, HeadSizes) {
+  auto& c = this->c;
+  for (const NamedTensor& each : c.rows())
+    if (each.tensor->shape[2] == kHk) each.tensor->shape[3] = 64;
   EXPECT_TRUE(c.unsupported("K is 64, must be 128 on CUDA"));
-  c.in.q.shape[3] = c.in.k.shape[3] = kD;
-  c.in.v.shape[3] = c.o.shape[3] = 112;
+  for (const NamedTensor& each : c.rows()) each.tensor->shape[3] = each.tensor->shape[2] == kHk ? kD : 112;
   EXPECT_TRUE(c.unsupported("V is 112, must be 128 on CUDA"));
 }
 
-TEST_F(Cuda, Types) {
-  c.set_type(GD_F32);
+TYPED_TEST(CudaRules, Types) {
+  auto& c = this->c;
+  this->set_type(GD_F32);
   EXPECT_TRUE(c.unsupported("q, k and v are float32, must be bfloat16 or float16 on CUDA"));
-  c.set_type(GD_F16);
-  c.o.dtype = GD_BF16;
-  EXPECT_TRUE(c.unsupported("o: dtype is bfloat16, must be float16 as that of q on CUDA"));
+  this->set_type(GD_F16);
+  for (const auto& [name, t] : c.typed_as_q()) {
+    t->dtype = GD_BF16;
+    EXPECT_TRUE(c.unsupported(std::string(name) + ": dtype is bfloat16, must be float16 as that of q on CUDA"));
+    t->dtype = GD_F16;
+  }
 }
 
-TEST_F(Cuda, Groups) {
-  c.set_heads(1, 257);
-  EXPECT_TRUE(c.unsupported("Hv / Hk is 257, must be at most 256 on CUDA"));
+TYPED_TEST(CudaRules, Groups) {
+  this->c.set_heads(1, 257);
+  EXPECT_TRUE(this->c.unsupported("Hv / Hk is 257, must be at most 256 on CUDA"));
 }
 
-TEST_F(Cuda, Tokens) {
-  c.set_heads(1, 1);
-  c.set_tokens(1, (int64_t{1} << 31) - 63);
-  EXPECT_TRUE(c.unsupported("T is 2147483585, must be at most 2147483584 on CUDA"));
+TYPED_TEST(CudaRules, Tokens) {
+  this->c.set_heads(1, 1);
+  this->set_tokens(1, (int64_t{1} << 31) - 63);
+  EXPECT_TRUE(this->c.unsupported("T is 2147483585, must be at most 2147483584 on CUDA"));
 }
 
-TEST_F(Cuda, SequencesTimesHeads) {
-  c.set_heads(1, 1);
-  c.set_tokens(1, 64);
+TYPED_TEST(CudaRules, SequencesTimesHeads) {
+  this->c.set_heads(1, 1);
+  this->set_tokens(1, 64);
   const int64_t sequences = (int64_t{1} << 30);
-  c.in.cu_seqlens = c.made_up(GD_I32, {sequences + 1});
-  EXPECT_TRUE(c.unsupported("N * Hv is 1073741824 * 1, must be at most 1073741823 on CUDA"));
+  this->c.in.cu_seqlens = this->c.made_up(GD_I32, {sequences + 1});
+  EXPECT_TRUE(this->c.unsupported("N * Hv is 1073741824 * 1, must be at most 1073741823 on CUDA"));
 }
 
-TEST_F(Cuda, ChunksTimesHeads) {
-  c.set_heads(256, 256);
-  c.set_tokens(1, int64_t{1} << 29);
-  EXPECT_TRUE(c.unsupported("the call has 2147483648 chunks times key heads, must have at most 2147483606 on CUDA"));
+TYPED_TEST(CudaRules, ChunksTimesHeads) {
+  this->c.set_heads(256, 256);
+  this->set_tokens(1, int64_t{1} << 29);
+  EXPECT_TRUE(
+      this->c.unsupported("the call has 2147483648 chunks times key heads, must have at most 2147483606 on CUDA"));
 }
 
-TEST_F(Cuda, AlignmentOfRows) {
-  struct Tensor {
-    const char* name;
-    gd_tensor* tensor;
-  };
-  for (const auto& [name, t] : {Tensor{"q", &c.in.q}, {"k", &c.in.k}, {"v", &c.in.v}, {"o", &c.o}}) {
+TYPED_TEST(CudaRules, AlignmentOfRows) {
+  auto& c = this->c;
+  for (const auto& [name, t] : c.rows()) {
     t->stride[2] = 2 * kD;  // room enough for an output to stay free of collisions
     t->stride[1] = 2 * kHv * t->stride[2];
     t->stride[0] = 2 * kT * t->stride[1];
     const gd_tensor right = *t;
     t->data = static_cast<char*>(right.data) + 8;
-    EXPECT_TRUE(CudaForward::said(gd_forward(&c), GD_UNSUPPORTED, std::string(name) + ": data ("));
+    EXPECT_TRUE(said(call(c), GD_UNSUPPORTED, std::string(name) + ": data ("));
     EXPECT_NE(std::string(gd_last_error()).find("is not 16-byte aligned"), std::string::npos) << gd_last_error();
     *t = right;
     t->stride[1] += 4;
@@ -245,16 +371,18 @@ TEST_F(Cuda, AlignmentOfRows) {
   }
 }
 
-TEST_F(Cuda, StridesBeyondTheCopyEngine) {
-  c.o.stride[0] = int64_t{1} << 39;
-  EXPECT_TRUE(c.unsupported("o: stride[0] is 549755813888, must be less than 2^39 on CUDA"));
+TYPED_TEST(CudaRules, StridesBeyondTheCopyEngine) {
+  auto& c = this->c;
+  c.output().stride[0] = int64_t{1} << 39;
+  EXPECT_TRUE(
+      c.unsupported(std::string(c.rows().back().name) + ": stride[0] is 549755813888, must be less than 2^39 on CUDA"));
 }
 
-TEST_F(Cuda, OneEntryMayHaveAnyStride) {
-  c.set_tokens(1, kT);
-  for (gd_tensor* t : {&c.in.q, &c.in.k, &c.in.v, &c.o}) t->stride[0] = 3;
+TYPED_TEST(CudaRules, OneEntryMayHaveAnyStride) {
+  this->set_tokens(1, kT);
+  for (const NamedTensor& each : this->c.rows()) each.tensor->stride[0] = 3;
   size_t bytes = 0;
-  const gd_status status = gd_forward_workspace(&c, &bytes);
+  const gd_status status = query(this->c, &bytes);
   EXPECT_EQ(status, info().cuda_compiled ? GD_OK : GD_UNSUPPORTED) << gd_last_error();
   if (status != GD_OK) {
     EXPECT_STREQ(gd_last_error(), "device is GD_CUDA, but this build has no CUDA backend");

@@ -317,7 +317,7 @@ TEST(Forward, ContextParallelRange) {
 TEST(Forward, SegmentsAreForOtherBackends) {
   ForwardCase c;
   c.segment_chunks = 2;
-  EXPECT_TRUE(c.refuses(GD_UNSUPPORTED, "segment_chunks is 2: only gd_forward on CUDA cuts a sequence, it must be 0"));
+  EXPECT_TRUE(c.refuses(GD_UNSUPPORTED, "segment_chunks is 2: sequences are cut on CUDA only, it must be 0"));
   c.segment_chunks = -2;
   EXPECT_TRUE(c.invalid("segment_chunks is -2, must not be negative"));
 }
@@ -475,7 +475,7 @@ TEST(Backward, ContextParallelAndSegments) {
   EXPECT_TRUE(c.invalid("context_parallel is -1, must be from 0 to 1"));
   c.context_parallel = GD_CP_OFF;
   c.segment_chunks = 1;
-  EXPECT_TRUE(c.refuses(GD_UNSUPPORTED, "segment_chunks is 1: only gd_forward on CUDA cuts a sequence, it must be 0"));
+  EXPECT_TRUE(c.refuses(GD_UNSUPPORTED, "segment_chunks is 1: sequences are cut on CUDA only, it must be 0"));
 }
 
 // Recurrent.

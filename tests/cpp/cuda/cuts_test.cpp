@@ -52,6 +52,41 @@ TEST(Window, KnowsNothingOfStatesThatGrow) {
   EXPECT_EQ(window(chunks, 50, 12), kNoWindow);
 }
 
+// What is written to a gradient of a state is not known: fading alone counts, and more of it.
+TEST(Window, OfGradients) {
+  const auto window = [](const std::vector<ChunkDecay>& chunks, int boundary, int limit) {
+    return window_before<Pass::kBackward>(boundary, limit, [&](int chunk) { return chunks.at(chunk); });
+  };
+  for (const float written : {-1.0f, 0.0f, 30.0f}) {
+    const std::vector<ChunkDecay> chunks(100, {-4.6f, written});
+    EXPECT_EQ(window(chunks, 50, 24), 11);  // 11 x 4.6 > 48
+    EXPECT_EQ(window(chunks, 50, 11), 11);
+    EXPECT_EQ(window(chunks, 50, 10), kNoWindow);
+    EXPECT_EQ(window(chunks, 3, 24), 3);  // all there are
+    EXPECT_EQ(window(chunks, 10, 24), 10);
+  }
+  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {0, 30}), 12, 24), 12);  // few
+  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {0, 30}), 13, 24), kNoWindow);
+  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {-300, 0}), 50, 24), 1);
+  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {0, 30}), 50, 60), kNoWindow);
+  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {3, 30}), 50, 60), kNoWindow);
+  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {std::nanf(""), 30}), 50, 60), kNoWindow);
+  std::vector<ChunkDecay> grows(100, {-10, 30});
+  grows[48].fade = 30;
+  EXPECT_EQ(window(grows, 50, 24), 9);  // 8 x 10 - 30
+}
+
+// Gates as models have them find their windows whatever the length of a segment is, and bytes hold them.
+TEST(Window, HasALimit) {
+  for (int length = 1; length < 300; ++length) {
+    EXPECT_GE(window_limit(length), 6);
+    EXPECT_GE(window_limit<Pass::kBackward>(length), 11);
+    EXPECT_LT(window_limit<Pass::kBackward>(length), 256);
+  }
+  EXPECT_FLOAT_EQ(usual_fade<Pass::kForward>(), -2);
+  EXPECT_FLOAT_EQ(usual_fade<Pass::kBackward>(), -2);
+}
+
 TEST(Window, IsNoneWhereNothingFades) {
   const std::vector<ChunkDecay> chunks(100, {0, 30});
   EXPECT_EQ(window(chunks, 50, 30), kNoWindow);
@@ -73,6 +108,21 @@ TEST(Segments, CoverASequence) {
         EXPECT_GE(lasting_begin(chunks, segments, i + 1) - lasting_begin(chunks, segments, i), 1)
             << chunks << " in " << segments;
       }
+    }
+  }
+}
+
+// Where silent chunks take as long as others, two segments are as slow as one.
+TEST(Segments, OfABackwardAreNeverTwo) {
+  for (int chunks = 1; chunks < 300; ++chunks) {
+    for (const int length : {0, 1, 2, 3, 7, 64, 1000}) {
+      const int segments = lasting_segments<Pass::kBackward>(chunks, length);
+      EXPECT_EQ(segments, lasting_segments<Pass::kStates>(chunks, length));
+      EXPECT_EQ(segments_of(chunks, length), lasting_segments(chunks, length));
+      EXPECT_NE(segments, 2);
+      EXPECT_LE(segments, chunks);
+      EXPECT_TRUE(segments == segments_of(chunks, length) || segments_of(chunks, length) == 2);
+      EXPECT_EQ(lasting_begin<Pass::kBackward>(chunks, segments, segments), chunks);
     }
   }
 }
@@ -132,7 +182,9 @@ TEST(Timeline, IsCloseToTheTruth) {
 Cut best_cut(const std::vector<int>& chunks, int heads, int share, const Limits& limits = {132, 6000, 384}) {
   LengthClass classes[kMaxClasses + 1];
   const int count = length_classes(chunks.data(), static_cast<int>(chunks.size()), heads, share, classes);
-  return cut_number(fastest_cut(classes, count, limits, true).number);
+  int longest = 0;
+  for (const int c : chunks) longest = std::max(longest, c);
+  return cut_number(fastest_cut(classes, count, limits, true).number, length_scale(longest));
 }
 
 TEST(Choice, CutsWhereThereAreFewHeads) {
@@ -149,20 +201,30 @@ TEST(Choice, CutsWhereThereAreFewHeads) {
   EXPECT_LE(segments_of(1, best_cut({1}, 8, 0).fading), 1);
 }
 
-bool keeps_busy(const std::vector<int>& chunks, int heads) {
+int busy_parts(const std::vector<int>& chunks, int heads) {
   LengthClass classes[kMaxClasses + 1] = {};
   const int count = length_classes(chunks.data(), static_cast<int>(chunks.size()), heads, 0, classes);
-  return keeps_busy(classes, count, 132);
+  return busy_parts(classes, count, 132);
 }
 
 TEST(Choice, LeavesAloneWhatKeepsTheCardBusy) {
-  EXPECT_TRUE(keeps_busy({128, 128, 128, 128}, 64));
-  EXPECT_TRUE(keeps_busy(std::vector<int>(8, 16), 16));
-  EXPECT_TRUE(keeps_busy(std::vector<int>(40, 20), 24));
-  EXPECT_FALSE(keeps_busy({128, 128, 128, 128}, 48));
-  EXPECT_FALSE(keeps_busy({512}, 64));
-  EXPECT_FALSE(keeps_busy({448, 64}, 64));
-  EXPECT_TRUE(keeps_busy({}, 64));
+  EXPECT_EQ(busy_parts({128, 128, 128, 128}, 64), 1);
+  EXPECT_EQ(busy_parts(std::vector<int>(8, 16), 16), 1);
+  EXPECT_EQ(busy_parts(std::vector<int>(40, 20), 24), 1);
+  EXPECT_EQ(busy_parts({512}, 64), 2);
+  EXPECT_EQ(busy_parts({32, 32}, 32), 2);
+  EXPECT_EQ(busy_parts({128, 128, 128, 128}, 48), 0);
+  EXPECT_EQ(busy_parts({512}, 48), 0);
+  EXPECT_EQ(busy_parts({448, 64}, 64), 0);
+  EXPECT_EQ(busy_parts({}, 64), 1);
+}
+
+TEST(Choice, CutsLongSequencesIntoLongSegments) {
+  EXPECT_EQ(length_scale(512), 1);
+  EXPECT_EQ(length_scale(513), 2);
+  const Cut cut = best_cut({8192}, 60, 1);
+  EXPECT_GT(segments_of(8192, cut.fading), 1);
+  EXPECT_LT(segments_of(8192, cut.fading), 20);
 }
 
 TEST(Choice, KeepsWithinItsLimits) {

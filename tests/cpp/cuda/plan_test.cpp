@@ -7,6 +7,8 @@
 #include <random>
 #include <vector>
 
+#include "cuda/backward/plan.hpp"
+
 namespace gatedelta::cuda {
 namespace {
 
@@ -90,6 +92,44 @@ size_t promised(const ForwardProblem& p) {  // 192 bytes per token and value hea
   return static_cast<size_t>(192 * p.in.sequences.batch * p.in.sequences.tokens * p.in.value_heads) + kMiB;
 }
 
+BackwardProblem backward_of(const ForwardProblem& forward) {
+  BackwardProblem p;
+  p.in = forward.in;
+  return p;
+}
+
+// Two lists of the same length, two sets of counters and of boundaries.
+TEST(Workspace, OfABackward) {
+  for (const ForwardProblem& forward :
+       {dense(1, 32768, 4), packed(5, 1000, 3), packed(100, 5000, 4), dense(4, 8192, 64)}) {
+    const BackwardProblem p = backward_of(forward);
+    const BackwardWorkspace w = backward_layout(p);
+    const int64_t chunks = sequences_of(p.in.sequences).slots() * p.in.value_heads;
+    EXPECT_EQ(w.forward.bytes, forward_layout(forward, kBackwardPreparedBytes).bytes);
+    EXPECT_GT(w.forward.bytes, forward_layout(forward).bytes - forward_layout(forward).boundary_count * kBoundaryBytes);
+    EXPECT_GE(w.states, w.forward.bytes);
+    EXPECT_GE(w.gradients, w.states + static_cast<size_t>(chunks * kImageBytes));
+    EXPECT_GE(w.dv, w.gradients + static_cast<size_t>(chunks * kImageBytes));
+    EXPECT_GE(w.back_work, w.back_schedule + sizeof(Schedule));
+    EXPECT_GE(w.back_boundary_ready, w.back_work + static_cast<size_t>(max_entries(forward)) * sizeof(WorkItem));
+    EXPECT_GE(w.back_boundaries, w.back_boundary_ready + w.forward.boundary_count * sizeof(int));
+    EXPECT_GE(w.bytes, w.back_boundaries + static_cast<size_t>(w.forward.boundary_count) * kBoundaryBytes);
+    for (const size_t at : {w.states, w.gradients, w.dv, w.back_schedule, w.back_work, w.back_boundary_ready})
+      EXPECT_EQ(at % ForwardWorkspace::kAlign, 0u);
+  }
+}
+
+TEST(Workspace, OfABackwardThatCutsNothingHasNoBoundaries) {
+  BackwardProblem p = backward_of(dense(1, 32768, 4));
+  EXPECT_GT(backward_layout(p).forward.boundary_count, 0);
+  EXPECT_TRUE(may_cut(forward_of(p)));
+  p.batch_invariant = true;
+  EXPECT_EQ(backward_layout(p).forward.boundary_count, 0);
+  p.batch_invariant = p.context_parallel = false;
+  EXPECT_EQ(backward_layout(p).forward.boundary_count, 0);
+  EXPECT_FALSE(may_cut(forward_of(p)));
+}
+
 // A sequence's last chunk takes as much as a whole one. From 70 tokens on that is paid for, and from 35 to 64.
 TEST(Workspace, KeepsItsPromiseForBatches) {
   for (const int64_t tokens : {35, 63, 64, 70, 71, 128, 129, 192, 193, 257, 1000, 4096, 8191, 32769}) {
@@ -141,6 +181,9 @@ TEST(List, IsPlannedWhereCutsMayHelp) {
   EXPECT_EQ(list_mode(dense(8, 1024, 16), 132), kEvenList);  // 128 of 132
   EXPECT_EQ(list_mode(dense(4, 8192, 48), 132), kPlannedList);
   EXPECT_EQ(list_mode(dense(1, 2048, 8), 132), kPlannedList);
+  EXPECT_EQ(list_mode(dense(1, 2048, 64), 132), kEvenList);
+  EXPECT_EQ(even_parts(dense(1, 2048, 64), 132), 2);
+  EXPECT_EQ(even_parts(dense(4, 2048, 64), 132), 1);
   EXPECT_EQ(list_mode(dense(10000, 64, 64), 132), kEvenList);
   EXPECT_EQ(list_mode(packed(2, 32768, 66), 132), kPlannedList);  // lengths are not known here
   EXPECT_EQ(list_mode(packed(65, 32768, 1), 132), kSortedList);

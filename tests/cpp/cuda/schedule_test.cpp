@@ -1,5 +1,6 @@
-// A model of how the main kernel's warpgroups hand slots to each other (src/cuda/forward/kernel.cuh): rings, barriers
-// and who arrives where, with everything else left out. Run in random order it must end, and nobody may ever see a slot
+// A model of how the main kernel's warpgroups hand slots to each other (src/cuda/forward/kernel.cuh, and for the other
+// passes src/cuda/backward/states.cuh and chain.cuh): rings, barriers and who arrives where, with everything else left
+// out. Run in random order it must end, and nobody may ever see a slot
 // that holds another chunk than the one expected.
 #include <gtest/gtest.h>
 
@@ -8,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "cuda/forward/layout.hpp"
+#include "cuda/forward/schedule.hpp"
 
 namespace gatedelta::cuda {
 namespace {
@@ -43,10 +44,12 @@ struct Role {
   bool run() { return steps[at]() ? (++at, true) : false; }
 };
 
-// A piece of work: its chunks, the first of which are silent; or the steps of a join.
+// A piece of work: its chunks, the first of which are silent; or the steps of a join. Of half a head the second math
+// warpgroup has nothing; of factors it has M, which leaves through the last slot. A ragged chunk of a backward comes
+// first.
 struct Item {
   int chunks, silent;
-  bool joins;
+  bool joins, half, factors, ragged;
 };
 
 struct Model {
@@ -59,8 +62,9 @@ struct Model {
   std::vector<Copy> copies;  // asked for, under way in any order
   std::vector<Role> roles;
   static constexpr int kMath = 2, kLoaders = 2;  // of the scores, those who load K and Q, and V
+  const Pass pass;
 
-  explicit Model(const std::vector<Item>& items)
+  Model(const std::vector<Item>& items, Pass what)
       : loads(kLoadSlots, 1, 1 + kLoaders + kMath),
         values(kValueSlots, 1, kMath),
         scores(kScoreSlots, 1, kLoaders),
@@ -68,10 +72,17 @@ struct Model {
         x(kOperandSlots, 1, 1),
         r(kOperandSlots, 1, 1),
         operands_full(kOperandSlots, Barrier(1 + kLoaders)),
-        operands_empty(kOperandSlots, Barrier(kMath)) {
+        operands_empty(kOperandSlots, Barrier(kMath)),
+        pass(what) {
     roles.push_back(keys_role(items));
     for (int loader = 0; loader < kLoaders; ++loader) roles.push_back(scores_role(items, loader == 0));
-    for (int m = 0; m < kMath; ++m) roles.push_back(math_role(items));
+    for (int m = 0; m < kMath; ++m)
+      roles.push_back(pass == Pass::kBackward ? gradient_role(items, m) : math_role(items, m));
+  }
+
+  // Whether there are scores and R of a chunk.
+  bool has_scores(const Item& item, int c) const {
+    return pass == Pass::kBackward || (pass == Pass::kForward && c >= item.silent);
   }
 
   // Steps are recorded with the rings' positions at that point.
@@ -125,7 +136,7 @@ struct Model {
       }
       wait(role, loads.full[load.slot], load.parity);
       expect(role, loads, load.slot, chunk);
-      if (c >= item.silent) {
+      if (has_scores(item, c)) {
         wait(role, scores.empty[score.slot], score.parity ^ 1);
         act(role, [this, slot = score.slot] { scores.holds[slot] = kNothing; });  // half written
         act(role, [this, slot = score.slot, chunk] {
@@ -181,7 +192,7 @@ struct Model {
       }
       wait(role, loads.full[load.slot], load.parity);
       expect(role, loads, load.slot, chunk);
-      if (c >= item.silent) {
+      if (has_scores(item, c)) {
         wait(role, scores.full[score.slot], score.parity);
         expect(role, scores, score.slot, chunk);
         act(role, [this, slot = score.slot] { scores.empty[slot].arrive(); });
@@ -205,47 +216,111 @@ struct Model {
     });
   }
 
-  Role math_role(const std::vector<Item>& items) {
+  // The slot something leaves through, and whose chunk's it is.
+  struct Leaving {
+    int slot = kNothing, chunk = kNothing;
+  };
+  void release(Role& role, Leaving& leaving) {
+    if (leaving.slot == kNothing) return;
+    expect(role, values, leaving.slot, leaving.chunk);
+    act(role, [this, slot = leaving.slot] { values.empty[slot].arrive(); });
+    leaving = {};
+  }
+  void leave(Role& role, Leaving& leaving, int slot, int chunk) {
+    expect(role, values, slot, chunk);
+    leaving = {slot, chunk};
+  }
+  void wait_values(Role& role, const Ring<kLoadSlots>& load, int chunk) {
+    wait(role, values.full[load.slot], load.parity);
+    expect(role, values, load.slot, chunk);
+  }
+  void wait_operands(Role& role, const Ring<kOperandSlots>& operand, int chunk) {
+    wait(role, operands_full[operand.slot], operand.parity);
+    expect(role, x, operand.slot, chunk);
+    expect(role, r, operand.slot, chunk);
+  }
+  void release_operands(Role& role, Ring<kOperandSlots>& operand, int chunk) {
+    expect(role, x, operand.slot, chunk);
+    act(role, [this, slot = operand.slot] { operands_empty[slot].arrive(); });
+    operand.next();
+  }
+  // A step of a join, or a chunk of which a warpgroup has no columns.
+  bool passes(Role& role, const Item& item, int m, int chunk, Ring<kLoadSlots>& load, Ring<kOperandSlots>& operand,
+              Leaving& leaving) {
+    if (!item.joins && !(item.half && m == 1)) return false;
+    pass_loads(role, load, chunk);
+    release(role, leaving);
+    wait_values(role, load, chunk);
+    act(role, [this, slot = load.slot] { values.empty[slot].arrive(); });
+    if (!item.joins) {
+      wait_operands(role, operand, chunk);
+      release_operands(role, operand, chunk);
+    }
+    load.next();
+    return true;
+  }
+
+  Role math_role(const std::vector<Item>& items, int m) {
     Role role;
     Ring<kLoadSlots> load;
     Ring<kOperandSlots> operand;
-    int leaving = kNothing, left = kNothing;  // the slot o leaves through, and which chunk's it is
-    const auto release = [&] {
-      if (leaving == kNothing) return;
-      expect(role, values, leaving, left);
-      act(role, [this, slot = leaving] { values.empty[slot].arrive(); });
-      leaving = kNothing;
-    };
-    const auto leave = [&](int chunk) {
-      expect(role, values, load.previous(), chunk);
-      leaving = load.previous();
-      left = chunk;
-    };
+    Leaving leaving;
     for_chunks(role, items, [&](int chunk, const Item& item, int c) {
+      if (passes(role, item, m, chunk, load, operand, leaving)) return;
+      const bool has_output = pass == Pass::kForward && c >= item.silent, is_identity = item.factors && m == 1;
       wait(role, loads.full[load.slot], load.parity);
       expect(role, loads, load.slot, chunk);
-      release();
-      wait(role, values.full[load.slot], load.parity);
-      expect(role, values, load.slot, chunk);
-      if (item.joins || c < item.silent) act(role, [this, slot = load.slot] { values.empty[slot].arrive(); });
-      if (!item.joins) {
-        wait(role, operands_full[operand.slot], operand.parity);
-        expect(role, x, operand.slot, chunk);
-        expect(role, r, operand.slot, chunk);
+      release(role, leaving);
+      wait_values(role, load, chunk);
+      if (is_identity) {
+        leave(role, leaving, load.slot, chunk);
+      } else if (!has_output) {
+        act(role, [this, slot = load.slot] { values.empty[slot].arrive(); });
       }
+      wait_operands(role, operand, chunk);
       expect(role, loads, load.slot, chunk);
       act(role, [this, slot = load.slot] { loads.empty[slot].arrive(); });
-      if (!item.joins) {
-        if (c > item.silent) leave(chunk - 1);  // o leaves through the slot its v came in
-        expect(role, x, operand.slot, chunk);
-        act(role, [this, slot = operand.slot] { operands_empty[slot].arrive(); });
-        operand.next();
-      }
+      if (has_output && c > item.silent) leave(role, leaving, load.previous(), chunk - 1);  // o, where its v came in
+      release_operands(role, operand, chunk);
       load.next();
-      if (!item.joins && c == item.chunks - 1 && item.silent < item.chunks) {
-        release();
-        leave(chunk);
+      if (c < item.chunks - 1) return;
+      if (has_output) {
+        release(role, leaving);
+        leave(role, leaving, load.previous(), chunk);
       }
+      if (is_identity) expect(role, values, load.previous(), chunk);
+    });
+    return role;
+  }
+
+  Role gradient_role(const std::vector<Item>& items, int m) {
+    Role role;
+    Ring<kLoadSlots> load;
+    Ring<kOperandSlots> operand;
+    Leaving leaving;
+    bool has_before = false;
+    for_chunks(role, items, [&](int chunk, const Item& item, int c) {
+      if (passes(role, item, m, chunk, load, operand, leaving)) return;
+      const bool is_silent = c < item.silent;
+      if (c == 0) has_before = false;
+      release(role, leaving);
+      wait(role, loads.full[load.slot], load.parity);
+      expect(role, loads, load.slot, chunk);
+      wait_values(role, load, chunk);
+      wait_operands(role, operand, chunk);
+      if (has_before) leave(role, leaving, load.previous(), chunk - 1);
+      release_operands(role, operand, chunk);
+      if (is_silent) leave(role, leaving, load.slot, chunk);
+      expect(role, values, load.slot, chunk);
+      expect(role, loads, load.slot, chunk);
+      act(role, [this, slot = load.slot] { loads.empty[slot].arrive(); });
+      load.next();
+      has_before = !is_silent && !(item.ragged && c == 0);
+      if (!is_silent && (!has_before || c == item.chunks - 1)) {
+        release(role, leaving);
+        leave(role, leaving, load.previous(), chunk);
+      }
+      if (c == item.chunks - 1 && item.factors) expect(role, values, load.previous(), chunk);
     });
     return role;
   }
@@ -271,20 +346,29 @@ struct Model {
   }
 };
 
-TEST(Schedule, EndsAndNeverMixesChunks) {
+void run_in_random_order(Pass pass) {
   std::mt19937 random(1);
   for (int trial = 0; trial < 300; ++trial) {
     std::vector<Item> items(1 + random() % 7);
     for (Item& item : items) {
+      item = {};
       item.chunks = 1 + static_cast<int>(random() % 7);
       item.joins = random() % 4 == 0;
-      item.silent = random() % 3 ? 0 : static_cast<int>(random() % (item.chunks + 1));
+      item.factors = !item.joins && random() % 4 == 0;
+      item.half = !item.joins && !item.factors && random() % 3 == 0;
+      item.ragged = random() % 3 == 0;
+      item.silent = random() % 3 ? 0 : static_cast<int>(random() % item.chunks);
+      if (item.joins || item.factors) item.silent = item.chunks;
     }
-    Model model(items);
+    Model model(items, pass);
     ASSERT_TRUE(model.run(random)) << "a deadlock in trial " << trial;
-    if (HasFailure()) return;
+    if (::testing::Test::HasFailure()) return;
   }
 }
+
+TEST(Schedule, EndsAndNeverMixesChunks) { run_in_random_order(Pass::kForward); }
+TEST(Schedule, OfStatesEndsAndNeverMixesChunks) { run_in_random_order(Pass::kStates); }
+TEST(Schedule, OfGradientsEndsAndNeverMixesChunks) { run_in_random_order(Pass::kBackward); }
 
 }  // namespace
 }  // namespace gatedelta::cuda

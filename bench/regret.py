@@ -1,0 +1,33 @@
+"""What the automatic cut loses against the best of the forced ones. Needs neither torch nor a GPU."""
+
+from __future__ import annotations
+
+import statistics
+
+CHUNK = 64
+SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # chunks
+BAR = 0.07
+
+
+def segments_of(lengths: list[int]) -> list[int]:
+    """The forced lengths that cut a pack at all."""
+    longest = -(-max(lengths) // CHUNK)
+    return [chunks for chunks in SEGMENTS if chunks < longest]
+
+
+def judged(row: dict, auto_ms: float, off_ms: float, forced: dict[int, float]) -> dict:
+    """Not to cut is a choice like the others. A regret below 0: no forced length is as good as the automatic cut, which
+    may give heads different ones."""
+    best = min(off_ms, *forced.values()) if forced else off_ms
+    return {key: row[key] for key in ("hk", "hv", "seq", "lengths")} | {
+        "auto_ms": auto_ms, "off_ms": off_ms, "forced": {str(chunks): ms for chunks, ms in forced.items()},
+        "best_ms": best, "regret": auto_ms / best - 1,
+    }  # fmt: skip
+
+
+def summary(rows: list[dict]) -> dict:
+    regrets = [row["regret"] for row in rows]
+    return {
+        "rows": len(rows), "worst": max(rows, key=lambda row: row["regret"]), "median": statistics.median(regrets),
+        "above": sum(regret > BAR for regret in regrets),
+    }  # fmt: skip

@@ -1,0 +1,117 @@
+"""Is the automatic cut of the CUDA forward a good one? Its time beside those of uncut sequences and of every forced
+segment length, shape by shape.
+
+Inputs and timing are bench/gpu.py's. The C ABI is called directly: the torch functions force no segment length.
+results/SCHEMA.md describes what is written.
+
+Usage: python bench/segments.py [--only 2/8] [--seq 1x32768] [--more] [--plot PICTURE.png] [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from ctypes import byref
+from pathlib import Path
+
+import gpu  # first: finds the package
+import regret
+import torch
+from gatedelta import _lib
+from gatedelta.torch import _ops
+from rows import forward_rows, other_rows, selected
+
+CUDA = 1  # GD_CUDA of gatedelta.h
+
+
+def describe(tensor: torch.Tensor, name: str) -> _lib.Tensor:
+    result = _ops._describe(tensor, name)
+    result.data = tensor.data_ptr()
+    result.stride[: tensor.dim()] = tensor.stride()
+    return result
+
+
+def arguments(inputs: dict[str, torch.Tensor], out: torch.Tensor, final: torch.Tensor) -> _lib.ForwardArgs:
+    """They hold addresses only: the tensors must outlive them."""
+    args = _lib.ForwardArgs()
+    for name, tensor in inputs.items():
+        setattr(args.inputs, name, describe(tensor, name))
+    args.o, args.final_state = describe(out, "o"), describe(final, "final_state")
+    return args
+
+
+def measure(args: _lib.ForwardArgs, repeats: int, context_parallel: int = _lib.CP_AUTO, segment: int = 0) -> float:
+    args.context_parallel, args.segment_chunks = context_parallel, segment
+    args.exec.device, args.exec.device_index = CUDA, torch.cuda.current_device()
+    args.exec.workspace_bytes = _lib.size_query("gd_forward_workspace", args)
+    workspace = torch.empty(args.exec.workspace_bytes, dtype=torch.uint8, device="cuda")
+    args.exec.workspace = workspace.data_ptr()
+
+    def call() -> None:
+        args.exec.stream = torch.cuda.current_stream().cuda_stream
+        _lib.check(_lib.library().gd_forward(byref(args)))
+
+    return gpu.replay_ms(call, repeats)
+
+
+def measure_all(row: dict, repeats: int) -> dict:
+    inputs = gpu.make_inputs(row)
+    out, final = torch.empty_like(inputs["v"]), torch.empty_like(inputs["initial_state"])
+    args = arguments(inputs, out, final)
+    auto, off = measure(args, repeats), measure(args, repeats, _lib.CP_OFF)
+    forced = {}
+    for segment in regret.segments_of(row["lengths"]):
+        try:
+            forced[segment] = measure(args, repeats, segment=segment)
+        except _lib.UnsupportedError:  # too many pieces
+            continue
+    return regret.judged(row, auto, off, forced)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--only", help="head counts, e.g. 2/8")
+    parser.add_argument("--seq", help="one row name, e.g. 1x32768")
+    parser.add_argument("--more", action="store_true", help="other head counts, lengths and ragged packs too")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--plot", type=Path, help="time against segment length of some rows")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    rows = selected(forward_rows() + (other_rows() if options.more else []), options.only, options.seq)
+    if not rows:
+        parser.error("there is no such row")
+    if options.plot:
+        import plot_segments  # without matplotlib the end is now, not after the last row
+
+        if not plot_segments.chosen(rows):
+            parser.error("none of these rows is drawn")
+    if not torch.cuda.is_available() or gpu.gatedelta.info()["cuda_devices"] == 0:
+        sys.exit("bench/segments.py needs a GPU that torch sees and a library that has kernels for it (GD_CUDA=ON)")
+
+    results = []
+    for i, row in enumerate(rows):
+        result = measure_all(row, options.repeats)
+        results.append(result)
+        best = min(result["forced"], key=result["forced"].get, default=None)
+        fastest = "" if best is None else f" fastest forced {result['forced'][best]:.3g} ({best} chunks)"
+        print(f"[{i + 1}/{len(rows)}] {row['hk']}/{row['hv']} {row['seq']} auto {result['auto_ms']:.3g} "
+              f"off {result['off_ms']:.3g}{fastest} regret {result['regret']:.1%}", flush=True)  # fmt: skip
+    found = regret.summary(results)
+    worst = found["worst"]
+    print(f"{found['rows']} shapes: worst regret {worst['regret']:.1%} ({worst['hk']}/{worst['hv']} {worst['seq']}), "
+          f"median {found['median']:.1%}, {found['above']} above {regret.BAR:.0%}")  # fmt: skip
+    header = gpu.describe(options.repeats)
+    del header["verified_heads"]  # nothing is verified here
+    result = {"header": header, "rows": results}
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written: {options.output}")
+    if options.plot:
+        plot_segments.write(result, options.plot)
+        print(f"picture: {options.plot}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+// The backward on CUDA: a validated problem becomes five or six kernels on the caller's stream.
+#include <algorithm>
+
+#include "cuda/backend.hpp"
+#include "cuda/backward/chain.cuh"
+#include "cuda/backward/gradients.cuh"
+#include "cuda/backward/lists.cuh"
+#include "cuda/backward/plan.hpp"
+#include "cuda/backward/states.cuh"
+#include "cuda/host.cuh"
+
+namespace gatedelta::cuda {
+
+namespace {
+
+BackwardParams params_of(const BackwardProblem& problem, char* workspace, int multiprocessors) {
+  constexpr uintptr_t kAlign = ForwardWorkspace::kAlign;
+  const BackwardWorkspace layout = backward_layout(problem);
+  char* const base = workspace + (kAlign - reinterpret_cast<uintptr_t>(workspace) % kAlign) % kAlign;
+  BackwardParams p{};
+  static_cast<ForwardParams&>(p) =
+      forward_params(forward_of(problem), workspace, multiprocessors, kBackwardPreparedBytes);
+  const auto at = [&](size_t offset) { return base + offset; };
+  p.back_schedule = reinterpret_cast<Schedule*>(at(layout.back_schedule));
+  p.back_work = reinterpret_cast<WorkItem*>(at(layout.back_work));
+  p.back_boundary_ready = reinterpret_cast<int*>(at(layout.back_boundary_ready));
+  p.back_boundaries = reinterpret_cast<uint8_t*>(at(layout.back_boundaries));
+  p.states = reinterpret_cast<uint8_t*>(at(layout.states));
+  p.gradients = reinterpret_cast<uint8_t*>(at(layout.gradients));
+  if (problem.dA_log || problem.d_dt_bias) p.head_sums = reinterpret_cast<float2*>(at(layout.head_sums));
+  p.d_o = rows_of(problem.d_o);
+  p.dq = rows_of(problem.dq);
+  p.dk = rows_of(problem.dk);
+  p.dg = rows_of(problem.dg);
+  p.dbeta = rows_of(problem.dbeta);
+  p.dA_log = scalars_of(problem.dA_log);
+  p.d_dt_bias = scalars_of(problem.d_dt_bias);
+  const int64_t row = int64_t{p.value_heads} * kHeadDim;
+  const auto rows_at = [&](size_t offset) -> Rows {
+    return {at(offset), p.sequences.tokens * row, row, kHeadDim, problem.in.q.dtype};
+  };
+  p.dv = problem.dv ? rows_of(problem.dv) : rows_at(layout.dv);
+  p.u = rows_at(layout.u);
+  p.d_final = states_of(problem.d_final, {}, base);
+  p.d_initial = states_of(problem.d_initial, {}, base);
+  return p;
+}
+
+// The chains are the forward's with other tensors.
+ForwardParams states_params(const BackwardParams& p) {
+  ForwardParams states = p;
+  states.o = p.u;
+  states.o_map = p.u_map;
+  return states;
+}
+ForwardParams chain_params(const BackwardParams& p) {
+  ForwardParams chain = p;
+  chain.v = p.d_o;
+  chain.v_map = p.d_o_map;
+  chain.o = p.dv;
+  chain.o_map = p.dv_map;
+  chain.initial = p.d_final;
+  chain.final = p.d_initial;
+  chain.work = p.back_work;
+  chain.schedule = p.back_schedule;
+  chain.boundary_ready = p.back_boundary_ready;
+  chain.boundaries = p.back_boundaries;
+  return chain;
+}
+
+template <class Kernel, class... Args>
+cudaError_t launch_after(Kernel kernel, int64_t blocks, int threads, int bytes, cudaStream_t stream,
+                         const Args&... args) {
+  if (bytes > 0)
+    if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+      return e;
+  return launch_early(kernel, blocks, threads, bytes, stream, args...);
+}
+
+template <class Elem>
+Outcome launch(const BackwardParams& p, int device, cudaStream_t stream) {
+  if (const cudaError_t error = launch_prepare(p, std::is_same_v<Elem, __nv_bfloat16>, device, stream))
+    return failure(error, "launch the prepare kernel");
+  const auto check = [](cudaError_t error, const char* what) { return error ? failure(error, what) : Outcome{}; };
+  if (p.sequences.count > 0) {
+    const int lists = p.list == kPlannedList ? kPlannedLists : kScheduleBlocks;
+    if (Outcome o = check(launch_after(backward_lists_kernel, lists, kScheduleThreads, 0, stream, p),
+                          "launch the lists of work");
+        o.status != GD_OK)
+      return o;
+    if (Outcome o = check(launch_after(states_kernel<Elem>, p.main_blocks(), kForwardThreads, ForwardSmem::kAllocated,
+                                       stream, states_params(p), p.states),
+                          "launch the states kernel");
+        o.status != GD_OK)
+      return o;
+    if (Outcome o = check(launch_after(backward_chain_kernel<Elem>, p.main_blocks(), kForwardThreads,
+                                       ForwardSmem::kAllocated, stream, chain_params(p)),
+                          "launch the chain of gradients");
+        o.status != GD_OK)
+      return o;
+  }
+  const int64_t units = p.sequences.slots() * p.key_heads, blocks = std::min<int64_t>(units, p.limits.blocks);
+  if (blocks > 0)
+    if (Outcome o =
+            check(launch_after(gradients_kernel<Elem>, blocks, kGradientThreads, GradientSmem::kAllocated, stream, p),
+                  "launch the gradients kernel");
+        o.status != GD_OK)
+      return o;
+  if (p.head_sums)
+    return check(launch_after(head_sums_kernel, p.value_heads, 256, 0, stream, p), "launch the sums over tokens");
+  return {};
+}
+
+}  // namespace
+
+Outcome backward(const BackwardProblem& problem, const Context& context) {
+  if (Outcome outcome = check_device(context.device); outcome.status != GD_OK) return outcome;
+  const RelaxedCapture relaxed;
+  const CurrentDevice current(context.device);
+  if (current.error()) return failure(current.error(), "select the device");
+  int multiprocessors = 0;
+  if (const cudaError_t error =
+          cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, context.device))
+    return failure(error, "count multiprocessors");
+  BackwardParams p = params_of(problem, context.workspace, multiprocessors);
+  const bool bf16 = problem.in.q.dtype == GD_BF16;
+  if (p.sequences.batch > 0 && p.sequences.tokens > 0) {
+    for (const MappedTensor& t : {MappedTensor{"q", &p.q_map, p.q, p.key_heads},
+                                  {"k", &p.k_map, p.k, p.key_heads},
+                                  {"v", &p.v_map, p.v, p.value_heads},
+                                  {"d_o", &p.d_o_map, p.d_o, p.value_heads},
+                                  {"dv", &p.dv_map, p.dv, p.value_heads},
+                                  {"u", &p.u_map, p.u, p.value_heads}})
+      if (Outcome outcome = encode_map(t, p.sequences, bf16); outcome.status != GD_OK) return outcome;
+    for (const MappedTensor& t :
+         {MappedTensor{"dq", &p.dq_map, p.dq, p.key_heads}, {"dk", &p.dk_map, p.dk, p.key_heads}})
+      if (t.rows.data)
+        if (Outcome outcome = encode_map(t, p.sequences, bf16); outcome.status != GD_OK) return outcome;
+  }
+  const auto stream = static_cast<cudaStream_t>(context.stream);
+  return bf16 ? launch<__nv_bfloat16>(p, context.device, stream) : launch<__half>(p, context.device, stream);
+}
+
+}  // namespace gatedelta::cuda

@@ -1,0 +1,897 @@
+// The gradients of a chunk, once the states before it, what it writes to them and the gradients of the states after it
+// are known. A unit of work is a chunk and a key head: the value heads of the group come one after the other, so that
+// dQ and dK add up in registers, in a fixed order. Per value head, S the state before the chunk, U what the chunk
+// writes and G the gradient of the state after it (docs/math.md); r^q, r^k are 1 unless keys are normalised, and all
+// rows of dQ and dK come scaled by them, which is half of the way back through the norm:
+//   F = s Gamma o tril(dO U^T)                       E = -Gamma o stril(dV U^T)
+//   dQ = s gamma o (dO S^T) + F K                    dK^read = -gamma o (dV S^T) + E K
+//   dK^written = delta o (U G^T) + F^T Q + E^T K
+//   dg_t = gamma_L <G, S> + sum_{j<t} kappa_j + sum_{i>=t} rho_i
+//   kappa_i = k_i . delta_i (U G^T)_i                rho_i = q_i . dQ_i + k_i . dK^read_i - (k_i . dK^written_i -
+//   kappa_i) dbeta_i = <dV_i, U_i> / beta_i^2, or <Z_i, v_i> + k_i . dK^read_i / beta_i where beta is small
+// The chain leaves dV = beta o Z, but Z itself in rows whose beta is small (stores_plain): with beta = 0 there still is
+// a gradient of beta. Warpgroups and their roles:
+//   queries   F, dQ
+//   reads     E, dK^read
+//   writes    dK^written; at the end both parts of dK
+//   rest      one warp asks the copy engine for what comes next, two form <G, S>, one dg and dbeta
+#pragma once
+
+#include "cuda/backward/params.hpp"
+#include "cuda/barriers.cuh"
+#include "cuda/forward/prepare.cuh"
+
+namespace gatedelta::cuda {
+
+constexpr int kGradientThreads = 512;
+
+struct GradientRegisters {
+  static constexpr int kLaunch = 128, kProducts = 152, kRest = 56;
+  static_assert(3 * kProducts + kRest <= 4 * kLaunch);
+};
+
+struct GradientSmem {
+  // Tiles [64 tokens][64], two side by side, unless it says otherwise.
+  static constexpr int kQueries = 0;
+  static constexpr int kKeys = kQueries + 2 * kTileBytes;
+  enum Row { kUpdates, kOutputs, kValues, kRowCount };  // U, dO, dV
+  static constexpr int kRowSlots = 2;
+  static constexpr int kRows = kKeys + 2 * kTileBytes;
+  static constexpr int kStates = kRows + kRowSlots * kRowCount * 2 * kTileBytes;  // S^T, see tiles.hpp
+  static constexpr int kGradients = kStates + kImageBytes;                        // G^T likewise
+  static constexpr int kF = kGradients + kImageBytes;                             // one tile
+  static constexpr int kE = kF + kTileBytes;                                      // one tile
+  static constexpr int kPlainE = kE + kTileBytes;                                 // likewise, of rows as they come
+  static constexpr int kVectors = kPlainE + kTileBytes;                           // [kRowSlots]
+  enum Sum { kQueryDot, kReadDot, kWriteDot, kKappa, kUpdateDot, kSumCount };
+  static constexpr int kSums = kVectors + kRowSlots * kVectorsBytes;              // [kRowSlots], by row
+  static constexpr int kProducts = kSums + kRowSlots * kSumCount * kVectorBytes;  // [kRowSlots] of <G, S> by warp
+  static constexpr int kUnitSlots = 2;
+  static constexpr int kUnits = kProducts + kRowSlots * 2 * 4;
+  static constexpr int kUnitBytes = 32;
+  static constexpr int kBarriers = kUnits + kUnitSlots * kUnitBytes;
+  static constexpr int kBytes = kBarriers + 2 * 8 * (kUnitSlots + 2 * kRowSlots + 5);
+  static constexpr int kAllocated = kBytes + kTileAlign;
+};
+static_assert(GradientSmem::kAllocated <= kMaxSharedBytes);
+
+GD_DEVICE void store_number(void* data, int dtype, int64_t i, float x) {
+  if (dtype == GD_F32) {
+    static_cast<float*>(data)[i] = x;
+  } else if (dtype == GD_BF16) {
+    static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(x);
+  } else {
+    static_cast<__half*>(data)[i] = __float2half_rn(x);
+  }
+}
+
+template <class Elem>
+struct Gradients {
+  using Smem = GradientSmem;
+
+  // A chunk of a key head; slot < 0: there are no more.
+  struct Unit {
+    int slot, key_head, batch, token, rows;
+  };
+  // Where a role is: heads go through the slots of rows, everything else has one.
+  struct Cursor {
+    Ring<Smem::kRowSlots> row;
+    Ring<1> head, unit_part;
+    Ring<Smem::kUnitSlots> unit;
+    GD_DEVICE void next_head() {
+      row.next();
+      head.next();
+    }
+    GD_DEVICE void next_unit() {
+      unit.next();
+      unit_part.next();
+    }
+  };
+  enum NamedBarrier { kUnitEnd = 1, kMerge, kStoreQueries, kStoreKeys };
+
+  using UnitBarriers = Barriers<Smem::kUnitSlots, Smem::kBarriers>;
+  using RowBarriers = Barriers<Smem::kRowSlots, UnitBarriers::kEnd>;
+  using SumBarriers = Barriers<Smem::kRowSlots, RowBarriers::kEnd>;
+  using StateBarriers = Barriers<1, SumBarriers::kEnd>;
+  using GradientBarriers = Barriers<1, StateBarriers::kEnd>;
+  using KeyBarriers = Barriers<1, GradientBarriers::kEnd>;
+  using FBarriers = Barriers<1, KeyBarriers::kEnd>;
+  using EBarriers = Barriers<1, FBarriers::kEnd>;
+  static_assert(EBarriers::kEnd == Smem::kBytes);
+
+  const BackwardParams& p;
+  const uint32_t smem;
+  const int tid, warp, lane;  // within the warpgroup
+  const UnitBarriers units;
+  const RowBarriers rows;
+  const SumBarriers sums;
+  const StateBarriers states;
+  const GradientBarriers gradients;
+  const KeyBarriers keys;  // and queries
+  const FBarriers f_tile;
+  const EBarriers e_tile;
+
+  GD_DEVICE Gradients(const BackwardParams& params, uint32_t base)
+      : p(params),
+        smem(base),
+        tid(threadIdx.x & 127),
+        warp(__shfl_sync(~0u, (threadIdx.x & 127) >> 5, 0)),
+        lane(threadIdx.x & 31),
+        units{base},
+        rows{base},
+        sums{base},
+        states{base},
+        gradients{base},
+        keys{base},
+        f_tile{base},
+        e_tile{base} {}
+
+  GD_DEVICE void init_barriers() const {
+    // Of those who wait or read every warp reports.
+    constexpr int kRole = 4, kSummers = 2;
+    units.init(1, 3 * kRole + kSummers + 1);
+    rows.init(1, 3 * kRole + 1);
+    sums.init(3 * kRole + kSummers, 1);
+    states.init(1, 2 * kRole + kSummers);
+    gradients.init(1, kRole + kSummers);
+    keys.init(1, 2);
+    f_tile.init(kRole, 2 * kRole);
+    e_tile.init(kRole, 2 * kRole);
+    barrier_init_fence();
+  }
+
+  GD_DEVICE uint32_t row_tile(const Cursor& at, typename Smem::Row row) const {
+    return smem + Smem::kRows + (at.row.slot * Smem::kRowCount + row) * 2 * kTileBytes;
+  }
+  GD_DEVICE uint32_t vector(const Cursor& at, ChunkVector v) const {
+    return smem + Smem::kVectors + at.row.slot * kVectorsBytes + v * kVectorBytes;
+  }
+  GD_DEVICE uint32_t sum(const Cursor& at, typename Smem::Sum s) const {
+    return smem + Smem::kSums + (at.row.slot * Smem::kSumCount + s) * kVectorBytes;
+  }
+  // This thread's rows of an accumulator of 64 rows.
+  GD_DEVICE int row(int i) const { return 16 * warp + (lane >> 2) + 8 * i; }
+  GD_DEVICE float of_row(const Cursor& at, ChunkVector v, int i) const {
+    return load_shared(vector(at, v) + row(i) * 4);
+  }
+
+  // ---- units -------------------------------------------------------------------------------------------------------
+
+  GD_DEVICE uint32_t unit_at(const Cursor& at) const { return smem + Smem::kUnits + at.unit.slot * Smem::kUnitBytes; }
+  GD_DEVICE Unit unit(const Cursor& at) const {
+    const uint4 x = load_shared_words(unit_at(at));
+    return {static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z), static_cast<int>(x.w),
+            static_cast<int>(load_shared_word(unit_at(at) + 16))};
+  }
+  // Whether there is one more. Its slot stays as it is until end_unit.
+  GD_DEVICE bool begin_unit(const Cursor& at) const {
+    units.wait_full(at.unit);
+    return __shfl_sync(~0u, static_cast<int>(load_shared_word(unit_at(at))), 0) >= 0;
+  }
+  GD_DEVICE void end_unit(Cursor& at) const {
+    warp_arrive(units.empty(at.unit.slot));
+    at.next_unit();
+  }
+
+  // ---- loads, by one warp ------------------------------------------------------------------------------------------
+
+  GD_DEVICE void run_loads() const {
+    Cursor at;
+    const int count = static_cast<int>(p.sequences.slots()) * p.key_heads;
+#pragma unroll 1
+    for (int i = blockIdx.x; i < count; i += gridDim.x) {
+      const Unit unit = find_unit(i);
+      if (unit.rows <= 0) continue;
+      publish(unit, at);
+#pragma unroll 1
+      for (int v = 0; v < p.group; ++v) {
+        load_head(unit, unit.key_head * p.group + v, at);
+        if (v == 0) load_keys_queries(unit, at);
+        at.next_head();
+      }
+      at.next_unit();
+    }
+    publish({-1, 0, 0, 0, 0}, at);
+  }
+  GD_DEVICE Unit find_unit(int i) const {
+    const int slot = static_cast<int>(static_cast<uint32_t>(i) / static_cast<uint32_t>(p.key_heads));
+    const int key_head = i - slot * p.key_heads, n = sequence_of_slot(p.sequences, slot, lane);
+    const int chunk = slot - static_cast<int>(p.sequences.first_slot(n));
+    const Span span = n < p.sequences.count ? p.sequences[n] : Span{0, 0, 0};
+    const int left = static_cast<int>(span.length) - chunk * kChunkTokens;
+    if (left <= 0 && p.head_sums)
+      for (int v = lane; v < p.group; v += 32)
+        p.head_sums[int64_t{slot} * p.value_heads + key_head * p.group + v] = make_float2(0, 0);
+    return {slot, key_head, span.batch, static_cast<int>(span.begin) + chunk * kChunkTokens, min(left, kChunkTokens)};
+  }
+  GD_DEVICE void publish(const Unit& unit, const Cursor& at) const {
+    units.wait_empty(at.unit);
+    if (elect_one()) {
+      store_shared_words(unit_at(at), make_uint4(unit.slot, unit.key_head, unit.batch, unit.token));
+      store_shared(unit_at(at) + 16, __int_as_float(unit.rows));
+      barrier_arrive(units.full(at.unit.slot));
+    }
+    __syncwarp();
+  }
+  // The first rows of a chunk that is not whole; the copy engine would fetch what lies behind them.
+  GD_DEVICE void copy_rows(uint32_t tiles, const Rows& from, const Unit& unit, int head) const {
+    constexpr int kPieces = kHeadDim * 2 / 16;
+    const auto* data = static_cast<const uint16_t*>(from.data) + from.offset(unit.batch, unit.token, head);
+#pragma unroll 1
+    for (int i = lane; i < kChunkTokens * kPieces; i += 32) {
+      const int r = i / kPieces, piece = i % kPieces;
+      const bool valid = r < unit.rows;
+      copy_async16(tiles + piece / 8 * kTileBytes + tile_offset(r, piece % 8 * 8),
+                   data + (valid ? r * from.token_stride : 0) + piece * 8, valid);
+    }
+  }
+  GD_DEVICE void load_rows(uint32_t tiles, const CUtensorMap* map, const Unit& unit, int head, uint32_t full) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      load_box(tiles + half * kTileBytes, map, full, head, unit.token, unit.batch, half);
+  }
+  GD_DEVICE static void rows_are_here() {
+    copy_async_wait();
+    fence_async_reads();
+    __syncwarp();
+  }
+  GD_DEVICE void load_head(const Unit& unit, int head, const Cursor& at) const {
+    const uint32_t full = rows.full(at.row.slot);
+    const bool whole = unit.rows == kChunkTokens;
+    rows.wait_empty(at.row);
+    if (!whole) {
+      copy_rows(row_tile(at, Smem::kUpdates), p.u, unit, head);
+      copy_rows(row_tile(at, Smem::kOutputs), p.d_o, unit, head);
+      copy_rows(row_tile(at, Smem::kValues), p.dv, unit, head);
+      rows_are_here();
+    }
+    const int64_t number = int64_t{unit.slot} * p.value_heads + head;
+    if (elect_one()) {
+      barrier_arrive_expect(full, kVectorsBytes + (whole ? Smem::kRowCount * 2 * kTileBytes : 0));
+      load_bulk(vector(at, kLogGamma), p.prepared + number * kBackwardPreparedBytes + kInverseBytes, kVectorsBytes,
+                full);
+      if (whole) {
+        load_rows(row_tile(at, Smem::kUpdates), &p.u_map, unit, head, full);
+        load_rows(row_tile(at, Smem::kOutputs), &p.d_o_map, unit, head, full);
+        load_rows(row_tile(at, Smem::kValues), &p.dv_map, unit, head, full);
+      }
+    }
+    __syncwarp();
+    load_image(gradients, smem + Smem::kGradients, p.gradients + number * kImageBytes, at);
+    load_image(states, smem + Smem::kStates, p.states + number * kImageBytes, at);
+  }
+  template <class OneSlot>
+  GD_DEVICE void load_image(const OneSlot& barriers, uint32_t to, const uint8_t* from, const Cursor& at) const {
+    barriers.wait_empty(at.head);
+    if (elect_one()) {
+      barrier_arrive_expect(barriers.full(0), kImageBytes);
+      load_bulk(to, from, kImageBytes, barriers.full(0));
+    }
+    __syncwarp();
+  }
+  GD_DEVICE void load_keys_queries(const Unit& unit, const Cursor& at) const {
+    const uint32_t full = keys.full(0);
+    const bool whole = unit.rows == kChunkTokens;
+    keys.wait_empty(at.unit_part);
+    if (!whole) {
+      copy_rows(smem + Smem::kQueries, p.q, unit, unit.key_head);
+      copy_rows(smem + Smem::kKeys, p.k, unit, unit.key_head);
+      rows_are_here();
+    }
+    if (elect_one()) {
+      barrier_arrive_expect(full, whole ? 4 * kTileBytes : 0);
+      if (whole) {
+        load_rows(smem + Smem::kQueries, &p.q_map, unit, unit.key_head, full);
+        load_rows(smem + Smem::kKeys, &p.k_map, unit, unit.key_head, full);
+      }
+    }
+    __syncwarp();
+  }
+
+  // ---- products ----------------------------------------------------------------------------------------------------
+
+  // a [64 x 128] (tiles side by side) times b^T, b alike: 64 x 64.
+  GD_DEVICE static void multiply_rows(float (&to)[32], uint32_t a, uint32_t b) {
+#pragma unroll
+    for (int step = 0; step < 8; ++step)
+      Wgmma<Elem, 64>::template ss<false, false>(
+          to, tile_descriptor(a + step / 4 * kTileBytes, step % 4 * kStepContiguous),
+          tile_descriptor(b + step / 4 * kTileBytes, step % 4 * kStepContiguous), step > 0);
+    mma_commit();
+  }
+  // a [64 tokens x 128 v] times a state's transpose.
+  GD_DEVICE static void multiply_state(float (&to)[64], uint32_t a, uint32_t state) {
+#pragma unroll
+    for (int step = 0; step < 8; ++step)
+      Wgmma<Elem, 128>::template ss<false, true>(to,
+                                                 tile_descriptor(a + step / 4 * kTileBytes, step % 4 * kStepContiguous),
+                                                 state_descriptor(state + step * kStateStepBytes), step > 0);
+    mma_commit();
+  }
+  // Adds a [64 x 64], or its transpose, times rows [64 tokens x 128].
+  template <bool kTurned>
+  GD_DEVICE static void add_products(float (&to)[64], uint32_t a, uint32_t b) {
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      Wgmma<Elem, 128>::template ss<kTurned, true>(to,
+                                                   tile_descriptor(a, step * (kTurned ? kStepRows : kStepContiguous)),
+                                                   wide_descriptor(b, step * kStepRows), true);
+    mma_commit();
+  }
+  GD_DEVICE static void scale_rows(float (&x)[64], float first, float second) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) x[i] *= i / 2 % 2 ? second : first;
+  }
+  // <x_i, y_i> of this thread's rows, y in tiles; every thread of a row has it.
+  GD_DEVICE float2 dots(const float (&x)[64], uint32_t tiles) const {
+    float d[2] = {0, 0};
+    uint32_t at = tiles + tile_offset(row(0), (lane & 3) * 2);
+    asm volatile("" : "+r"(at));  // what is made of it is not kept in registers from one call to the next
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const uint32_t column = at ^ (n * 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // [half of the columns][row]
+        const float* y = x + 32 * (i / 2) + 4 * n + 2 * (i % 2);
+        const float2 z = unpack<Elem>(load_shared_word(column + i / 2 * kTileBytes + i % 2 * (8 * kTileRowBytes)));
+        d[i % 2] += y[0] * z.x + y[1] * z.y;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      d[i] += __shfl_xor_sync(~0u, d[i], 1);
+      d[i] += __shfl_xor_sync(~0u, d[i], 2);
+    }
+    return make_float2(d[0], d[1]);
+  }
+  GD_DEVICE void store_sums(uint32_t to, float2 x) const {
+    if ((lane & 3) != 0) return;
+    store_shared(to + row(0) * 4, x.x);
+    store_shared(to + row(1) * 4, x.y);
+  }
+  // Gamma_ij r^k_j times x, what is above the diagonal (or on it) left out by selection.
+  template <bool kWithDiagonal>
+  GD_DEVICE void gate(float (&x)[32], const Cursor& at) const {
+    const uint32_t log_gamma = vector(at, kLogGamma), norms = vector(at, kKeyNorm);
+    const float b[2] = {of_row(at, kLogGamma, 0), of_row(at, kLogGamma, 1)};
+    const int last[2] = {row(0) - !kWithDiagonal, row(1) - !kWithDiagonal};
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const int column = 8 * n + 2 * (lane & 3);
+      const float2 c = load_shared2(log_gamma + column * 4), r = load_shared2(norms + column * 4);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float* y = x + 4 * n + 2 * i;
+        y[0] = column <= last[i] ? y[0] * r.x * exp2_approx(b[i] - c.x) : 0.0f;
+        y[1] = column < last[i] ? y[1] * r.y * exp2_approx(b[i] - c.y) : 0.0f;
+      }
+    }
+  }
+  GD_DEVICE void store_tile(uint32_t tile, const float (&x)[32], float first, float second) const {
+    const uint32_t to = tile + tile_offset(16 * warp + block_row(lane), block_column(lane));
+#pragma unroll
+    for (int J = 0; J < 4; ++J) {
+      const float* c = x + 8 * J;
+      store_matrices(to ^ (J * 32), pack<Elem>(first * c[0], first * c[1]), pack<Elem>(second * c[2], second * c[3]),
+                     pack<Elem>(first * c[4], first * c[5]), pack<Elem>(second * c[6], second * c[7]));
+    }
+  }
+  template <class OneSlot>
+  GD_DEVICE static void report_tile(const OneSlot& barriers) {
+    fence_async_reads();
+    warp_arrive(barriers.full(0));
+  }
+  GD_DEVICE static void clear(float (&x)[64]) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) x[i] = 0;
+  }
+  GD_DEVICE static void add(float (&x)[64], const float (&y)[64]) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) x[i] += y[i];
+  }
+  GD_DEVICE void report_head(Cursor& at) const {
+    warp_arrive(sums.full(at.row.slot));
+    warp_arrive(rows.empty(at.row.slot));
+    at.next_head();
+  }
+
+  // ---- queries: F, dQ ----------------------------------------------------------------------------------------------
+
+  GD_DEVICE void run_queries() const {
+    Cursor at;
+    float total[64];
+#pragma unroll 1
+    while (begin_unit(at)) {
+      float2 norm = make_float2(1, 1);
+      clear(total);
+#pragma unroll 1
+      for (int v = 0; v < p.group; ++v) {
+        rows.wait_full(at.row);
+        {
+          float f[32];
+          mma_fence();
+          multiply_rows(f, row_tile(at, Smem::kOutputs), row_tile(at, Smem::kUpdates));
+          const float2 scale = make_float2(of_row(at, kScoreScale, 0), of_row(at, kScoreScale, 1));
+          norm = make_float2(scale.x / p.scale, scale.y / p.scale);
+          mma_wait<0>();
+          gate<true>(f, at);
+          f_tile.wait_empty(at.head);
+          store_tile(smem + Smem::kF, f, scale.x, scale.y);
+          report_tile(f_tile);
+        }
+        float x[64];
+        states.wait_full(at.head);
+        mma_fence();
+        multiply_state(x, row_tile(at, Smem::kOutputs), smem + Smem::kStates);
+        mma_wait<0>();
+        warp_arrive(states.empty(0));
+        scale_rows(x, of_row(at, kReadQuery, 0), of_row(at, kReadQuery, 1));
+        keys.wait_full(at.unit_part);
+        f_tile.wait_full(at.head);
+        mma_fence();
+        add_products<false>(x, smem + Smem::kF, smem + Smem::kKeys);
+        sums.wait_empty(at.row);
+        mma_wait<0>();
+        warp_arrive(f_tile.empty(0));
+        store_sums(sum(at, Smem::kQueryDot), dots(x, smem + Smem::kQueries));
+        report_head(at);
+        add(total, x);
+      }
+      meet(kUnitEnd, 3 * 128);
+      store_rows(total, smem + Smem::kQueries, norm, &p.dq_map, p.dq, kStoreQueries, at);
+      end_unit(at);
+    }
+  }
+
+  // ---- reads: E, dK as read ----------------------------------------------------------------------------------------
+
+  GD_DEVICE void run_reads() const {
+    Cursor at;
+    float total[64];
+#pragma unroll 1
+    while (begin_unit(at)) {
+      clear(total);
+#pragma unroll 1
+      for (int v = 0; v < p.group; ++v) {
+        rows.wait_full(at.row);
+        {
+          float e[32];
+          mma_fence();
+          multiply_rows(e, row_tile(at, Smem::kValues), row_tile(at, Smem::kUpdates));
+          const float2 norm = make_float2(-of_row(at, kKeyNorm, 0), -of_row(at, kKeyNorm, 1));
+          sums.wait_empty(at.row);
+          mma_wait<0>();
+          store_diagonal(e, sum(at, Smem::kUpdateDot));
+          gate<false>(e, at);
+          const float2 missing = missing_of_rows(at);
+          e_tile.wait_empty(at.head);
+          store_tile(smem + Smem::kPlainE, e, norm.x, norm.y);
+          store_tile(smem + Smem::kE, e, norm.x * missing.x, norm.y * missing.y);
+          report_tile(e_tile);
+        }
+        float x[64];
+        states.wait_full(at.head);
+        mma_fence();
+        multiply_state(x, row_tile(at, Smem::kValues), smem + Smem::kStates);
+        mma_wait<0>();
+        warp_arrive(states.empty(0));
+        scale_rows(x, -of_row(at, kReadKey, 0), -of_row(at, kReadKey, 1));
+        keys.wait_full(at.unit_part);
+        e_tile.wait_full(at.head);
+        mma_fence();
+        add_products<false>(x, smem + Smem::kPlainE, smem + Smem::kKeys);
+        mma_wait<0>();
+        warp_arrive(e_tile.empty(0));
+        store_sums(sum(at, Smem::kReadDot), dots(x, smem + Smem::kKeys));
+        const float2 missing = missing_of_rows(at);
+        report_head(at);
+        scale_rows(x, missing.x, missing.y);
+        add(total, x);
+      }
+      meet(kUnitEnd, 3 * 128);
+      hand_over(total);
+      end_unit(at);
+    }
+  }
+  // What is missing of beta in rows that come without it.
+  GD_DEVICE static float missing_of(float beta) { return stores_plain(beta) ? beta : 1.0f; }
+  GD_DEVICE float2 missing_of_rows(const Cursor& at) const {
+    return make_float2(missing_of(of_row(at, kBeta, 0)), missing_of(of_row(at, kBeta, 1)));
+  }
+  // <dV_i, U_i>, as the products have it.
+  GD_DEVICE void store_diagonal(const float (&e)[32], uint32_t to) const {
+    const int g = lane >> 2;
+    if ((lane & 3) != g / 2) return;
+    with_warp(warp, [&](auto w) {
+      const float* own = e + 8 * decltype(w)::value;
+      store_shared(to + row(0) * 4, g % 2 ? own[1] : own[0]);
+      store_shared(to + row(1) * 4, g % 2 ? own[7] : own[6]);
+    });
+  }
+  // One half after the other through the tiles of F and E, which are free until the next unit.
+  GD_DEVICE void hand_over(const float (&x)[64]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (half == 1) meet(kMerge, 2 * 128);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float* y = x + 32 * half + 4 * i;
+        store_shared4(smem + Smem::kF + (i * 128 + tid) * 16, y[0], y[1], y[2], y[3]);
+      }
+      meet(kMerge, 2 * 128);
+    }
+  }
+  GD_DEVICE void take_over(float (&x)[64]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      meet(kMerge, 2 * 128);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float4 y = load_shared4(smem + Smem::kF + (i * 128 + tid) * 16);
+        float* to = x + 32 * half + 4 * i;
+        to[0] += y.x;
+        to[1] += y.y;
+        to[2] += y.z;
+        to[3] += y.w;
+      }
+      if (half == 0) meet(kMerge, 2 * 128);
+    }
+  }
+
+  // ---- writes: dK as written ---------------------------------------------------------------------------------------
+
+  GD_DEVICE void run_writes() const {
+    Cursor at;
+    float total[64];
+#pragma unroll 1
+    while (begin_unit(at)) {
+      float2 norm = make_float2(1, 1);
+      clear(total);
+#pragma unroll 1
+      for (int v = 0; v < p.group; ++v) {
+        float x[64];
+        rows.wait_full(at.row);
+        norm = make_float2(of_row(at, kKeyNorm, 0), of_row(at, kKeyNorm, 1));
+        const float end = load_shared(vector(at, kLogGamma) + (kChunkTokens - 1) * 4);
+        const float2 factor = make_float2(norm.x * exp2_approx(end - of_row(at, kLogGamma, 0)),
+                                          norm.y * exp2_approx(end - of_row(at, kLogGamma, 1)));
+        gradients.wait_full(at.head);
+        mma_fence();
+        multiply_state(x, row_tile(at, Smem::kUpdates), smem + Smem::kGradients);
+        sums.wait_empty(at.row);
+        mma_wait<0>();
+        warp_arrive(gradients.empty(0));
+        scale_rows(x, factor.x, factor.y);
+        keys.wait_full(at.unit_part);
+        store_sums(sum(at, Smem::kKappa), dots(x, smem + Smem::kKeys));
+        f_tile.wait_full(at.head);
+        e_tile.wait_full(at.head);
+        mma_fence();
+        add_products<true>(x, smem + Smem::kF, smem + Smem::kQueries);
+        add_products<true>(x, smem + Smem::kE, smem + Smem::kKeys);
+        mma_wait<0>();
+        if (v < p.group - 1) release_tiles();
+        store_sums(sum(at, Smem::kWriteDot), dots(x, smem + Smem::kKeys));
+        report_head(at);
+        add(total, x);
+      }
+      meet(kUnitEnd, 3 * 128);
+      take_over(total);
+      release_tiles();
+      store_rows(total, smem + Smem::kKeys, norm, &p.dk_map, p.dk, kStoreKeys, at);
+      end_unit(at);
+    }
+  }
+  GD_DEVICE void release_tiles() const {
+    __syncwarp();
+    if (elect_one()) {
+      barrier_arrive(f_tile.empty(0));
+      barrier_arrive(e_tile.empty(0));
+    }
+  }
+
+  // ---- dQ and dK to memory -----------------------------------------------------------------------------------------
+
+  // Through the norm, if there is one: dx = r (dy - y <y, dy>), y = r x; r dy is what comes. By way of the tiles of Q
+  // or K, which nobody needs any more.
+  GD_DEVICE void store_rows(float (&x)[64], uint32_t tiles, float2 norm, const CUtensorMap* map, const Rows& to,
+                            NamedBarrier barrier, const Cursor& at) const {
+    int lane = this->lane;
+    asm volatile("" : "+r"(lane));  // addresses are found here, and not kept in registers through all heads
+    if (p.l2norm) {
+      const float2 d = dots(x, tiles);
+      const float a = norm.x * norm.x * d.x, b = norm.y * norm.y * d.y;
+#pragma unroll
+      for (int i = 0; i < 64; i += 2) {
+        const Place place = accumulator_place(lane, i % 32);
+        const float2 y = unpack<Elem>(
+            load_shared_word(tiles + i / 32 * kTileBytes + tile_offset(16 * warp + place.row, place.column)));
+        const float factor = i / 2 % 2 ? b : a;
+        x[i] -= factor * y.x;
+        x[i + 1] -= factor * y.y;
+      }
+      __syncwarp();
+    }
+    const uint32_t own = tiles + tile_offset(16 * warp + block_row(lane), block_column(lane));
+#pragma unroll
+    for (int J = 0; J < 8; ++J) {
+      const float* c = x + 8 * J;
+      store_matrices((own + J / 4 * kTileBytes) ^ (J % 4 * 32), pack<Elem>(c[0], c[1]), pack<Elem>(c[2], c[3]),
+                     pack<Elem>(c[4], c[5]), pack<Elem>(c[6], c[7]));
+    }
+    fence_async_reads();
+    meet(barrier, 128);
+    const Unit unit = this->unit(at);
+    const bool whole = unit.rows == kChunkTokens;
+    if (!whole && to.data) {
+      constexpr int kPieces = kHeadDim * 2 / 16;
+      auto* data = static_cast<uint16_t*>(to.data) + to.offset(unit.batch, unit.token, unit.key_head);
+#pragma unroll 1
+      for (int i = tid; i < unit.rows * kPieces; i += 128) {
+        const int r = i / kPieces, piece = i % kPieces;
+        *reinterpret_cast<uint4*>(data + r * to.token_stride + piece * 8) =
+            load_shared_words(tiles + piece / 8 * kTileBytes + tile_offset(r, piece % 8 * 8));
+      }
+    }
+    if (!whole) meet(barrier, 128);
+    if (warp != 0 || !elect_one()) return;
+    if (whole && to.data) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        store_box(map, tiles + half * kTileBytes, unit.key_head, unit.token, unit.batch, half);
+      store_commit();
+      store_wait_read<0>();
+    }
+    barrier_arrive(keys.empty(0));
+  }
+
+  // ---- <G, S>, by two warps ----------------------------------------------------------------------------------------
+
+  GD_DEVICE void run_products(int half) const {
+    Cursor at;
+#pragma unroll 1
+    while (begin_unit(at)) {
+#pragma unroll 1
+      for (int v = 0; v < p.group; ++v) {
+        float sum[4] = {0, 0, 0, 0};
+        gradients.wait_full(at.head);
+        states.wait_full(at.head);
+        const uint32_t from = smem + half * (kImageBytes / 2) + lane * 16;
+#pragma unroll 4
+        for (int i = 0; i < kImageBytes / 2; i += 512) {
+          const uint4 a = load_shared_words(from + Smem::kGradients + i),
+                      b = load_shared_words(from + Smem::kStates + i);
+          const auto add = [](float& to, uint32_t g, uint32_t s) {
+            const float2 x = unpack<Elem>(g), y = unpack<Elem>(s);
+            to += x.x * y.x;
+            to += x.y * y.y;
+          };
+          add(sum[0], a.x, b.x);
+          add(sum[1], a.y, b.y);
+          add(sum[2], a.z, b.z);
+          add(sum[3], a.w, b.w);
+        }
+        warp_arrive(gradients.empty(0));
+        warp_arrive(states.empty(0));
+        float all = sum[0] + sum[1] + (sum[2] + sum[3]);
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) all += __shfl_xor_sync(~0u, all, step);
+        sums.wait_empty(at.row);
+        if (lane == 0) store_shared(product_at(at, half), all);
+        warp_arrive(sums.full(at.row.slot));
+        at.next_head();
+      }
+      end_unit(at);
+    }
+  }
+  GD_DEVICE uint32_t product_at(const Cursor& at, int half) const {
+    return smem + Smem::kProducts + (at.row.slot * 2 + half) * 4;
+  }
+
+  // ---- dg and dbeta, by one warp, two tokens a lane ----------------------------------------------------------------
+
+  GD_DEVICE void run_gates() const {
+    Cursor at;
+#pragma unroll 1
+    while (begin_unit(at)) {
+      const Unit unit = this->unit(at);
+#pragma unroll 1
+      for (int v = 0; v < p.group; ++v) {
+        rows.wait_full(at.row);
+        sums.wait_full(at.row);
+        store_gate_gradients(unit, unit.key_head * p.group + v, at);
+        warp_arrive(sums.empty(at.row.slot));
+        warp_arrive(rows.empty(at.row.slot));
+        at.next_head();
+      }
+      end_unit(at);
+    }
+  }
+  GD_DEVICE void store_gate_gradients(const Unit& unit, int head, const Cursor& at) const {
+    const auto two = [&](typename Smem::Sum s) { return load_shared2(sum(at, s) + lane * 8); };
+    const float2 beta = load_shared2(vector(at, kBeta) + lane * 8);
+    const float2 q = two(Smem::kQueryDot), r = two(Smem::kReadDot), w = two(Smem::kWriteDot), kappa = two(Smem::kKappa);
+    const float2 rho =
+        make_float2(q.x + missing_of(beta.x) * r.x - (w.x - kappa.x), q.y + missing_of(beta.y) * r.y - (w.y - kappa.y));
+    float before = kappa.x + kappa.y, after = rho.x + rho.y;  // sums up to this lane, from this lane on
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const float b = __shfl_up_sync(~0u, before, step), a = __shfl_down_sync(~0u, after, step);
+      if (lane >= step) before += b;
+      if (lane + step < 32) after += a;
+    }
+    before -= kappa.x + kappa.y;
+    const float product = (load_shared(product_at(at, 0)) + load_shared(product_at(at, 1))) *
+                          exp2_approx(load_shared(vector(at, kLogGamma) + (kChunkTokens - 1) * 4));
+    const float2 u = two(Smem::kUpdateDot);
+    const float dg[2] = {product + before + after, product + before + kappa.x + after - rho.x};
+    float dbeta[2] = {u.x / (beta.x * beta.x), u.y / (beta.y * beta.y)};
+    const float betas[2] = {beta.x, beta.y};
+    const float2 values = finish_plain_rows(unit, head, beta, at);
+    if (stores_plain(beta.x)) dbeta[0] = values.x + r.x;
+    if (stores_plain(beta.y)) dbeta[1] = values.y + r.y;
+    const bool raw = p.gate == GD_GATE_RAW;
+    const float decay = raw ? -expf(load_number(p.A_log.data, p.A_log.dtype, head * p.A_log.stride)) : 0.0f;
+    const float bias =
+        raw && p.dt_bias.data ? load_number(p.dt_bias.data, p.dt_bias.dtype, head * p.dt_bias.stride) : 0.0f;
+    float dA_log = 0, d_dt_bias = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int t = 2 * lane + i;
+      if (t >= unit.rows) continue;
+      float gradient = dg[i];
+      if (raw) {
+        const float x = load_number(p.g.data, p.g.dtype, p.g.offset(unit.batch, unit.token + t, head)) + bias;
+        const float softplus = x > 20.0f ? x : log1pf(expf(x));
+        dA_log += gradient * fmaxf(decay * softplus, kLowestGate);
+        gradient *= decay * (x > 20.0f ? 1.0f : 1.0f / (1.0f + expf(-x)));
+        d_dt_bias += gradient;
+      }
+      float d = dbeta[i];
+      if (p.beta_kind == GD_BETA_LOGIT) d *= betas[i] * (1.0f - betas[i]);
+      if (p.beta_kind == GD_BETA_LOGIT_DOUBLED) d *= betas[i] * (1.0f - 0.5f * betas[i]);
+      if (p.dg.data) store_number(p.dg.data, p.dg.dtype, p.dg.offset(unit.batch, unit.token + t, head), gradient);
+      if (p.dbeta.data) store_number(p.dbeta.data, p.dbeta.dtype, p.dbeta.offset(unit.batch, unit.token + t, head), d);
+    }
+    if (!p.head_sums) return;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      dA_log += __shfl_xor_sync(~0u, dA_log, step);
+      d_dt_bias += __shfl_xor_sync(~0u, d_dt_bias, step);
+    }
+    if (lane == 0) p.head_sums[int64_t{unit.slot} * p.value_heads + head] = make_float2(dA_log, d_dt_bias);
+  }
+  // Of rows that came as Z: <Z, v>, for the lane that has the row, and dV to memory. Several at a time, so that none is
+  // waited for alone.
+  GD_DEVICE float2 finish_plain_rows(const Unit& unit, int head, float2 beta, const Cursor& at) const {
+    constexpr int kAtOnce = 4;
+    float2 mine = make_float2(0, 0);
+    uint64_t plain = __ballot_sync(~0u, stores_plain(beta.x) && 2 * lane < unit.rows) |
+                     uint64_t{__ballot_sync(~0u, stores_plain(beta.y) && 2 * lane + 1 < unit.rows)} << 32;
+#pragma unroll 1
+    while (plain != 0) {
+      int r[kAtOnce];
+      uint2 v[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int bit = __ffsll(static_cast<long long>(plain)) - 1;
+        r[i] = bit < 0 ? -1 : bit % 32 * 2 + bit / 32;
+        plain &= plain - 1;
+        if (r[i] >= 0)
+          v[i] = reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p.v.data) +
+                                                p.v.offset(unit.batch, unit.token + r[i], head))[lane];
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (r[i] < 0) break;
+        const float factor = load_shared(vector(at, kBeta) + r[i] * 4);
+        const uint32_t z_at = row_tile(at, Smem::kValues) + lane / 16 * kTileBytes + tile_offset(r[i], lane % 16 * 4);
+        const float2 z0 = unpack<Elem>(load_shared_word(z_at)), z1 = unpack<Elem>(load_shared_word(z_at + 4));
+        const float2 v0 = unpack<Elem>(v[i].x), v1 = unpack<Elem>(v[i].y);
+        reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.dv.data) +
+                                 p.dv.offset(unit.batch, unit.token + r[i], head))[lane] =
+            make_uint2(pack<Elem>(factor * z0.x, factor * z0.y), pack<Elem>(factor * z1.x, factor * z1.y));
+        float dot = z0.x * v0.x + z0.y * v0.y + z1.x * v1.x + z1.y * v1.y;
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(~0u, dot, step);
+        if (lane == r[i] / 2) (r[i] % 2 ? mine.y : mine.x) = dot;
+      }
+    }
+    return mine;
+  }
+
+  // ---- tokens of no sequence ---------------------------------------------------------------------------------------
+
+  // Their gradients are 0. By one warpgroup.
+  GD_DEVICE void zero_rest() const {
+    if (!p.sequences.offsets.data) return;
+    const int64_t used = p.sequences.offsets[p.sequences.count], count = p.sequences.tokens - used;
+    const int64_t thread = int64_t{blockIdx.x} * 128 + tid, stride = int64_t{gridDim.x} * 128;
+    const auto zero = [&](const Rows& to, int heads, int pieces, int bytes) {
+      if (!to.data) return;
+      for (int64_t i = thread; i < count * heads * pieces; i += stride) {
+        const int piece = static_cast<int>(i % pieces), head = static_cast<int>(i / pieces % heads);
+        auto* at =
+            static_cast<uint8_t*>(to.data) + (to.offset(0, used + i / pieces / heads, head) + piece * (16 / 2)) * bytes;
+        if (pieces > 1) {
+          *reinterpret_cast<uint4*>(at) = make_uint4(0, 0, 0, 0);
+        } else if (bytes == 4) {
+          *reinterpret_cast<uint32_t*>(at) = 0;
+        } else {
+          *reinterpret_cast<uint16_t*>(at) = 0;
+        }
+      }
+    };
+    constexpr int kPieces = kHeadDim * 2 / 16;
+    zero(p.dq, p.key_heads, kPieces, 2);
+    zero(p.dk, p.key_heads, kPieces, 2);
+    zero(p.dv, p.value_heads, kPieces, 2);
+    zero(p.dg, p.value_heads, 1, p.dg.dtype == GD_F32 ? 4 : 2);
+    zero(p.dbeta, p.value_heads, 1, p.dbeta.dtype == GD_F32 ? 4 : 2);
+  }
+};
+
+template <class Elem>
+__global__ void __launch_bounds__(kGradientThreads, 1) gradients_kernel(const __grid_constant__ BackwardParams p) {
+  extern __shared__ uint8_t dynamic_smem[];
+  using Registers = GradientRegisters;
+  uint32_t smem = tile_aligned(shared_address(dynamic_smem));
+  asm volatile("" : "+r"(smem));  // or the compiler would rather find the address again, wherever it is used
+  const Gradients<Elem> of(p, __shfl_sync(~0u, smem, 0));
+  if (threadIdx.x == 0) of.init_barriers();
+  __syncthreads();
+  wait_for_previous_kernel();
+  const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (role == 3) {
+    shrink_registers<Registers::kRest>();
+    if (of.warp == 0) {
+      of.run_loads();
+    } else if (of.warp == 3) {
+      of.run_gates();
+    } else {
+      of.run_products(of.warp - 1);
+    }
+    of.zero_rest();
+    return;
+  }
+  grow_registers<Registers::kProducts>();
+  if (role == 0) {
+    of.run_queries();
+  } else if (role == 1) {
+    of.run_reads();
+  } else {
+    of.run_writes();
+  }
+}
+
+// dA_log and d_dt_bias of one value head per block: chunks in a fixed order.
+__global__ void __launch_bounds__(256, 1) head_sums_kernel(const __grid_constant__ BackwardParams p) {
+  __shared__ double sums[2][256];
+  wait_for_previous_kernel();
+  const int head = static_cast<int>(blockIdx.x), tid = threadIdx.x;
+  double a = 0, b = 0;
+  for (int64_t slot = tid; slot < p.sequences.slots(); slot += 256) {
+    const float2 x = p.head_sums[slot * p.value_heads + head];
+    a += x.x;
+    b += x.y;
+  }
+  sums[0][tid] = a;
+  sums[1][tid] = b;
+  __syncthreads();
+  for (int step = 128; step > 0; step /= 2) {
+    if (tid < step) {
+      sums[0][tid] += sums[0][tid + step];
+      sums[1][tid] += sums[1][tid + step];
+    }
+    __syncthreads();
+  }
+  const auto store = [&](const HeadScalars& to, double x) {
+    if (to.data) store_number(const_cast<void*>(to.data), to.dtype, head * to.stride, static_cast<float>(x));
+  };
+  if (tid == 0) {
+    store(p.dA_log, sums[0][0]);
+    store(p.d_dt_bias, sums[1][0]);
+  }
+}
+
+}  // namespace gatedelta::cuda

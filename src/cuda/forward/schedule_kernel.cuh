@@ -1,0 +1,19 @@
+// The kernel that makes the list of work, in a file of its own: it is no template, and must be in one object only.
+#pragma once
+
+#include "cuda/forward/schedule.cuh"
+
+namespace gatedelta::cuda {
+
+__global__ void __launch_bounds__(kScheduleThreads, 1) schedule_kernel(const __grid_constant__ ForwardParams p) {
+  __shared__ ScheduleSmem smem;
+  allow_next_kernel();
+  wait_for_previous_kernel();
+  if (p.list == kSortedList)
+    return list_all(p, static_cast<int>(blockIdx.x) * kScheduleThreads + static_cast<int>(threadIdx.x),
+                    static_cast<int>(gridDim.x) * kScheduleThreads, 1, [&](int rank) { return p.order[rank]; });
+  if (p.cuts[0].number == kIsListed) return;
+  Scheduler<Pass::kForward>{p, smem, p.schedule, p.work}.plan();
+}
+
+}  // namespace gatedelta::cuda

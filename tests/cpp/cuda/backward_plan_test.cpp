@@ -1,0 +1,62 @@
+// The backward's scratch memory: its parts, and what docs/api.md says of its size.
+#include "cuda/backward/plan.hpp"
+
+#include <gtest/gtest.h>
+
+namespace gatedelta::cuda {
+namespace {
+
+BackwardProblem dense(int64_t batch, int64_t tokens, int64_t heads) {
+  BackwardProblem p;
+  p.in.key_heads = p.in.value_heads = heads;
+  p.in.group = 1;
+  p.in.sequences.count = p.in.sequences.batch = batch;
+  p.in.sequences.tokens = tokens;
+  return p;
+}
+TokenRows given() { return {reinterpret_cast<void*>(64), GD_BF16, 0, 0, 0}; }
+
+TEST(BackwardMemory, PartsDoNotMeet) {
+  BackwardProblem p = dense(3, 200, 4);
+  p.dA_log = {reinterpret_cast<void*>(64), GD_F32, 1};
+  const BackwardWorkspace w = backward_layout(p);
+  const size_t chunks = 3 * 4 * 4;  // of 200 tokens, four
+  EXPECT_GE(w.states, w.forward.bytes);
+  EXPECT_EQ(w.gradients, w.states + chunks * kImageBytes);
+  EXPECT_EQ(w.u, w.gradients + chunks * kImageBytes);
+  EXPECT_GE(w.dv, w.u + size_t{3} * 200 * 4 * kHeadDim * 2);
+  EXPECT_GE(w.head_sums, w.dv + size_t{3} * 200 * 4 * kHeadDim * 2);
+  EXPECT_GE(w.back_schedule, w.head_sums + chunks * 8);
+  EXPECT_GE(w.back_work, w.back_schedule + sizeof(Schedule));
+  EXPECT_GE(w.back_boundary_ready, w.back_work + size_t{2} * 12 * sizeof(WorkItem));
+  EXPECT_GE(w.bytes, w.back_boundaries + w.forward.boundary_count * size_t{kBoundaryBytes});
+  for (const size_t at :
+       {w.states, w.gradients, w.u, w.dv, w.head_sums, w.back_schedule, w.back_work, w.back_boundaries})
+    EXPECT_EQ(at % ForwardWorkspace::kAlign, 0u);
+}
+
+TEST(BackwardMemory, IsAsLargeAsTheDocumentSays) {
+  for (const int64_t tokens : {4096, 32768}) {
+    BackwardProblem p = dense(2, tokens, 16);
+    p.context_parallel = false;
+    const double heads = 2.0 * static_cast<double>(tokens) * 16;
+    p.dv = given();
+    const double with = static_cast<double>(backward_layout(p).bytes);
+    EXPECT_NEAR(with / heads, 1388, 2);
+    p.dv = {};
+    EXPECT_NEAR((static_cast<double>(backward_layout(p).bytes) - with) / heads, 256, 0.1);
+  }
+}
+
+// What cutting needs: twice what the forward may take, and lists.
+TEST(BackwardMemory, OfBoundariesIsBounded) {
+  for (const int64_t tokens : {4096, 32768, 524288}) {
+    BackwardProblem p = dense(1, tokens, 4);
+    const size_t with = backward_layout(p).bytes;
+    p.context_parallel = false;
+    EXPECT_LE(with - backward_layout(p).bytes, size_t{98} << 20);
+  }
+}
+
+}  // namespace
+}  // namespace gatedelta::cuda

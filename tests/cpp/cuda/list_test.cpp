@@ -1,0 +1,293 @@
+// The list of work (src/cuda/forward/schedule.hpp), as the scheduler makes it, of many random batches and cuts: every
+// chunk is put out once, every piece begins with a state that is right, and nothing waits for what comes later.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <random>
+#include <vector>
+
+#include "cuda/forward/schedule.hpp"
+
+namespace gatedelta::cuda {
+namespace {
+
+struct Batch {
+  std::vector<int> rows;                        // of each sequence, longest first
+  std::vector<std::vector<ChunkDecay>> decays;  // of each pair of sequence and head
+  int heads;
+  int chunks(int n) const { return (rows[n] + kChunkTokens - 1) / kChunkTokens; }
+  int pairs() const { return static_cast<int>(rows.size()) * heads; }
+  int first_token(int n) const {
+    int at = 0;
+    for (int m = 0; m < n; ++m) at += rows[m];
+    return at;
+  }
+  int first_slot(int n) const {
+    int at = 0;
+    for (int m = 0; m < n; ++m) at += chunks(m) + 1;
+    return at;
+  }
+  WorkItem whole(int pair) const {
+    WorkItem item{};
+    item.kind = kOutputs;
+    item.sequence = pair / heads;
+    item.head = item.key_head = pair % heads;
+    item.half = kWhole;
+    item.token = item.origin = first_token(item.sequence);
+    item.rows = rows[item.sequence];
+    item.prepared = first_slot(item.sequence) * heads + item.head;
+    item.from = kFromInitial;
+    item.to = kToFinal;
+    return item;
+  }
+};
+
+// The number of a chunk among those walked through, and the chunk at such a number.
+template <Pass kPass>
+int walked(int chunk, int chunks) {
+  return kPass == Pass::kBackward ? chunks - 1 - chunk : chunk;
+}
+
+struct List {
+  Cut cut;  // what is left of it
+  std::vector<WorkItem> items;
+  int boundaries = 0;
+};
+
+// What Scheduler does, one thread after the other.
+template <Pass kPass>
+List list_of(const Batch& batch, Cut cut, const Limits& limits, int lanes) {
+  std::vector<bool> lasts(batch.pairs(), false);
+  std::vector<std::vector<uint8_t>> windows(batch.pairs());
+  for (int pair = 0; pair < batch.pairs(); ++pair) {
+    const int chunks = batch.chunks(pair / batch.heads), segments = segments_of(chunks, cut.fading);
+    if (chunks > 0 && segments == 1) lasts[pair] = batch.decays[pair][chunks / 2].fade > usual_fade<kPass>();
+    for (int i = 1; i < segments; ++i) {
+      const int window = window_before<kPass>(fading_begin(chunks, segments, i), window_limit<kPass>(cut.fading),
+                                              [&](int c) { return batch.decays[pair].at(walked<kPass>(c, chunks)); });
+      windows[pair].push_back(static_cast<uint8_t>(window == kNoWindow ? 0 : window));
+      if (window == kNoWindow) lasts[pair] = true;
+    }
+  }
+  std::vector<EntryCounts> before(batch.pairs());
+  EntryCounts total{0};
+  do {
+    total.all = 0;
+    for (int pair = 0; pair < batch.pairs(); ++pair) {
+      before[pair] = total;
+      total.all += entries_of<kPass>(cut, batch.chunks(pair / batch.heads), lasts[pair]).all;
+    }
+  } while (!fits(cut, total, limits));
+  List list{cut, std::vector<WorkItem>(total.entries(cut.halves ? 2 : 1)), total[EntryCounts::kBoundaries]};
+  std::vector<int> puts(list.items.size(), 0);
+  const ListPlan plan{cut, total, limits.blocks, batch.chunks(0), batch.heads, kPass == Pass::kForward};
+  for (int pair = 0; pair < batch.pairs(); ++pair) {
+    for (int lane = 0; lane < lanes; ++lane) {
+      list_pair<kPass>(plan, batch.whole(pair), pair, batch.chunks(pair / batch.heads), lasts[pair], before[pair],
+                       windows[pair].data(), lane, lanes, [&](int i, const WorkItem& item) {
+                         list.items.at(i) = item;
+                         ++puts[i];
+                       });
+    }
+  }
+  for (const int n : puts) EXPECT_EQ(n, 1);
+  return list;
+}
+
+// Goes through a list as blocks would that take one item after the other.
+template <Pass kPass>
+struct Checker {
+  static constexpr bool kReverse = kPass == Pass::kBackward;
+  const Batch& batch;
+  struct Boundary {
+    int ready = 0, pair = -1, at = -1;  // the state before the at'th chunk that is walked through
+  };
+  std::vector<Boundary> boundaries;
+  std::map<std::vector<int>, int> stored;  // [sequence, head, half, chunk]: how often
+  std::map<int, int> final_states, readers;
+  std::map<int, int> segment_begin;  // of the factors of a boundary
+
+  Checker(const Batch& b, int count) : batch(b), boundaries(count) {}
+
+  // The chunks of an item, as kernels walk through them: their numbers in that order.
+  struct Walk {
+    int first, end, silent;  // walked chunks
+  };
+  Walk walk(const WorkItem& it) {
+    using Chunk = ChunkAt<kReverse>;
+    const int chunks = batch.chunks(it.sequence), token = batch.first_token(it.sequence);
+    Walk walk{-1, 0, 0};
+    int prepared = it.prepared, rows = it.rows;
+    for (Chunk at = Chunk::first_of(it); at.rows > 0; at = at.next(), rows -= kChunkTokens) {
+      const int chunk = (at.token - token) / kChunkTokens, number = walked<kPass>(chunk, chunks);
+      EXPECT_EQ((at.token - token) % kChunkTokens, 0);
+      EXPECT_TRUE(chunk >= 0 && chunk < chunks);
+      EXPECT_EQ(prepared, (batch.first_slot(it.sequence) + chunk) * batch.heads + it.head);
+      EXPECT_EQ(at.own_rows(), std::min(kChunkTokens, batch.rows[it.sequence] - chunk * kChunkTokens));
+      EXPECT_EQ(at.is_whole(), at.own_rows() == kChunkTokens);
+      const Chunk again = Chunk::of(it, rows);  // by the warp that loads values
+      EXPECT_EQ(again.token, at.token);
+      EXPECT_EQ(again.own_rows(), at.own_rows());
+      if (walk.first < 0) walk.first = walk.end = number;
+      EXPECT_EQ(number, walk.end++);
+      if (at.is_silent()) {
+        EXPECT_EQ(number, walk.first + walk.silent++);  // all of them first
+      } else if (it.kind == kOutputs) {
+        for (int half = 0; half < 2; ++half)
+          if (it.half == kWhole || it.half == half) ++stored[{it.sequence, it.head, half, chunk}];
+      }
+      prepared += kReverse ? -batch.heads : batch.heads;
+    }
+    EXPECT_TRUE(rows > -kChunkTokens && rows <= 0);
+    return walk;
+  }
+  int halves(const WorkItem& it) const { return it.half == kWhole ? 2 : 1; }
+
+  void take(const WorkItem& it) {
+    const int pair = it.sequence * batch.heads + it.head, chunks = batch.chunks(it.sequence);
+    if (it.kind == kJoin) return join(it, pair);
+    ASSERT_TRUE(it.half == kWhole || it.half == 0 || it.half == 1);
+    const Walk w = walk(it);
+    if (it.kind == kFactors) {
+      EXPECT_EQ(it.from, kFromZero);
+      EXPECT_EQ(w.silent, w.end - w.first);
+      ASSERT_TRUE(it.half >= 0 && it.to > 0);
+      EXPECT_TRUE(boundaries[it.to].at == -1 || boundaries[it.to].at == w.end);
+      boundaries[it.to].pair = pair;
+      boundaries[it.to].at = w.end;
+      boundaries[it.to].ready += 2;  // by both warpgroups
+      EXPECT_EQ(segment_begin.insert({it.to, w.first}).first->second, w.first);
+      return;
+    }
+    if (it.from == kFromInitial) {
+      EXPECT_EQ(w.first, 0);
+    } else if (it.from == kFromZero) {
+      EXPECT_TRUE(is_forgotten(pair, w.first, w.first + w.silent));
+    } else {
+      EXPECT_GE(boundaries[it.from].ready, kStateReady) << "waits for something later in the list";
+      EXPECT_EQ(boundaries[it.from].pair, pair);
+      EXPECT_EQ(boundaries[it.from].at, w.first);
+    }
+    if (it.to >= 0) {
+      EXPECT_EQ(it.from, kFromInitial);
+      boundaries[it.to].pair = pair;
+      boundaries[it.to].at = w.end;
+      boundaries[it.to].ready += kStateReady / 2 * halves(it);
+    } else if (it.to == kToFinal) {
+      EXPECT_EQ(w.end, chunks);
+      EXPECT_LE(it.readers, readers[it.pair]) << "waits for something later in the list";
+      EXPECT_TRUE(it.readers > 0 || kPass != Pass::kForward || it.from != kFromZero);
+      final_states[pair] += halves(it);
+    } else {
+      EXPECT_NE(w.end, chunks);
+      if (it.from == kFromInitial) readers[it.pair] += halves(it);
+    }
+  }
+
+  void join(const WorkItem& it, int pair) {
+    ASSERT_EQ(it.rows % (kJoinImages * kChunkTokens), 0);
+    EXPECT_EQ(it.silent, it.rows);
+    EXPECT_EQ(it.to, it.from + 1);
+    EXPECT_EQ(it.prepared, it.to * kBoundaryImages);
+    EXPECT_GE(boundaries[it.from].ready, kStateReady) << "waits for something later in the list";
+    for (int i = 0; i < it.rows / (kJoinImages * kChunkTokens); ++i) {
+      const Boundary& last = boundaries[it.from + i];
+      Boundary& next = boundaries[it.to + i];
+      EXPECT_EQ(last.pair, pair);
+      EXPECT_EQ(next.pair, pair);
+      EXPECT_EQ(segment_begin[it.to + i], last.at);
+      EXPECT_GE(next.ready, kFactorsReady) << "waits for something later in the list";
+      next.ready += 2;
+    }
+  }
+
+  bool is_forgotten(int pair, int begin, int end) const {
+    const int chunks = batch.chunks(pair / batch.heads);
+    double fade = 0, written = 0;
+    for (int c = end - 1; c >= begin; --c) {
+      const ChunkDecay& decay = batch.decays[pair][walked<kPass>(c, chunks)];
+      written += decay.written * std::exp2(fade);
+      fade += decay.fade;
+    }
+    return kReverse ? fade < kForgottenGradientLog : std::exp2(fade) < 1.001 * kForgotten * std::min(1.0, written);
+  }
+
+  void check(const List& list) {
+    for (const WorkItem& it : list.items) take(it);
+    for (const Boundary& boundary : boundaries) EXPECT_EQ(boundary.ready, kStateReady);
+    for (int pair = 0; pair < batch.pairs(); ++pair) {
+      const int n = pair / batch.heads;
+      for (int c = 0; c < batch.chunks(n); ++c)
+        for (int half = 0; half < 2; ++half) EXPECT_EQ((stored[{n, pair % batch.heads, half, c}]), 1);
+      EXPECT_EQ(final_states[pair], batch.chunks(n) ? 2 : 0);
+    }
+  }
+};
+
+Batch random_batch(std::mt19937& random) {
+  Batch batch;
+  batch.heads = 1 + static_cast<int>(random() % 4);
+  for (int n = 1 + static_cast<int>(random() % 4); n > 0; --n)
+    batch.rows.push_back(static_cast<int>(random() % (random() % 2 ? 300 : 9000)));
+  std::sort(batch.rows.rbegin(), batch.rows.rend());
+  for (int pair = 0; pair < batch.pairs(); ++pair) {
+    const float paces[] = {0, -0.4f, -3, -4.6f, -12, -150};
+    const float pace = paces[random() % 6];
+    std::vector<ChunkDecay>& decays = batch.decays.emplace_back();
+    for (int c = 0; c < batch.chunks(pair / batch.heads); ++c)
+      decays.push_back({pace - (random() % 40 ? 0.0f : 200.0f), static_cast<float>(random() % 40) * 0.1f});
+  }
+  return batch;
+}
+
+template <Pass kPass>
+void check_lists(int seed) {
+  std::mt19937 random(seed);
+  int cuts = 0, joins = 0, windows = 0;
+  for (int round = 0; round < 400; ++round) {
+    const Batch batch = random_batch(random);
+    const int fading = length_number(static_cast<int>(random() % kFadingCount));
+    const int lasting = length_number(static_cast<int>(random() % kLastingCount));
+    const Limits limits{132, round % 4 ? 6144 : 2 * batch.pairs() + static_cast<int>(random() % 20),
+                        round % 3 ? 384 : static_cast<int>(random() % 5)};
+    const List list = list_of<kPass>(batch, {fading, lasting, random() % 2 == 0}, limits, 1 << random() % 6);
+    EXPECT_LE(static_cast<int>(list.items.size()), limits.entries);
+    EXPECT_LE(list.boundaries, limits.boundaries);
+    Checker<kPass>(batch, list.boundaries).check(list);
+    cuts += list.cut.fading || list.cut.lasting;
+    for (const WorkItem& it : list.items) {
+      joins += it.kind == kJoin;
+      windows += it.kind == kOutputs && it.silent > 0;
+    }
+    if (::testing::Test::HasFailure()) FAIL() << "in round " << round;
+  }
+  EXPECT_GT(cuts, 100);
+  EXPECT_GT(joins, 100);
+  EXPECT_GT(windows, 100);
+}
+
+TEST(List, OfOutputs) { check_lists<Pass::kForward>(1); }
+TEST(List, OfStates) { check_lists<Pass::kStates>(2); }
+TEST(List, OfGradients) { check_lists<Pass::kBackward>(3); }
+
+// Where nothing is cut the second list is the first one, mirrored.
+TEST(List, OfWholeSequencesIsMirrored) {
+  Batch batch{{1000, 640, 64, 63, 1, 0}, {}, 3};
+  for (int pair = 0; pair < batch.pairs(); ++pair) {
+    const WorkItem item = mirrored(batch.whole(pair), batch.heads);
+    const int chunks = batch.chunks(item.sequence);
+    Checker<Pass::kBackward> checker(batch, 0);
+    if (chunks == 0) {
+      EXPECT_EQ(item.rows, 0);
+      continue;
+    }
+    checker.take(item);
+    EXPECT_EQ(checker.stored.size(), 2u * static_cast<size_t>(chunks));
+    EXPECT_EQ(checker.final_states[pair], 2);
+  }
+}
+
+}  // namespace
+}  // namespace gatedelta::cuda

@@ -1,0 +1,188 @@
+#include <cstring>
+#include <iterator>
+
+#include "device.hpp"
+#include "testing/judge.hpp"
+
+namespace gatedelta::testing {
+namespace {
+
+using Specs = std::vector<std::string>;
+using Backward = Gpu;
+
+const Specs kTypes = {"K=128 V=128 dtype=bf16", "K=128 V=128 dtype=fp16"};
+
+Specs cross(const Specs& a, const Specs& b) {
+  Specs all;
+  for (const std::string& x : a) {
+    for (const std::string& y : b) all.push_back(x + " " + y);
+  }
+  return all;
+}
+
+std::string on_device(const gd_backward_args& host) {
+  DeviceBackward device(host);
+  if (std::string error = device.run(); !error.empty()) return error;
+  return device.download(host);
+}
+
+void check(const Specs& specs) {
+  for (const std::string& spec : cross(specs, kTypes)) {
+    Judge judge(parse_case(spec));
+    const Judgement judgement = judge.backward(Compute::tensor_cores, on_device);
+    if (!judgement.ok()) ADD_FAILURE() << describe(judge.problem().spec) << "\n" << judgement.text();
+  }
+}
+
+TEST_F(Backward, Dense) { check({"T=1", "T=63", "T=64", "T=65", "T=128", "B=3 T=200", "B=2 T=513", "B=2 T=0"}); }
+
+TEST_F(Backward, Packs) {
+  check({"lengths=0+0+300+0+1+63+64+65+0 pad=1 i64 Hk=2 Hv=2", "lengths=5x1+128+2x0 Hk=1 Hv=3 gate=strong",
+         "lengths=129 pad=70 gate=raw l2norm", "lengths=4x0 pad=5 Hk=1 Hv=2"});
+}
+
+TEST_F(Backward, Heads) { check({"B=2 T=150 Hk=2 Hv=4", "T=150 Hk=1 Hv=3", "T=150 Hk=2 Hv=16 l2norm"}); }
+
+TEST_F(Backward, Gates) {
+  check(cross({"T=200 Hk=4 Hv=8"}, {"gate=zero", "gate=weak", "gate=strong", "gate=spiky", "gate=mixed", "gate=inf",
+                                    "gate=huge", "gate=raw", "gate=raw dt_bias=0", "gate=raw beta=logit"}));
+}
+
+TEST_F(Backward, Betas) {
+  check(cross({"T=150 Hk=2 Hv=4 seed=2"},
+              {"beta=unit", "beta=zeros", "beta=two", "beta=one", "beta=logit", "beta=logit2"}));
+}
+
+TEST_F(Backward, States) {
+  check(cross({"lengths=70+0+64+1+129 pad=4 Hk=1 Hv=2"},
+              {"state=fp32", "state=bf16 layout=vk", "state=fp16", "h0=0", "ht=0", "strided"}));
+}
+
+// Sequences are cut, into what ends at the beginning, in the middle and at the end of a chunk of theirs.
+TEST_F(Backward, Segments) {
+  check(cross(
+      cross({"T=600 Hk=2 Hv=4", "lengths=300+0+1+64+900+130 pad=7 Hk=1 Hv=3"}, {"segment=1", "segment=2", "segment=3"}),
+      {"gate=zero", "gate=mixed", "gate=strong", "gate=spiky", "gate=raw l2norm", "gate=inf beta=two"}));
+  check(cross({"lengths=400+0+64+1+329 Hk=1 Hv=2 segment=2"},
+              {"strided layout=vk", "h0=0 ht=0 dht=0", "state=bf16 gate=zero", "state=fp16 gate=strong layout=vk",
+               "h0=0 gate=weak keys=loose", "dht=0 gate=zero"}));
+}
+
+// As it likes: few heads, long sequences.
+TEST_F(Backward, CutsLongSequences) {
+  check(cross({"T=3000 Hk=1 Hv=2", "lengths=3000+70+0+900 pad=9 Hk=1 Hv=2"},
+              {"gate=zero", "gate=weak", "gate=mixed", "gate=strong", "gate=spiky", "gate=raw l2norm"}));
+  check({"T=9000 Hk=1 Hv=2 gate=mixed", "T=4001 Hk=1 Hv=1 gate=zero", "lengths=5000+3x500 Hk=1 Hv=4 gate=mixed"});
+}
+
+std::vector<char> bytes_of(const gd_tensor& t) {  // of a tensor without gaps
+  const char* data = static_cast<const char*>(t.data);
+  return {data, data + element_count(t) * element_bytes(t.dtype)};
+}
+
+// Cut or not, the result is as far from the truth; also where that is beyond the bounds of the table, which knows
+// nothing of thousands of tokens with beta up to 2.
+TEST_F(Backward, SegmentsAreAsAccurateAsNone) {
+  for (const std::string& spec :
+       cross(cross({"T=3000 Hk=1 Hv=2 seed=5", "T=3000 Hk=1 Hv=2 seed=6 l2norm beta=logit2",
+                    "T=600 Hk=1 Hv=2 seed=7 keys=loose beta=logit2"},
+                   kTypes),
+             {"gate=zero", "gate=weak", "gate=strong", "gate=spiky", "gate=mixed", "gate=zero keys=correlated"})) {
+    Judge judge(parse_case(spec));
+    const auto errors = [&](int segment) {
+      const Judgement judgement = judge.backward(Compute::tensor_cores, [&](const gd_backward_args& host) {
+        gd_backward_args args = host;
+        args.segment_chunks = segment;
+        args.context_parallel = segment ? GD_CP_AUTO : GD_CP_OFF;
+        return on_device(args);
+      });
+      EXPECT_TRUE(judgement.problems.empty()) << spec << "\n" << judgement.text();
+      return judgement.verdicts;
+    };
+    const std::vector<Verdict> whole = errors(0);
+    const bool may_grow = judge.problem().spec.keys == KeyKind::loose;  // states may, and errors with them
+    for (const int segment : {2, 9}) {
+      const std::vector<Verdict> cut = errors(segment);
+      ASSERT_EQ(cut.size(), whole.size());
+      for (size_t i = 0; i < cut.size(); ++i) {
+        // dg of all tokens shares a few large sums: what their roundings come to is left to chance.
+        const double margin = may_grow || cut[i].quantity == "dg" ? 1.5 : 1.1;
+        EXPECT_LE(cut[i].comparison.error, margin * whole[i].comparison.error)
+            << cut[i].quantity << " of " << spec << ", segments of " << segment;
+      }
+    }
+  }
+}
+
+TEST_F(Backward, RepeatsBitForBit) {
+  for (const std::string& spec :
+       cross({"T=3000 Hk=1 Hv=2 gate=mixed", "lengths=2000+0+70+129+1 pad=5 Hk=2 Hv=4 gate=zero",
+              "T=900 Hk=1 Hv=2 segment=2 gate=zero", "B=40 T=200 Hk=2 Hv=4"},
+             kTypes)) {
+    Problem problem(parse_case(spec));
+    const gd_backward_args& args = problem.backward;
+    const gd_tensor* const outputs[] = {&args.dq, &args.dk, &args.dv, &args.dg, &args.dbeta, &args.d_initial_state};
+    std::vector<std::vector<char>> first;
+    for (int round = 0; round < 10; ++round) {
+      problem.reset();
+      ASSERT_EQ(on_device(args), "");
+      for (size_t i = 0; i < std::size(outputs); ++i) {
+        if (round == 0) first.push_back(bytes_of(*outputs[i]));
+        EXPECT_EQ(first[i], bytes_of(*outputs[i])) << spec << ", round " << round << ", output " << i;
+      }
+    }
+  }
+}
+
+// A captured call holds pointers and shapes; lengths and gates, hence cuts, are found anew by every replay.
+TEST_F(Backward, GraphReplaysWithNewContents) {
+  for (const std::string& type : kTypes) {
+    const std::string rest = " pad=6 Hk=1 Hv=2 " + type + " seed=";
+    Judge first(parse_case("lengths=70+0+2300+64+30 gate=zero" + rest + "1"));
+    Judge second(parse_case("lengths=1+799+0+1633+31 gate=mixed" + rest + "2"));
+    DeviceBackward device(first.problem().backward);
+    const CudaStream stream;
+    cudaGraph_t graph = nullptr;
+    GD_CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    const std::string error = device.run(stream);
+    GD_CUDA_OK(cudaStreamEndCapture(stream, &graph));
+    ASSERT_EQ(error, "");
+    cudaGraphExec_t replay = nullptr;
+    GD_CUDA_OK(cudaGraphInstantiate(&replay, graph, 0));
+    for (Judge* judge : {&first, &second, &first}) {
+      const auto run = [&](const gd_backward_args& host) {
+        device.upload(host);
+        GD_CUDA_OK(cudaGraphLaunch(replay, stream));
+        return device.download(host);
+      };
+      const Judgement judgement = judge->backward(Compute::tensor_cores, run);
+      if (!judgement.ok()) ADD_FAILURE() << describe(judge->problem().spec) << "\n" << judgement.text();
+    }
+    GD_CUDA_OK(cudaGraphExecDestroy(replay));
+    GD_CUDA_OK(cudaGraphDestroy(graph));
+  }
+}
+
+// With GD_CP_OFF or batch_invariant nothing is cut, and a sequence has the bits it has in a batch.
+TEST_F(Backward, DoesNotDependOnTheBatch) {
+  Problem problem(parse_case("B=70 T=700 Hk=2 Hv=4 gate=zero K=128 V=128 dtype=bf16"));
+  problem.backward.batch_invariant = 1;
+  DeviceBackward device(problem.backward);
+  ASSERT_EQ(device.run(), "");
+  ASSERT_EQ(device.download(problem.backward), "");
+  const auto dq = bytes_of(problem.backward.dq), dv = bytes_of(problem.backward.dv);
+  problem.reset();
+  device.upload(problem.backward);
+  gd_backward_args& alone = device.args();
+  for (gd_tensor* t :
+       {&alone.in.q, &alone.in.k, &alone.in.v, &alone.in.g, &alone.in.beta, &alone.in.initial_state, &alone.d_o,
+        &alone.d_final_state, &alone.dq, &alone.dk, &alone.dv, &alone.dg, &alone.dbeta, &alone.d_initial_state})
+    t->shape[0] = 1;
+  ASSERT_EQ(device.run(), "");
+  ASSERT_EQ(device.download(problem.backward), "");
+  EXPECT_EQ(std::memcmp(dq.data(), bytes_of(problem.backward.dq).data(), dq.size() / 70), 0);
+  EXPECT_EQ(std::memcmp(dv.data(), bytes_of(problem.backward.dv).data(), dv.size() / 70), 0);
+}
+
+}  // namespace
+}  // namespace gatedelta::testing
