@@ -30,7 +30,7 @@ struct ForwardSmem {
   static constexpr int kWork = kScores + kScoreSlots * kTriangleBytes;             // numbers in the list of work
   static constexpr int kBarriers = kWork + kWorkSlots * 4;
   static constexpr int kBytes =
-      kBarriers + 2 * 8 * (kLoadSlots + kValueSlots + kScoreSlots + kOperandSlots + kWorkSlots);
+      kBarriers + 2 * 8 * (kLoadSlots + kValueSlots + kScoreSlots + kOperandSlots + kWorkSlots + kJoinSlots);
   static constexpr int kAllocated = kBytes + kTileAlign;
 };
 static_assert(ForwardSmem::kAllocated <= kMaxSharedBytes);
@@ -46,7 +46,6 @@ constexpr int kForwardThreads = 128 * (2 + kMath);
 enum NamedBarrier {
   kMathMeet = 1,                           // of each slot and math warpgroup
   kMathEnd = kMathMeet + 2 * kValueSlots,  // of each math warpgroup
-  kJoined = kMathEnd + 2,                  // of every other step of a join
 };
 
 // The chain of chunks, for what it is (schedule.hpp). The backward has its own math (cuda/backward), the rest is
@@ -67,12 +66,14 @@ struct Forward {
   using Scores = Barriers<kScoreSlots, Values::kEnd>;
   using Operands = Barriers<kOperandSlots, Scores::kEnd>;
   using Works = Barriers<kWorkSlots, Operands::kEnd>;
-  static_assert(Works::kEnd == Smem::kBytes);
+  using Joins = Barriers<kJoinSlots, Works::kEnd>;
+  static_assert(Joins::kEnd == Smem::kBytes);
   const Loads loads;
   const Values values;
   const Scores scores;
   const Operands operands;
   const Works works;
+  const Joins joins;  // full: the state after a step of a join is stored; empty: somebody is about to say so
 
   GD_DEVICE Forward(const ForwardParams& params, uint32_t base)
       : p(params),
@@ -84,7 +85,8 @@ struct Forward {
         values{base},
         scores{base},
         operands{base},
-        works{base} {}
+        works{base},
+        joins{base} {}
 
   GD_DEVICE void init_barriers() const {
     // What one warp loads, every lane of it reports; of those who read, every warp does.
@@ -93,6 +95,7 @@ struct Forward {
     scores.init(4, 4);
     operands.init(8, 4 * kMath);
     works.init(32, 8 + 4 * kMath);
+    joins.init(4, 1);
     barrier_init_fence();
   }
 
@@ -216,7 +219,8 @@ struct Forward {
   // K and Q of chunks to come.
   struct Loader {
     Cursor next;
-    int lead;  // chunks asked for, from the current one on
+    int lead;   // chunks asked for, from the current one on
+    int ready;  // of the boundaries of the joins of this block all before this one have their factors
   };
   // So that the current chunk is asked for and the one after it, too; in joins, which do little else, the two after it.
   GD_DEVICE void load_ahead(Loader& loader, const Ring<kLoadSlots>& current, int lead) const {
@@ -224,10 +228,9 @@ struct Forward {
     while (loader.lead < lead && loader.next.at.rows > 0) {
       if (is_join(loader.next.at) && is_first_image(loader.next)) {
         // Others must not be kept from what comes before, on which this may depend.
-        bool ready = are_factors_ready(loader.next);
+        bool ready = are_factors_ready(loader);
         if (!ready && loader.lead > 0) break;
-        while (!ready) ready = are_factors_ready(loader.next);
-        fence_async_global();
+        while (!ready) ready = are_factors_ready(loader);
       }
       Ring<kLoadSlots> ring = current;
       for (int i = 0; i < loader.lead; ++i) ring.next();
@@ -236,8 +239,17 @@ struct Forward {
     }
     --loader.lead;
   }
-  GD_DEVICE bool are_factors_ready(const Cursor& cursor) const {
-    return uniform(load_acquire(p.boundary_ready + cursor.prepared / kBoundaryImages)) >= kFactorsReady;
+  // Every lane asks for one boundary: most are ready at once, and to ask and to fence takes longer than a step of a
+  // join.
+  GD_DEVICE bool are_factors_ready(Loader& loader) const {
+    const int boundary = loader.next.prepared / kBoundaryImages;
+    if (boundary < loader.ready) return true;
+    const int asked = boundary + lane, last = p.limits.boundaries - 1;
+    const uint32_t ready = __ballot_sync(
+        ~0u, load_acquire(p.boundary_ready + (asked < last ? asked : last)) >= kFactorsReady && asked <= last);
+    fence_async_global();
+    loader.ready = boundary + __popc(ready & ~(ready + 1));  // up to the first that is not
+    return boundary < loader.ready;
   }
   GD_DEVICE void load_keys_queries(Cursor& cursor, const Ring<kLoadSlots>& ring) const {
     constexpr int kBytes = kPass == Pass::kForward ? kPreparedBytes : kBackwardPreparedBytes;
@@ -453,7 +465,7 @@ struct Forward {
     Ring<kLoadSlots> load;
     Ring<kOperandSlots> operand;
     Ring<kScoreSlots> score;
-    Loader loader{{}, 0};
+    Loader loader{{}, 0, 0};
     if (warp == 0) loader.next = first_chunk();
     WorkRing work;
     for (int i = next_work(work); i != kNoMore; i = next_work(work)) {
@@ -630,6 +642,7 @@ struct Forward {
     float s[64];
     uint32_t packed[32];
     uint32_t turned, columns;  // where this thread finds V and leaves O in a tile; its columns in a vector
+    int joined = 0;            // steps of joins so far
   };
 
   GD_DEVICE void run_math(int m) const {
@@ -1014,7 +1027,7 @@ struct Forward {
   // S <- M S + S_loc for one segment after the other, half of the columns; with M and S in two parts each, which is
   // nearly fp32's accuracy. The second warpgroup has nothing to do with it.
   GD_DEVICE void join(State& state, int m, const WorkItem& it, Ring<kLoadSlots>& load, int& leaving) const {
-    if (m != 0) return publish_joined(it, load, leaving);
+    if (m != 0) return publish_joined(state, it, load, leaving);
     const int half = it.key_head;
     wait_until(p.boundary_ready + it.from, kStateReady);
     load_boundary(state.s, it.from, half);
@@ -1044,23 +1057,38 @@ struct Forward {
       add_boundary(state.s, query_tile(load.slot, 0));
       pass_image(load, leaving);
       store_boundary(state.s, boundary, half);
-      arrive(kJoined + boundary % 2, 128 + 32);
+      warp_arrive(joins.full(state.joined % kJoinSlots));
+      ++state.joined;
     }
   }
-  // The other warpgroup, to which it falls to wait until the states are in memory.
-  GD_DEVICE void publish_joined(const WorkItem& it, Ring<kLoadSlots>& load, int& leaving) const {
+  // The other warpgroup tells of it, which takes as long as a step: until the state is in memory. Two warps do that in
+  // turn, a third hands back the images for all of them, and does not run away from those two.
+  GD_DEVICE void publish_joined(State& state, const WorkItem& it, Ring<kLoadSlots>& load, int& leaving) const {
+    release_values(leaving);
+    leaving = -1;
     int boundary = it.to;
 #pragma unroll 1
-    for (int rows = it.rows; rows > 0; rows -= kJoinImages * kChunkTokens, ++boundary) {
+    for (int rows = it.rows; rows > 0; rows -= kJoinImages * kChunkTokens, ++boundary, ++state.joined) {
+      const int slot = state.joined % kJoinSlots;
+      if (warp == kJoinSlots && state.joined > 0)
+        barrier_wait(joins.empty(slot ^ 1), (state.joined - 1) / kJoinSlots & 1);
 #pragma unroll 1
-      for (int image = 0; image < kJoinImages; ++image) {
-        loads.wait_full(load);
-        pass_image(load, leaving);
-      }
-      if (warp != 0) continue;
-      meet(kJoined + boundary % 2, 128 + 32);
-      if (elect_one()) add_release(p.boundary_ready + boundary, 2);
+      for (int image = 0; image < kJoinImages; ++image, load.next())
+        if (warp == kJoinSlots) pass_image_for_all(load);
+      if (warp != slot) continue;
+      barrier_wait(joins.full(slot), state.joined / kJoinSlots & 1);
+      if (!elect_one()) continue;
+      barrier_arrive(joins.empty(slot));
+      add_release(p.boundary_ready + boundary, 2);
     }
+    meet(kMathEnd + 1, 128);  // nobody looks for what comes next before all images have come
+  }
+  GD_DEVICE void pass_image_for_all(const Ring<kLoadSlots>& load) const {
+    loads.wait_full(load);
+    barrier_wait(values.full(load.slot), load.parity);
+    if (!elect_one()) return;
+    barrier_arrive(values.empty(load.slot), 4);
+    barrier_arrive(loads.empty(load.slot), 4);
   }
   GD_DEVICE void pass_image(Ring<kLoadSlots>& load, int& leaving) const {
     pass_values(load, leaving);

@@ -95,7 +95,7 @@ constexpr int kPreparedBytes = kInverseBytes + kForwardVectors * kVectorBytes;
 constexpr int kBackwardPreparedBytes = kInverseBytes + kVectorsBytes;
 
 // Rings of slots in the main kernel's shared memory.
-enum Slots { kLoadSlots = 3, kValueSlots = 3, kScoreSlots = 2, kOperandSlots = 2, kWorkSlots = 8 };
+enum Slots { kLoadSlots = 3, kValueSlots = 3, kScoreSlots = 2, kOperandSlots = 2, kWorkSlots = 8, kJoinSlots = 2 };
 
 // A slot of a ring and the parity of the barrier phase a consumer waits for there; a producer waits for the other one.
 template <int kSlots>

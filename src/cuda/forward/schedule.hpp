@@ -231,7 +231,7 @@ struct Costs {
   static constexpr float kChunk = 3090, kHalfChunk = 2440;
   static constexpr float kSilent = 2030, kHalfSilent = 1280;  // without outputs
   static constexpr float kFactors = 2010;                     // of half of the columns
-  static constexpr float kJoin = 4960;
+  static constexpr float kJoin = 4000;
   static constexpr float kItem = 8740, kFactorsItem = 10700;  // until the first chunk is there, and for the state
 };
 
