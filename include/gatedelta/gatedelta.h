@@ -151,7 +151,7 @@ typedef struct gd_forward_args {
   gd_tensor checkpoint_indices; /* [C]            optional: slot of each packed entry, negative = not stored */
   int64_t checkpoint_every;     /* a multiple of GD_CHUNK; required with checkpoints */
   void* saved;                  /* optional: what a backward wants kept, gd_forward_saved_size() bytes, 64-byte aligned;
-                                   not with a sequence that is nobody. On CUDA nothing is: 0 bytes, leave it out */
+                                   not with a sequence that is nobody; on CUDA not with checkpoints */
   size_t saved_bytes;
   int32_t context_parallel; /* gd_context_parallel */
   int32_t segment_chunks;   /* forces the segment length, for tests; 0 = automatic */
@@ -167,7 +167,7 @@ typedef struct gd_backward_args {
   gd_inputs in;
   gd_tensor d_o;           /* [B, T, Hv, V]  gradient of o */
   gd_tensor d_final_state; /* [N, Hv, ., .]  optional: gradient of the final state (absent = 0) */
-  const void* saved;       /* what the forward of the same inputs saved, or null: recompute it (always so on CUDA) */
+  const void* saved;       /* what the forward of the same inputs saved, or null: recompute it */
   size_t saved_bytes;
   gd_tensor dq, dk;          /* [B, T, Hk, K]  summed over the value heads of a group */
   gd_tensor dv;              /* [B, T, Hv, V] */

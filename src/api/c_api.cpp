@@ -39,6 +39,11 @@ gd_status check_saved(const gd_backward_args& args, const BackwardProblem& p, co
   return p.saved ? check_saved_size(args.saved_bytes, cpu::backward_saved(p, c)) : GD_OK;
 }
 gd_status check_saved(const gd_recurrent_args&, const RecurrentProblem&, const cpu::Context&) { return GD_OK; }
+template <class Args, class Problem>
+gd_status check_cuda_saved(const Args& args, const Problem& p) {
+  return p.saved ? check_saved_size(args.saved_bytes, cuda::saved_bytes(p.in)) : GD_OK;
+}
+gd_status check_cuda_saved(const gd_recurrent_args&, const RecurrentProblem&) { return GD_OK; }
 
 // Fields a newer ABI appends are fine as long as they are unused, that is zero.
 template <class Args>
@@ -155,6 +160,7 @@ gd_status call_operation(const Args* args, const char* type) {
     Call<Problem> call;
     GD_TRY(prepare(args, type, Stage::call, call));
     if (args->exec.device == GD_CUDA) {
+      GD_TRY(check_cuda_saved(*args, call.problem));
       GD_TRY(check_workspace(args->exec, call.bytes));
       return run_cuda(call.problem, args->exec);
     }
@@ -229,8 +235,8 @@ gd_status gd_forward_saved_size(const gd_forward_args* args, size_t* bytes) {
     Call<ForwardProblem> call;
     GD_TRY(prepare(args, "gd_forward_args", Stage::query, call));
     if (!bytes) return invalid("bytes is null: there is nowhere to put the answer");
-    // On CUDA the backward finds what it needs once more, from the inputs.
-    *bytes = args->exec.device == GD_CUDA ? 0 : cpu::forward_saved(call.problem, call.context);
+    *bytes = args->exec.device == GD_CUDA ? cuda::saved_bytes(call.problem.in)
+                                          : cpu::forward_saved(call.problem, call.context);
     return GD_OK;
   });
 }

@@ -709,8 +709,12 @@ gd_status check_cuda_rows(const char* name, const TokenRows* rows, const Layer& 
 
 gd_status validate_cuda(const gd_forward_args& args, Stage stage, const ForwardProblem& p) {
   const Layer& in = p.in;
-  if (args.saved || args.saved_bytes)
-    return refuse(GD_UNSUPPORTED, "saved is given, but on CUDA the backward needs nothing kept: leave it out");
+  if (p.saved && p.checkpoints)
+    return refuse(GD_UNSUPPORTED,
+                  "saved and checkpoints are both given: on CUDA a forward keeps states for one of them");
+  // A sequence that is nobody would leave gaps in it, and what slots say is not known here.
+  if (p.saved && in.initial_indices && p.final_indices)
+    return refuse(GD_UNSUPPORTED, "saved is given, but on CUDA not together with initial_indices and final_indices");
   GD_TRY(check_cuda_layer(in));
   GD_TRY(check_cuda_segments(p));
   for (const auto& [name, rows] :
@@ -720,8 +724,6 @@ gd_status validate_cuda(const gd_forward_args& args, Stage stage, const ForwardP
 }
 
 gd_status validate_cuda(const gd_backward_args& args, Stage stage, const BackwardProblem& p) {
-  if (args.saved || args.saved_bytes)
-    return refuse(GD_UNSUPPORTED, "saved is given, but on CUDA the backward needs nothing kept: leave it out");
   GD_TRY(check_cuda_layer(p.in));
   GD_TRY(check_cuda_segments(cuda::forward_of(p)));
   for (const auto& [name, rows] :

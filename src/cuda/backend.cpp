@@ -6,6 +6,7 @@
 namespace gatedelta::cuda {
 
 size_t forward_workspace(const ForwardProblem& problem) { return forward_layout(problem).bytes; }
+size_t saved_bytes(const Layer& layer) { return saved_layout(layer).bytes; }
 size_t backward_workspace(const BackwardProblem& problem) { return backward_layout(problem).bytes; }
 
 #if !GD_CUDA_COMPILED

@@ -28,6 +28,7 @@ size_t forward_workspace(const ForwardProblem&);
 // Puts the kernels on the stream and returns: nothing is waited for, allocated or read back.
 Outcome forward(const ForwardProblem&, const Context&);
 
+size_t saved_bytes(const Layer&);  // that a forward keeps for its backward, if asked to
 size_t backward_workspace(const BackwardProblem&);
 Outcome backward(const BackwardProblem&, const Context&);
 

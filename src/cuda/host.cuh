@@ -186,9 +186,18 @@ inline ForwardParams forward_params(const ForwardProblem& problem, char* workspa
   p.checkpoint_every = problem.checkpoint_every;
   p.prepared = reinterpret_cast<uint8_t*>(base + layout.prepared);
   p.prepared_bytes = prepared_bytes;
+  p.decays = reinterpret_cast<ChunkDecay*>(base + layout.decays);
+  if (problem.saved) {
+    const SavedLayout kept = saved_layout(in);
+    char* const saved = static_cast<char*>(problem.saved);
+    p.prepared = reinterpret_cast<uint8_t*>(saved + kept.prepared);
+    p.prepared_bytes = kBackwardPreparedBytes;
+    p.decays = reinterpret_cast<ChunkDecay*>(saved + kept.decays);
+    p.checkpoints = {saved + kept.states, in.value_heads * kStateBytes / 4, kStateBytes / 4, GD_F32, {}};
+    p.checkpoint_every = kWindowTokens;
+  }
   p.order = reinterpret_cast<int*>(base + layout.order);
   p.first_checkpoint = reinterpret_cast<int64_t*>(base + layout.first_checkpoint);
-  p.decays = reinterpret_cast<ChunkDecay*>(base + layout.decays);
   p.sequence_items = reinterpret_cast<WorkItem*>(base + layout.sequence_items);
   p.cuts = reinterpret_cast<PricedCut*>(base + layout.cuts);
   p.schedule = reinterpret_cast<Schedule*>(base + layout.schedule);

@@ -188,7 +188,7 @@ def test_low_level():
     inputs, initial = [tensors[name] for name in ("q", "k", "v", "g", "beta")], tensors["initial_state"]
     o, final_state, saved = gd.chunk_gated_delta_rule_fwd(*inputs, initial_state=initial)
     check(case, o, final_state)
-    assert saved.is_cuda and saved.numel() == 0
+    assert saved.is_cuda and saved.numel() > 0
     truth = case.backward_truth()
     for kept in (saved, None):
         results = gd.chunk_gated_delta_rule_bwd(*inputs, kept, case.do.cuda(), case.dht.cuda(), initial_state=initial)
@@ -292,7 +292,7 @@ def test_what_is_missing_is_refused():
         gd.chunk_gated_delta_rule(*(x.float() for x in inputs))
     with pytest.raises(RuntimeError, match="d_o: dtype is float16, must be bfloat16 as that of q on CUDA"):
         gd.chunk_gated_delta_rule_bwd(*inputs, None, d_o.half())
-    with pytest.raises(RuntimeError, match="saved is given, but on CUDA the backward needs nothing kept"):
+    with pytest.raises(RuntimeError, match="saved has 64 bytes, needs"):
         gd.chunk_gated_delta_rule_bwd(*inputs, torch.zeros(64, dtype=torch.uint8, device="cuda"), d_o)
     with pytest.raises(RuntimeError, match="g is not on the device q is on"):
         gd.chunk_gated_delta_rule(*inputs[:3], inputs[3].cpu(), inputs[4])

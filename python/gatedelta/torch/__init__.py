@@ -88,7 +88,7 @@ def chunk_gated_delta_rule(
         enable_fwd_cp_cache: a hint of FlashQLA's that changes nothing: ``recompute`` says what is kept for a backward.
 
     Beyond them:
-        recompute: keep nothing but the inputs for the backward, which then computes the rest again (always so on CUDA).
+        recompute: keep nothing but the inputs for the backward, which then computes the rest again.
         batch_invariant: a sequence's bits do not depend on its neighbours (always so on the CPU).
         out: buffer for o.
         initial_state_indices ``[N]``: initial_state is a pool ``[slots, HV, ...]``, and this the slot each sequence
@@ -292,8 +292,7 @@ def chunk_gated_delta_rule_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The backward alone, called as FlashQLA's. Returns (dq, dk, dv, dbeta, dg, dh0 or None).
 
-    Where FlashQLA takes g_cumsum and A, this takes g itself and ``saved`` of the forward; saved None computes it again,
-    and on CUDA, where the forward returns an empty one, so does that.
+    Where FlashQLA takes g_cumsum and A, this takes g itself and ``saved`` of the forward; saved None computes it again.
     Each gradient has the dtype of what it is the gradient of; dh0 is None without initial_state.
     """
     wanted = 0b00011111 | (initial_state is not None) << 7

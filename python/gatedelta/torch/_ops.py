@@ -67,13 +67,22 @@ def _describe(tensor: Tensor | None, name: str) -> _lib.Tensor:
     return result
 
 
+def _cuda_saved_bytes(o: Tensor, cu_seqlens: Tensor | None) -> int:
+    """saved_layout of src/cuda/forward/plan.hpp, also for symbolic shapes and without a CUDA build."""
+    batch, tokens, heads = o.shape[:3]
+    if cu_seqlens is None:
+        chunks, windows = batch * ((tokens + 63) // 64), batch * (tokens // 1024)
+    else:
+        chunks, windows = tokens // 64 + cu_seqlens.shape[0], tokens // 1024
+    return (chunks * heads * (6912 + 8) + 63) // 64 * 64 + windows * heads * 65536
+
+
 def _saved_bytes(
     tensors: dict[str, Tensor | None], o: Tensor, gate: int, beta_kind: int, state_layout: int, l2norm: bool
 ) -> int:
-    """How much chunk_fwd saves: on CUDA nothing, whose backward computes it again. On the CPU with symbolic shapes only
-    the call itself can tell, and torch is told so."""
+    """How much chunk_fwd saves. On the CPU with symbolic shapes only the call itself can tell, and torch is told so."""
     if o.is_cuda:
-        return 0
+        return _cuda_saved_bytes(o, tensors["cu_seqlens"])
     if any(not isinstance(size, int) for tensor in tensors.values() if tensor is not None for size in tensor.shape):
         return torch.library.get_ctx().new_dynamic_size()
     args = _lib.ForwardArgs()

@@ -20,6 +20,7 @@ BackwardParams params_of(const BackwardProblem& problem, char* workspace, int mu
   BackwardParams p{};
   static_cast<ForwardParams&>(p) =
       forward_params(forward_of(problem), workspace, multiprocessors, kBackwardPreparedBytes);
+  p.is_prepared = problem.saved != nullptr;
   const auto at = [&](size_t offset) { return base + offset; };
   p.back_schedule = reinterpret_cast<Schedule*>(at(layout.back_schedule));
   p.back_work = reinterpret_cast<WorkItem*>(at(layout.back_work));

@@ -25,11 +25,51 @@ GD_DEVICE void list_both(const BackwardParams& p) {
   *p.back_schedule = {entries, 0, p.main_blocks()};
 }
 
+// The list of the states where the forward has kept those at the ends of windows: pieces of some windows each, which
+// wait for nothing.
+GD_DEVICE void list_windows(const BackwardParams& p, ScheduleSmem& s) {
+  constexpr int kRounds = 3;  // of all blocks
+  const int tid = threadIdx.x, count = p.sequences.count;
+  if (tid < count) s.chunks[tid] = static_cast<int>(Sequences::chunks(p.sequence_items[tid].rows));
+  __syncthreads();
+  if (tid == 0) {
+    int all = 0;
+    for (int rank = 0; rank < count; ++rank) all += rounds_of(s.chunks[rank], kWindowChunks) * p.value_heads;
+    s.lasting = max(1, all / (kRounds * p.limits.blocks)) * kWindowChunks;  // chunks of a piece
+    all = 0;
+    for (int rank = 0; rank < count; ++rank) {
+      s.first_window[rank] = all;
+      all += rounds_of(s.chunks[rank], s.lasting) * p.value_heads;
+    }
+    s.windows_count = all;
+    *p.schedule = {all, 0, p.main_blocks()};
+  }
+  __syncthreads();
+  const int length = s.lasting;
+  for (int i = tid; i < s.windows_count; i += kScheduleThreads) {
+    int rank = 0;
+    while (rank + 1 < count && s.first_window[rank + 1] <= i) ++rank;
+    const int within = i - s.first_window[rank], pieces = rounds_of(s.chunks[rank], length);
+    const int head = quotient(within, pieces), begin = (within - head * pieces) * length;
+    WorkItem item = p.sequence_items[rank];
+    item.head = head;
+    item.key_head = quotient(head, p.group);
+    item.prepared += head;
+    cut_item<Pass::kStates>(item, begin, min(begin + length, s.chunks[rank]), s.chunks[rank], p.value_heads);
+    if (begin > 0) {
+      item.from = kFromWindow;
+      item.pair = static_cast<int>(p.first_checkpoint[item.sequence]) + begin / kWindowChunks - 1;
+    }
+    p.work[i] = item;
+  }
+}
+
 __global__ void __launch_bounds__(kScheduleThreads, 1) backward_lists_kernel(const __grid_constant__ BackwardParams p) {
   __shared__ ScheduleSmem smem;
   allow_next_kernel();
   wait_for_previous_kernel();
   if (p.list != kPlannedList || p.cuts[0].number == kIsListed) return list_both(p);
+  if (blockIdx.x == 0 && p.is_prepared) return list_windows(p, smem);
   if (blockIdx.x == 0) return Scheduler<Pass::kStates>{p, smem, p.schedule, p.work}.plan();
   for (int i = threadIdx.x; i < p.limits.boundaries; i += kScheduleThreads) p.back_boundary_ready[i] = 0;
   Scheduler<Pass::kBackward>{p, smem, p.back_schedule, p.back_work}.plan();

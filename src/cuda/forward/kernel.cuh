@@ -280,7 +280,7 @@ struct Forward {
         } else {
           barrier_arrive_expect(full, kBytes);
         }
-        load_bulk(inverse_at(slot), p.prepared + int64_t{cursor.prepared} * kBytes, kBytes, full);
+        load_bulk(inverse_at(slot), p.prepared + int64_t{cursor.prepared} * p.prepared_bytes, kBytes, full);
       }
     }
     next_chunk(cursor);
@@ -727,7 +727,7 @@ struct Forward {
       if (p.sequences[n].length > 0 || p.is_nobody(n)) continue;
 #pragma unroll 1
       for (int i = m; i < 2 * p.value_heads; i += kMath) {
-        load_state(state.s, p.initial.slot(n), i / 2, i % 2);
+        load_state(state.s, p.initial, p.initial.slot(n), i / 2, i % 2);
         store_state(p.final, p.final.slot(n), i / 2, i % 2, state.s);
       }
     }
@@ -966,7 +966,9 @@ struct Forward {
       wait_until(p.boundary_ready + it.from, kStateReady);
       return load_boundary(s, it.from, half);
     }
-    load_state(s, it.from == kFromInitial ? p.initial.slot(it.sequence) : -1, it.head, half);
+    if constexpr (kPass == Pass::kStates)
+      if (it.from == kFromWindow) return load_state(s, p.checkpoints, it.pair, it.head, half);
+    load_state(s, p.initial, it.from == kFromInitial ? p.initial.slot(it.sequence) : -1, it.head, half);
   }
   GD_DEVICE void begin_identity(float (&s)[64], int half) const {
 #pragma unroll
@@ -1146,13 +1148,13 @@ struct Forward {
       with_layout(static_cast<__half*>(states.data));
     }
   }
-  GD_DEVICE void load_state(float (&s)[64], int64_t slot, int head, int half) const {
+  GD_DEVICE void load_state(float (&s)[64], const States& states, int64_t slot, int head, int half) const {
     if (slot < 0) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) s[i] = 0;
       return;
     }
-    with_matrix(p.initial, slot, head, half, [&](const auto* from, auto v_stride, auto k_stride) {
+    with_matrix(states, slot, head, half, [&](const auto* from, auto v_stride, auto k_stride) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) {
         const Place at = accumulator_place(0, i);

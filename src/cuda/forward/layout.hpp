@@ -74,7 +74,8 @@ struct Sequences {
   }
 };
 
-constexpr int kMaxSorted = 1024;  // sequences that are put in order; more of them balance themselves
+constexpr int kWindowChunks = 16;  // after so many a forward keeps the state, for its backward
+constexpr int kMaxSorted = 1024;   // sequences that are put in order; more of them balance themselves
 
 // What prepare leaves for one chunk and value head: the inverse as a tile ready for wgmma, then vectors of 64 floats.
 constexpr int kInverseBytes = kTriangleBytes;

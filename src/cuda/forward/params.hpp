@@ -23,6 +23,7 @@ struct ForwardParams {
   int64_t checkpoint_every;  // tokens; 0 = none
   uint8_t* prepared;         // [slots][value_heads][prepared_bytes]
   int prepared_bytes;
+  bool is_prepared;           // by the forward of this backward
   int* order;                 // [N] sequences, longest first
   int64_t* first_checkpoint;  // [N]
   ChunkDecay* decays;         // [value_heads][slots]

@@ -64,6 +64,28 @@ inline int64_t max_entries(const ForwardProblem& p) {
   return 2 * pairs + (!may_cut(p) ? 0 : pieces < kPieces ? pieces : kPieces);
 }
 
+// ---- memory --------------------------------------------------------------------------------------------------------
+
+// What a forward keeps for its backward: what prepare has made, and the state at the end of every window.
+constexpr int64_t kWindowTokens = kWindowChunks * kChunkTokens;
+constexpr int64_t kStateBytes = int64_t{kHeadDim} * kHeadDim * 4;
+struct SavedLayout {
+  size_t prepared = 0;  // [slots][Hv][kBackwardPreparedBytes]
+  size_t decays = 0;    // ChunkDecay [Hv][slots]
+  size_t states = 0;    // fp32 [windows][Hv][K][V], or [V][K]
+  size_t bytes = 0;
+};
+inline SavedLayout saved_layout(const Layer& in) {
+  const int64_t chunks = sequences_of(in.sequences).slots() * in.value_heads;
+  const int64_t windows = in.sequences.offsets ? in.sequences.tokens / kWindowTokens
+                                               : in.sequences.count * (in.sequences.tokens / kWindowTokens);
+  SavedLayout saved;
+  saved.decays = static_cast<size_t>(chunks * kBackwardPreparedBytes);
+  saved.states = (saved.decays + static_cast<size_t>(chunks) * sizeof(ChunkDecay) + 63) / 64 * 64;
+  saved.bytes = saved.states + static_cast<size_t>(windows * in.value_heads * kStateBytes);
+  return saved;
+}
+
 // Offsets of the workspace's parts from its first 128-byte boundary, and its whole size.
 struct ForwardWorkspace {
   static constexpr size_t kAlign = 128;        // of every part
@@ -97,10 +119,11 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p, int prepared_byt
     return at;
   };
   const int64_t count = p.in.sequences.count, slots = sequences_of(p.in.sequences).slots();
-  w.prepared = take(slots * p.in.value_heads * prepared_bytes);
+  const bool saves = p.saved != nullptr;  // then it is kept with what was prepared
+  w.prepared = take(saves ? 0 : slots * p.in.value_heads * prepared_bytes);
   w.order = take(count * int64_t{sizeof(int)});
-  w.first_checkpoint = take(p.checkpoint_every ? count * int64_t{sizeof(int64_t)} : 0);
-  w.decays = take(slots * p.in.value_heads * int64_t{sizeof(ChunkDecay)});
+  w.first_checkpoint = take(p.checkpoint_every || saves ? count * int64_t{sizeof(int64_t)} : 0);
+  w.decays = take(saves ? 0 : slots * p.in.value_heads * int64_t{sizeof(ChunkDecay)});
   w.cuts = take(kShares * kCutParts * int64_t{sizeof(PricedCut)});
   w.schedule = take(sizeof(Schedule));
   w.work = take(max_entries(p) * int64_t{sizeof(WorkItem)});

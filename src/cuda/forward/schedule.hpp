@@ -50,9 +50,10 @@ enum WorkKind {
   kFactors,  // S_loc and M of a segment, S_out = M S_in + S_loc, for half of the columns of each
   kJoin,     // the states at the ends of segments, one after the other
 };
-enum Half { kWhole = -1, kNoValues = -2 };        // of the value columns; or 0, 1
-enum From { kFromInitial = -1, kFromZero = -2 };  // or the number of a boundary
-enum To { kToFinal = -1, kToNowhere = -2 };       // or the number of a boundary
+enum Half { kWhole = -1, kNoValues = -2 };  // of the value columns; or 0, 1
+// Or the number of a boundary. A window's end is one of the states that the forward has kept, `pair` its number.
+enum From { kFromInitial = -1, kFromZero = -2, kFromWindow = -3 };
+enum To { kToFinal = -1, kToNowhere = -2 };  // or the number of a boundary
 
 // What a block of the main kernel takes at a time; all that is to be known of it, in a few loads.
 struct alignas(64) WorkItem {

@@ -198,7 +198,9 @@ TEST_F(Cuda, HasNoRecurrentSteps) {
   EXPECT_TRUE(said(gd_recurrent_workspace(&recurrent, &bytes), GD_UNSUPPORTED, kOnly));
 }
 
-TEST_F(Cuda, NothingIsToBeSaved) {
+// What was prepared, and a state of every 1024 tokens.
+TEST_F(Cuda, SavedSize) {
+  set_tokens(2, 2048 + 1);
   size_t bytes = 7;
   const gd_status status = gd_forward_saved_size(&c, &bytes);
   if (!info().cuda_compiled) {
@@ -206,20 +208,36 @@ TEST_F(Cuda, NothingIsToBeSaved) {
     return;
   }
   EXPECT_EQ(status, GD_OK) << gd_last_error();
-  EXPECT_EQ(bytes, 0u);
+  EXPECT_EQ(bytes, kHv * (2 * 33 * (6912 + 8) + 2 * 2 * size_t{65536}));
   EXPECT_EQ(gd_forward_saved_size(&c, nullptr), GD_INVALID_ARGUMENT);
 }
 
 TYPED_TEST(CudaRules, Saved) {
   auto& c = this->c;
-  constexpr char kReason[] = "saved is given, but on CUDA the backward needs nothing kept: leave it out";
-  size_t bytes = 0;
+  size_t bytes = 0, with = 0;
+  const gd_status status = query(c, &bytes);
   c.saved_bytes = 1 << 20;
-  EXPECT_TRUE(said(query(c, &bytes), GD_UNSUPPORTED, kReason));  // "there will be one"
+  EXPECT_EQ(query(c, &with), status);  // "there will be one"
+  if (!info().cuda_compiled) return;
+  EXPECT_NE(with, bytes);
   c.saved = c.place();
-  EXPECT_TRUE(c.unsupported(kReason));
-  c.saved_bytes = 0;
-  EXPECT_TRUE(c.unsupported(kReason));
+  c.saved_bytes = 64;
+  EXPECT_TRUE(said(call(c), GD_WORKSPACE_TOO_SMALL, "saved has 64 bytes, needs "));
+}
+
+TEST_F(Cuda, SavedIsNotForEverything) {
+  c.saved_bytes = size_t{1} << 30;
+  c.saved = c.place();
+  c.checkpoints = c.made_up(GD_F32, {kB * (kT / 64), kHv, kD, kD});
+  c.checkpoint_every = 64;
+  EXPECT_TRUE(c.unsupported("saved and checkpoints are both given: on CUDA a forward keeps states for one of them"));
+  c.checkpoints = {};
+  c.checkpoint_every = 0;
+  c.in.initial_state = c.made_up(GD_F32, {5, kHv, kD, kD});
+  c.final_state = c.made_up(GD_F32, {5, kHv, kD, kD});
+  c.in.initial_indices = c.made_up(GD_I32, {kB});
+  c.final_indices = c.made_up(GD_I32, {kB});
+  EXPECT_TRUE(c.unsupported("saved is given, but on CUDA not together with initial_indices and final_indices"));
 }
 
 TYPED_TEST(CudaRules, ThingsOfTheCpu) {

@@ -75,6 +75,41 @@ TEST_F(Backward, CutsLongSequences) {
   check({"T=9000 Hk=1 Hv=2 gate=mixed", "T=4001 Hk=1 Hv=1 gate=zero", "lengths=5000+3x500 Hk=1 Hv=4 gate=mixed"});
 }
 
+// From what a forward has kept.
+std::string from_saved(gd_forward_args forward, gd_backward_args host) {
+  forward.final_state = forward.final_indices = forward.checkpoints = forward.checkpoint_indices = {};
+  forward.checkpoint_every = 0;
+  gd_forward_args question = forward;
+  question.exec = {};
+  question.exec.device = GD_CUDA;
+  size_t bytes = 0;
+  if (gd_forward_saved_size(&question, &bytes) != GD_OK) return gd_last_error();
+  const DeviceMemory saved(bytes, 64);
+  forward.saved = saved.data();
+  forward.saved_bytes = bytes;
+  DeviceForward training(forward);
+  if (std::string error = training.run(); !error.empty()) return error;
+  host.saved = saved.data();
+  host.saved_bytes = bytes;
+  DeviceBackward device(host);
+  if (std::string error = device.run(); !error.empty()) return error;
+  std::string error = device.download(host);
+  return saved.guards_intact() ? error : "wrote outside of what is saved";
+}
+TEST_F(Backward, FromWhatTheForwardKept) {
+  for (const std::string& spec :
+       cross({"T=1", "B=2 T=1024", "T=1025 Hk=1 Hv=2", "T=3000 Hk=1 Hv=2 gate=zero", "B=40 T=1100 Hk=2 Hv=4",
+              "lengths=1024+1+0+2049+3000 pad=3 Hk=2 Hv=4", "lengths=70x30 Hk=1 Hv=2 gate=raw l2norm",
+              "T=2500 Hk=1 Hv=3 layout=vk state=bf16 gate=raw l2norm", "lengths=4x0 pad=5 Hk=1 Hv=2",
+              "T=4097 Hk=1 Hv=2 gate=spiky beta=zeros"},
+             kTypes)) {
+    Judge judge(parse_case(spec));
+    const Judgement judgement = judge.backward(
+        Compute::tensor_cores, [&](const gd_backward_args& host) { return from_saved(judge.problem().forward, host); });
+    if (!judgement.ok()) ADD_FAILURE() << describe(judge.problem().spec) << "\n" << judgement.text();
+  }
+}
+
 std::vector<char> bytes_of(const gd_tensor& t) {  // of a tensor without gaps
   const char* data = static_cast<const char*>(t.data);
   return {data, data + element_count(t) * element_bytes(t.dtype)};
