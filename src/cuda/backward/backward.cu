@@ -89,14 +89,14 @@ Outcome launch(const BackwardParams& p, int device, cudaStream_t stream) {
                           "launch the lists of work");
         o.status != GD_OK)
       return o;
-    if (Outcome o = check(launch_after(states_kernel<Elem>, p.main_blocks(), kForwardThreads, ForwardSmem::kAllocated,
-                                       stream, states_params(p), p.states),
-                          "launch the states kernel");
-        o.status != GD_OK)
-      return o;
     if (Outcome o = check(launch_after(backward_chain_kernel<Elem>, p.main_blocks(), kForwardThreads,
                                        ForwardSmem::kAllocated, stream, chain_params(p)),
                           "launch the chain of gradients");
+        o.status != GD_OK)
+      return o;
+    if (Outcome o = check(launch_after(states_kernel<Elem>, p.main_blocks(), kForwardThreads, ForwardSmem::kAllocated,
+                                       stream, states_params(p), p.states),
+                          "launch the states kernel");
         o.status != GD_OK)
       return o;
   }

@@ -21,10 +21,12 @@ struct BackwardChain : Forward<Elem, Pass::kBackward> {
   using typename Base::State;
   using Mma64 = Wgmma<Elem, 64>;
 
-  // The kernel before computes states, which this one does not read: what this one reads was there before that began.
-  // Only who comes next has to wait for both.
-  GD_DEVICE static void begin() { __threadfence(); }
-  GD_DEVICE static void end() { wait_for_previous_kernel(); }
+  // It takes longer than the states' chain, which needs nothing of this, and may begin where a block has nothing left
+  // to do.
+  GD_DEVICE static void begin() {
+    wait_for_previous_kernel();
+    allow_next_kernel();
+  }
 
   GD_DEVICE void run_chain(int m) const {
     Ring<kLoadSlots> load;

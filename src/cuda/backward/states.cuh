@@ -18,11 +18,10 @@ struct StateChain : Forward<Elem, Pass::kStates> {
 
   GD_DEVICE StateChain(const ForwardParams& params, uint32_t base, uint8_t* to) : Base(params, base), states(to) {}
 
-  // The chain of gradients needs nothing of this, and may begin where a block has nothing left to do.
-  GD_DEVICE static void begin() {
-    wait_for_previous_kernel();
-    allow_next_kernel();
-  }
+  // The kernel before is the chain of gradients, of which this one reads nothing: what this one reads was there before
+  // that began. Only who comes next has to wait for both.
+  GD_DEVICE static void begin() { __threadfence(); }
+  GD_DEVICE static void end() { wait_for_previous_kernel(); }
 
   // A state is kept for each chunk that is not silent: over all items, for each chunk once.
   GD_DEVICE void run_states(int m) const {
