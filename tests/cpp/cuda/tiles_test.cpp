@@ -125,6 +125,21 @@ TEST(Descriptors, Fields) {
   static_assert(kTriangleDescriptorHigh >> 30 == 3);
 }
 
+// What a warp stores of a packed state, one register after the other, is where wgmma looks for it: core matrices of 8 x
+// 8 numbers, 128 bytes apart along the value columns and 256 along the key dimensions, as the descriptor says.
+TEST(States, RegistersAreCoreMatrices) {
+  EXPECT_EQ(state_descriptor_low(0x4000), (0x4000u >> 4) | (128u >> 4) << 16);
+  EXPECT_EQ(kStateDescriptorHigh, 256u >> 4);
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int i = 0; i < 64; ++i) {  // of a 64 x 128 accumulator
+      const Place at = accumulator_place(lane, i);
+      const int stored = i / 2 * 128 + lane * 4 + i % 2 * 2;
+      EXPECT_EQ(stored, at.column / 8 * 256 + at.row / 8 * 128 + at.row % 8 * 16 + at.column % 8 * 2);
+      EXPECT_LT(stored, kStateStepBytes);
+    }
+  }
+}
+
 TEST(Triangles, EveryElementHasItsPlace) {
   std::set<uint32_t> places;
   for (int row = 0; row < 64; ++row)
