@@ -56,12 +56,15 @@ inline ListMode list_mode(const ForwardProblem& p, int blocks) {
 inline int64_t max_entries(const ForwardProblem& p) {
   const int64_t pairs = p.in.sequences.count * p.in.value_heads;
   if (!is_planned(p.in.sequences.count, p.in.value_heads)) return pairs;
-  // Outputs of a segment, its factors, and what two sequences bring more of them than one.
-  if (p.segment_chunks)
-    return 3 * p.in.value_heads * (sequences_of(p.in.sequences).slots() / p.segment_chunks + p.in.sequences.count);
+  const int64_t slots = sequences_of(p.in.sequences).slots(), chunks = slots * p.in.value_heads;
+  // A backward that is given states cuts at their windows, whatever else is cut: see list_windows.
+  const int64_t windows = !p.saved ? 0 : chunks < kMaxPlannedEntries ? chunks : kMaxPlannedEntries;
   constexpr int64_t kPieces = kMaxPlannedEntries - 2 * kMaxPlannedPairs;
-  const int64_t pieces = 3 * sequences_of(p.in.sequences).slots() * p.in.value_heads;
-  return 2 * pairs + (!may_cut(p) ? 0 : pieces < kPieces ? pieces : kPieces);
+  const int64_t pieces = !may_cut(p) ? 0 : 3 * chunks < kPieces ? 3 * chunks : kPieces;
+  // Or, forced: outputs of a segment, its factors, and what two sequences bring more of them than one.
+  const int64_t entries =
+      p.segment_chunks ? 3 * p.in.value_heads * (slots / p.segment_chunks + p.in.sequences.count) : 2 * pairs + pieces;
+  return entries > windows ? entries : windows;
 }
 
 // ---- memory --------------------------------------------------------------------------------------------------------

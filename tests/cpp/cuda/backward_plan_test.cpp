@@ -48,6 +48,20 @@ TEST(BackwardMemory, IsAsLargeAsTheDocumentSays) {
   }
 }
 
+// The list of the states has room for a piece per window of every head, also where nothing else is cut.
+TEST(BackwardMemory, HasRoomForWindows) {
+  for (const int64_t segment : {0, 256}) {
+    for (const bool cuts : {false, true}) {
+      BackwardProblem p = dense(1, 32768, 4);
+      p.context_parallel = cuts;
+      p.segment_chunks = cuts ? segment : 0;
+      p.saved = &p;
+      EXPECT_GE(max_entries(forward_of(p)), 32768 / kWindowTokens * 4);
+      EXPECT_LE(max_entries(forward_of(p)), kMaxPlannedEntries);
+    }
+  }
+}
+
 // What cutting needs: twice what the forward may take, and lists.
 TEST(BackwardMemory, OfBoundariesIsBounded) {
   for (const int64_t tokens : {4096, 32768, 524288}) {

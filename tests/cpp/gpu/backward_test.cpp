@@ -76,7 +76,7 @@ TEST_F(Backward, CutsLongSequences) {
 }
 
 // From what a forward has kept.
-std::string from_saved(gd_forward_args forward, gd_backward_args host) {
+std::string from_saved(gd_forward_args forward, gd_backward_args host, bool cuts) {
   forward.final_state = forward.final_indices = forward.checkpoints = forward.checkpoint_indices = {};
   forward.checkpoint_every = 0;
   gd_forward_args question = forward;
@@ -91,6 +91,7 @@ std::string from_saved(gd_forward_args forward, gd_backward_args host) {
   if (std::string error = training.run(); !error.empty()) return error;
   host.saved = saved.data();
   host.saved_bytes = bytes;
+  host.context_parallel = cuts ? GD_CP_AUTO : GD_CP_OFF;
   DeviceBackward device(host);
   if (std::string error = device.run(); !error.empty()) return error;
   std::string error = device.download(host);
@@ -104,9 +105,12 @@ TEST_F(Backward, FromWhatTheForwardKept) {
               "T=4097 Hk=1 Hv=2 gate=spiky beta=zeros"},
              kTypes)) {
     Judge judge(parse_case(spec));
-    const Judgement judgement = judge.backward(
-        Compute::tensor_cores, [&](const gd_backward_args& host) { return from_saved(judge.problem().forward, host); });
-    if (!judgement.ok()) ADD_FAILURE() << describe(judge.problem().spec) << "\n" << judgement.text();
+    for (const bool cuts : {true, false}) {
+      const Judgement judgement = judge.backward(Compute::tensor_cores, [&](const gd_backward_args& host) {
+        return from_saved(judge.problem().forward, host, cuts);
+      });
+      if (!judgement.ok()) ADD_FAILURE() << describe(judge.problem().spec) << "\n" << judgement.text();
+    }
   }
 }
 
