@@ -420,7 +420,7 @@ void chunk_fwd(StableIValue* stack, uint64_t, uint64_t) {
     args.final_state = device.output(final_state, "final_state");
   }
   if (save) {
-    args.exec.device = device.is_cuda() ? GD_CUDA : GD_CPU;  // on CUDA nothing is kept: `saved` stays empty
+    args.exec.device = device.is_cuda() ? GD_CUDA : GD_CPU;  // which decides what is kept
     check(gd_forward_saved_size(&args, &args.saved_bytes));
     saved = device.empty_bytes(args.saved_bytes);
     if (args.saved_bytes > 0) GD_TORCH(torch_get_mutable_data_ptr(saved.get(), &args.saved));

@@ -89,32 +89,27 @@ struct Call {
 };
 
 // What is different on CUDA. It has the forward and the backward so far.
-gd_status prepare_cuda(const gd_forward_args& args, Stage stage, Call<ForwardProblem>& call) {
+size_t cuda_workspace_bytes(const ForwardProblem& p) { return cuda::forward_workspace(p); }
+size_t cuda_workspace_bytes(const BackwardProblem& p) { return cuda::backward_workspace(p); }
+cuda::Outcome call_cuda(const ForwardProblem& p, const cuda::Context& c) { return cuda::forward(p, c); }
+cuda::Outcome call_cuda(const BackwardProblem& p, const cuda::Context& c) { return cuda::backward(p, c); }
+
+template <class Args, class Problem>
+gd_status prepare_cuda(const Args& args, Stage stage, Call<Problem>& call) {
   GD_TRY(validate_shapes(args, stage, call.problem));
-  GD_TRY(validate_cuda(args, stage, call.problem));
+  GD_TRY(validate_cuda(stage, call.problem));
   if (!cuda::is_compiled()) return refuse(GD_UNSUPPORTED, "device is GD_CUDA, but this build has no CUDA backend");
-  call.bytes = cuda::forward_workspace(call.problem);
-  return GD_OK;
-}
-gd_status prepare_cuda(const gd_backward_args& args, Stage stage, Call<BackwardProblem>& call) {
-  GD_TRY(validate_shapes(args, stage, call.problem));
-  GD_TRY(validate_cuda(args, stage, call.problem));
-  if (!cuda::is_compiled()) return refuse(GD_UNSUPPORTED, "device is GD_CUDA, but this build has no CUDA backend");
-  call.bytes = cuda::backward_workspace(call.problem);
+  call.bytes = cuda_workspace_bytes(call.problem);
   return GD_OK;
 }
 gd_status prepare_cuda(const gd_recurrent_args&, Stage, Call<RecurrentProblem>&) {
   return refuse(GD_UNSUPPORTED, "device is GD_CUDA, which has gd_forward and gd_backward only for now");
 }
 
-gd_status run_cuda(const ForwardProblem& problem, const gd_exec& exec) {
+template <class Problem>
+gd_status run_cuda(const Problem& problem, const gd_exec& exec) {
   const cuda::Outcome outcome =
-      cuda::forward(problem, {exec.device_index, exec.stream, static_cast<char*>(exec.workspace)});
-  return outcome.status == GD_OK ? GD_OK : refuse(outcome.status, "%s", outcome.message);
-}
-gd_status run_cuda(const BackwardProblem& problem, const gd_exec& exec) {
-  const cuda::Outcome outcome =
-      cuda::backward(problem, {exec.device_index, exec.stream, static_cast<char*>(exec.workspace)});
+      call_cuda(problem, {exec.device_index, exec.stream, static_cast<char*>(exec.workspace)});
   return outcome.status == GD_OK ? GD_OK : refuse(outcome.status, "%s", outcome.message);
 }
 gd_status run_cuda(const RecurrentProblem&, const gd_exec&) {

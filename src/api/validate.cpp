@@ -707,7 +707,7 @@ gd_status check_cuda_rows(const char* name, const TokenRows* rows, const Layer& 
 
 }  // namespace
 
-gd_status validate_cuda(const gd_forward_args&, Stage stage, const ForwardProblem& p) {
+gd_status validate_cuda(Stage stage, const ForwardProblem& p) {
   const Layer& in = p.in;
   if (p.saved && p.checkpoints)
     return refuse(GD_UNSUPPORTED,
@@ -723,7 +723,7 @@ gd_status validate_cuda(const gd_forward_args&, Stage stage, const ForwardProble
   return GD_OK;
 }
 
-gd_status validate_cuda(const gd_backward_args&, Stage stage, const BackwardProblem& p) {
+gd_status validate_cuda(Stage stage, const BackwardProblem& p) {
   GD_TRY(check_cuda_layer(p.in));
   GD_TRY(check_cuda_segments(cuda::forward_of(p)));
   for (const auto& [name, rows] :

@@ -20,8 +20,8 @@ gd_status validate_shapes(const gd_backward_args& args, Stage stage, BackwardPro
 gd_status validate_shapes(const gd_recurrent_args& args, Stage stage, RecurrentProblem& problem);
 
 // What the CUDA backend adds: of a forward whose shapes are right, what its kernels cannot do.
-gd_status validate_cuda(const gd_forward_args& args, Stage stage, const ForwardProblem& problem);
-gd_status validate_cuda(const gd_backward_args& args, Stage stage, const BackwardProblem& problem);
+gd_status validate_cuda(Stage stage, const ForwardProblem& problem);
+gd_status validate_cuda(Stage stage, const BackwardProblem& problem);
 
 // Scratch memory validate_contents needs: one bit per slot of the largest pool that is written, when slots are given.
 size_t slot_bitmap_bytes(const ForwardProblem& problem);

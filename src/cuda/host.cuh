@@ -127,6 +127,19 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+// Calls f with the number of multiprocessors of a supported device, while that is the current one.
+template <class F>
+Outcome with_device(int device, const F& f) {
+  if (Outcome outcome = check_device(device); outcome.status != GD_OK) return outcome;
+  const RelaxedCapture relaxed;
+  const CurrentDevice current(device);
+  if (current.error()) return failure(current.error(), "select the device");
+  int multiprocessors = 0;
+  if (const cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device))
+    return failure(error, "count multiprocessors");
+  return f(multiprocessors);
+}
+
 // The driver's encoder of tensor maps; this library is not linked to the driver. Looked up once, like best_isa().
 inline cudaError_t find_encoder(EncodeTiled& encode) {
   static std::atomic<EncodeTiled> found{nullptr};

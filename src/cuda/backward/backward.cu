@@ -69,77 +69,68 @@ ForwardParams chain_params(const BackwardParams& p) {
   return chain;
 }
 
-template <class Kernel, class... Args>
-cudaError_t launch_after(Kernel kernel, int64_t blocks, int threads, int bytes, cudaStream_t stream,
-                         const Args&... args) {
+template <auto kKernel, class... Args>
+cudaError_t launch_after(int64_t blocks, int threads, int bytes, int device, cudaStream_t stream, const Args&... args) {
+  static std::atomic<uint64_t> allowed{0};
   if (bytes > 0)
-    if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
-      return e;
-  return launch_early(kernel, blocks, threads, bytes, stream, args...);
+    if (const cudaError_t e = allow_shared_memory(kKernel, bytes, device, allowed)) return e;
+  return launch_early(kKernel, blocks, threads, bytes, stream, args...);
 }
 
 template <class Elem>
 Outcome launch(const BackwardParams& p, int device, cudaStream_t stream) {
-  if (const cudaError_t error = launch_prepare(p, std::is_same_v<Elem, __nv_bfloat16>, device, stream))
-    return failure(error, "launch the prepare kernel");
-  const auto check = [](cudaError_t error, const char* what) { return error ? failure(error, what) : Outcome{}; };
+  Outcome outcome;
+  const auto ran = [&](cudaError_t error, const char* what) {
+    if (error) outcome = failure(error, what);
+    return !error;
+  };
+  if (!ran(launch_prepare(p, std::is_same_v<Elem, __nv_bfloat16>, device, stream), "launch the prepare kernel"))
+    return outcome;
   if (p.sequences.count > 0) {
-    const int lists = p.list == kPlannedList ? kPlannedLists : kScheduleBlocks;
-    if (Outcome o = check(launch_after(backward_lists_kernel, lists, kScheduleThreads, 0, stream, p),
-                          "launch the lists of work");
-        o.status != GD_OK)
-      return o;
-    if (Outcome o = check(launch_after(backward_chain_kernel<Elem>, p.main_blocks(), kForwardThreads,
-                                       ForwardSmem::kAllocated, stream, chain_params(p)),
-                          "launch the chain of gradients");
-        o.status != GD_OK)
-      return o;
-    if (Outcome o = check(launch_after(states_kernel<Elem>, p.main_blocks(), kForwardThreads, ForwardSmem::kAllocated,
-                                       stream, states_params(p), p.states),
-                          "launch the states kernel");
-        o.status != GD_OK)
-      return o;
+    const int lists = p.list == kPlannedList ? kPlannedLists : kScheduleBlocks, blocks = p.main_blocks();
+    constexpr int kBytes = ForwardSmem::kAllocated;
+    const bool all =
+        ran(launch_after<backward_lists_kernel>(lists, kScheduleThreads, 0, device, stream, p),
+            "launch the lists of work") &&
+        ran(launch_after<backward_chain_kernel<Elem>>(blocks, kForwardThreads, kBytes, device, stream, chain_params(p)),
+            "launch the chain of gradients") &&
+        ran(launch_after<states_kernel<Elem>>(blocks, kForwardThreads, kBytes, device, stream, states_params(p),
+                                              p.states),
+            "launch the states kernel");
+    if (!all) return outcome;
   }
   const int64_t units = p.sequences.slots() * p.key_heads, blocks = std::min<int64_t>(units, p.limits.blocks);
-  if (blocks > 0)
-    if (Outcome o =
-            check(launch_after(gradients_kernel<Elem>, blocks, kGradientThreads, GradientSmem::kAllocated, stream, p),
-                  "launch the gradients kernel");
-        o.status != GD_OK)
-      return o;
+  if (blocks > 0 &&
+      !ran(launch_after<gradients_kernel<Elem>>(blocks, kGradientThreads, GradientSmem::kAllocated, device, stream, p),
+           "launch the gradients kernel"))
+    return outcome;
   if (p.head_sums)
-    return check(launch_after(head_sums_kernel, p.value_heads, 256, 0, stream, p), "launch the sums over tokens");
-  return {};
+    ran(launch_after<head_sums_kernel>(p.value_heads, 256, 0, device, stream, p), "launch the sums over tokens");
+  return outcome;
 }
 
 }  // namespace
 
 Outcome backward(const BackwardProblem& problem, const Context& context) {
-  if (Outcome outcome = check_device(context.device); outcome.status != GD_OK) return outcome;
-  const RelaxedCapture relaxed;
-  const CurrentDevice current(context.device);
-  if (current.error()) return failure(current.error(), "select the device");
-  int multiprocessors = 0;
-  if (const cudaError_t error =
-          cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, context.device))
-    return failure(error, "count multiprocessors");
-  BackwardParams p = params_of(problem, context.workspace, multiprocessors);
-  const bool bf16 = problem.in.q.dtype == GD_BF16;
-  if (p.sequences.batch > 0 && p.sequences.tokens > 0) {
-    for (const MappedTensor& t : {MappedTensor{"q", &p.q_map, p.q, p.key_heads},
-                                  {"k", &p.k_map, p.k, p.key_heads},
-                                  {"v", &p.v_map, p.v, p.value_heads},
-                                  {"d_o", &p.d_o_map, p.d_o, p.value_heads},
-                                  {"dv", &p.dv_map, p.dv, p.value_heads},
-                                  {"u", &p.u_map, p.u, p.value_heads}})
-      if (Outcome outcome = encode_map(t, p.sequences, bf16); outcome.status != GD_OK) return outcome;
-    for (const MappedTensor& t :
-         {MappedTensor{"dq", &p.dq_map, p.dq, p.key_heads}, {"dk", &p.dk_map, p.dk, p.key_heads}})
-      if (t.rows.data)
+  return with_device(context.device, [&](int multiprocessors) -> Outcome {
+    BackwardParams p = params_of(problem, context.workspace, multiprocessors);
+    const bool bf16 = problem.in.q.dtype == GD_BF16;
+    if (p.sequences.batch > 0 && p.sequences.tokens > 0) {
+      for (const MappedTensor& t : {MappedTensor{"q", &p.q_map, p.q, p.key_heads},
+                                    {"k", &p.k_map, p.k, p.key_heads},
+                                    {"v", &p.v_map, p.v, p.value_heads},
+                                    {"d_o", &p.d_o_map, p.d_o, p.value_heads},
+                                    {"dv", &p.dv_map, p.dv, p.value_heads},
+                                    {"u", &p.u_map, p.u, p.value_heads}})
         if (Outcome outcome = encode_map(t, p.sequences, bf16); outcome.status != GD_OK) return outcome;
-  }
-  const auto stream = static_cast<cudaStream_t>(context.stream);
-  return bf16 ? launch<__nv_bfloat16>(p, context.device, stream) : launch<__half>(p, context.device, stream);
+      for (const MappedTensor& t :
+           {MappedTensor{"dq", &p.dq_map, p.dq, p.key_heads}, {"dk", &p.dk_map, p.dk, p.key_heads}})
+        if (t.rows.data)
+          if (Outcome outcome = encode_map(t, p.sequences, bf16); outcome.status != GD_OK) return outcome;
+    }
+    const auto stream = static_cast<cudaStream_t>(context.stream);
+    return bf16 ? launch<__nv_bfloat16>(p, context.device, stream) : launch<__half>(p, context.device, stream);
+  });
 }
 
 }  // namespace gatedelta::cuda

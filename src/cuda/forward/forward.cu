@@ -45,21 +45,14 @@ int usable_devices() {
 }
 
 Outcome forward(const ForwardProblem& problem, const Context& context) {
-  if (Outcome outcome = check_device(context.device); outcome.status != GD_OK) return outcome;
-  const RelaxedCapture relaxed;
-  const CurrentDevice current(context.device);
-  if (current.error()) return failure(current.error(), "select the device");
-  int multiprocessors = 0;
-  if (const cudaError_t error =
-          cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, context.device))
-    return failure(error, "count multiprocessors");
-
-  ForwardParams p = forward_params(problem, context.workspace, multiprocessors);
-  const bool bf16 = problem.in.q.dtype == GD_BF16;
-  if (p.sequences.batch > 0 && p.sequences.tokens > 0)  // an empty tensor has no map, and nobody looks at it
-    if (Outcome outcome = encode_maps(p, bf16); outcome.status != GD_OK) return outcome;
-  const auto stream = static_cast<cudaStream_t>(context.stream);
-  return bf16 ? launch<__nv_bfloat16>(p, context.device, stream) : launch<__half>(p, context.device, stream);
+  return with_device(context.device, [&](int multiprocessors) -> Outcome {
+    ForwardParams p = forward_params(problem, context.workspace, multiprocessors);
+    const bool bf16 = problem.in.q.dtype == GD_BF16;
+    if (p.sequences.batch > 0 && p.sequences.tokens > 0)  // an empty tensor has no map, and nobody looks at it
+      if (Outcome outcome = encode_maps(p, bf16); outcome.status != GD_OK) return outcome;
+    const auto stream = static_cast<cudaStream_t>(context.stream);
+    return bf16 ? launch<__nv_bfloat16>(p, context.device, stream) : launch<__half>(p, context.device, stream);
+  });
 }
 
 }  // namespace gatedelta::cuda

@@ -284,7 +284,8 @@ TEST_F(CudaGradients, SharesTheRulesAboutOutputs) {
   EXPECT_TRUE(c.invalid("no gradient is asked for"));
 }
 
-TEST_F(CudaGradients, Segments) {
+TYPED_TEST(CudaRules, Segments) {
+  auto& c = this->c;
   c.segment_chunks = -1;
   EXPECT_TRUE(c.invalid("segment_chunks is -1, must not be negative"));
   c.segment_chunks = 2;
@@ -294,28 +295,16 @@ TEST_F(CudaGradients, Segments) {
   c.batch_invariant = 1;
   EXPECT_TRUE(c.unsupported("segment_chunks is 2: a batch_invariant call cuts no sequence"));
   c.batch_invariant = 0;
-  c.segment_chunks = 0;
-  c.context_parallel = 2;
-  EXPECT_TRUE(c.invalid("context_parallel is 2, must be from 0 to 1"));
-}
-
-TEST_F(Cuda, Segments) {
-  c.segment_chunks = -1;
-  EXPECT_TRUE(c.invalid("segment_chunks is -1, must not be negative"));
-  c.segment_chunks = 2;
-  c.context_parallel = GD_CP_OFF;
-  EXPECT_TRUE(c.invalid("segment_chunks is 2, but context_parallel is GD_CP_OFF"));
-  c.context_parallel = GD_CP_AUTO;
-  c.batch_invariant = 1;
-  EXPECT_TRUE(c.unsupported("segment_chunks is 2: a batch_invariant call cuts no sequence"));
-  c.batch_invariant = 0;
-  set_tokens(65, 300);
+  this->set_tokens(65, 300);
   EXPECT_TRUE(
       c.unsupported("segment_chunks is 2: sequences are cut on CUDA where there are at most 64, with at most 1024 "
                     "heads all together"));
-  set_tokens(1, 64 * 2000);
+  this->set_tokens(1, 64 * 2000);
   c.segment_chunks = 1;
   EXPECT_TRUE(c.unsupported("segment_chunks is 1, which may make 24012 pieces of work, more than 6144 on CUDA"));
+  c.segment_chunks = 0;
+  c.context_parallel = 2;
+  EXPECT_TRUE(c.invalid("context_parallel is 2, must be from 0 to 1"));
 }
 
 TYPED_TEST(CudaRules, HeadSizes) {

@@ -2,35 +2,17 @@
 #include <iterator>
 
 #include "device.hpp"
-#include "testing/judge.hpp"
 
 namespace gatedelta::testing {
 namespace {
 
-using Specs = std::vector<std::string>;
 using Backward = Gpu;
-
-const Specs kTypes = {"K=128 V=128 dtype=bf16", "K=128 V=128 dtype=fp16"};
-
-Specs cross(const Specs& a, const Specs& b) {
-  Specs all;
-  for (const std::string& x : a) {
-    for (const std::string& y : b) all.push_back(x + " " + y);
-  }
-  return all;
-}
-
-std::string on_device(const gd_backward_args& host) {
-  DeviceBackward device(host);
-  if (std::string error = device.run(); !error.empty()) return error;
-  return device.download(host);
-}
 
 void check(const Specs& specs) {
   for (const std::string& spec : cross(specs, kTypes)) {
     Judge judge(parse_case(spec));
-    const Judgement judgement = judge.backward(Compute::tensor_cores, on_device);
-    if (!judgement.ok()) ADD_FAILURE() << describe(judge.problem().spec) << "\n" << judgement.text();
+    const Judgement judgement = judge.backward(Compute::tensor_cores, on_device<gd_backward_args>);
+    expect_ok(judgement, judge.problem().spec);
   }
 }
 
@@ -109,14 +91,9 @@ TEST_F(Backward, FromWhatTheForwardKept) {
       const Judgement judgement = judge.backward(Compute::tensor_cores, [&](const gd_backward_args& host) {
         return from_saved(judge.problem().forward, host, cuts);
       });
-      if (!judgement.ok()) ADD_FAILURE() << describe(judge.problem().spec) << "\n" << judgement.text();
+      expect_ok(judgement, judge.problem().spec);
     }
   }
-}
-
-std::vector<char> bytes_of(const gd_tensor& t) {  // of a tensor without gaps
-  const char* data = static_cast<const char*>(t.data);
-  return {data, data + element_count(t) * element_bytes(t.dtype)};
 }
 
 // Cut or not, the result is as far from the truth; also where that is beyond the bounds of the table, which knows
@@ -195,7 +172,7 @@ TEST_F(Backward, GraphReplaysWithNewContents) {
         return device.download(host);
       };
       const Judgement judgement = judge->backward(Compute::tensor_cores, run);
-      if (!judgement.ok()) ADD_FAILURE() << describe(judge->problem().spec) << "\n" << judgement.text();
+      expect_ok(judgement, judge->problem().spec);
     }
     GD_CUDA_OK(cudaGraphExecDestroy(replay));
     GD_CUDA_OK(cudaGraphDestroy(graph));

@@ -3,7 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
+#include <vector>
+
 #include "testing/device.hpp"
+#include "testing/judge.hpp"
 
 namespace gatedelta::testing {
 
@@ -17,5 +21,34 @@ class Gpu : public ::testing::Test {
     if (info.cuda_devices == 0) GTEST_SKIP() << "no CUDA device of compute capability 9.0";
   }
 };
+
+using Specs = std::vector<std::string>;
+
+// Every case with both types of rows, at the head size there is.
+inline const Specs kTypes = {"K=128 V=128 dtype=bf16", "K=128 V=128 dtype=fp16"};
+
+inline Specs cross(const Specs& a, const Specs& b) {
+  Specs all;
+  for (const std::string& x : a) {
+    for (const std::string& y : b) all.push_back(x + " " + y);
+  }
+  return all;
+}
+
+template <class Args>
+std::string on_device(const Args& host) {
+  DeviceCall<Args> device(host);
+  if (std::string error = device.run(); !error.empty()) return error;
+  return device.download(host);
+}
+
+inline void expect_ok(const Judgement& judgement, const Case& c) {
+  if (!judgement.ok()) ADD_FAILURE() << describe(c) << "\n" << judgement.text();
+}
+
+inline std::vector<char> bytes_of(const gd_tensor& t) {  // of a tensor without gaps
+  const char* data = static_cast<const char*>(t.data);
+  return {data, data + element_count(t) * element_bytes(t.dtype)};
+}
 
 }  // namespace gatedelta::testing

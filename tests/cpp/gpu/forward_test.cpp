@@ -1,46 +1,18 @@
 #include <cstring>
 
 #include "device.hpp"
-#include "testing/judge.hpp"
 
 namespace gatedelta::testing {
 namespace {
 
-using Specs = std::vector<std::string>;
 using Forward = Gpu;
-
-// Every case with both types of rows, at the head size there is.
-const Specs kTypes = {"K=128 V=128 dtype=bf16", "K=128 V=128 dtype=fp16"};
-
-Specs cross(const Specs& a, const Specs& b) {
-  Specs all;
-  for (const std::string& x : a) {
-    for (const std::string& y : b) all.push_back(x + " " + y);
-  }
-  return all;
-}
-
-std::string on_device(const gd_forward_args& host) {
-  DeviceForward device(host);
-  if (std::string error = device.run(); !error.empty()) return error;
-  return device.download(host);
-}
-
-void expect_ok(const Judgement& judgement, const Case& c) {
-  if (!judgement.ok()) ADD_FAILURE() << describe(c) << "\n" << judgement.text();
-}
 
 // The products of both types are of 16-bit operands, so fp16 is held to the bounds of bf16.
 void check(const Specs& specs) {
   for (const std::string& spec : cross(specs, kTypes)) {
     Judge judge(parse_case(spec));
-    expect_ok(judge.forward(Compute::tensor_cores, on_device), judge.problem().spec);
+    expect_ok(judge.forward(Compute::tensor_cores, on_device<gd_forward_args>), judge.problem().spec);
   }
-}
-
-std::vector<char> bytes_of(const gd_tensor& t) {  // of a tensor without gaps
-  const char* data = static_cast<const char*>(t.data);
-  return {data, data + element_count(t) * element_bytes(t.dtype)};
 }
 
 TEST_F(Forward, Dense) {
