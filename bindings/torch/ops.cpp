@@ -30,6 +30,13 @@ void check(gd_status status) {
   if (status != GD_OK) fail(gd_last_error());
 }
 
+// torch's numbers of dtypes and devices: asked for once, when this library is loaded.
+const struct {
+  int32_t f32 = aoti_torch_dtype_float32(), bf16 = aoti_torch_dtype_bfloat16(), f16 = aoti_torch_dtype_float16();
+  int32_t i64 = aoti_torch_dtype_int64(), i32 = aoti_torch_dtype_int32(), u8 = aoti_torch_dtype_uint8();
+  int32_t cpu = aoti_torch_device_type_cpu(), cuda = aoti_torch_device_type_cuda();
+} codes;
+
 // An owned reference to a torch tensor, or none.
 class Tensor {
  public:
@@ -101,7 +108,6 @@ class Arguments {
     return number;
   }
   int64_t integer() { return static_cast<int64_t>(*next_++); }
-  int32_t integer32() { return static_cast<int32_t>(integer()); }
   bool boolean() { return static_cast<uint8_t>(*next_++) != 0; }
 
  private:
@@ -114,11 +120,11 @@ StableIValue returned(Tensor tensor) { return reinterpret_cast<StableIValue>(ten
 
 int32_t gd_dtype_of(const Tensor& tensor, const char* name) {
   const int32_t dtype = tensor.dtype();
-  if (dtype == aoti_torch_dtype_float32()) return GD_F32;
-  if (dtype == aoti_torch_dtype_bfloat16()) return GD_BF16;
-  if (dtype == aoti_torch_dtype_float16()) return GD_F16;
-  if (dtype == aoti_torch_dtype_int64()) return GD_I64;
-  if (dtype == aoti_torch_dtype_int32()) return GD_I32;
+  if (dtype == codes.f32) return GD_F32;
+  if (dtype == codes.bf16) return GD_BF16;
+  if (dtype == codes.f16) return GD_F16;
+  if (dtype == codes.i64) return GD_I64;
+  if (dtype == codes.i32) return GD_I32;
   fail(std::string(name) + " has a dtype that is none of float32, bfloat16, float16, int64 and int32");
 }
 
@@ -127,9 +133,9 @@ struct Device {
   int32_t type, index;
 
   explicit Device(const Tensor& q) : type(q.device_type()), index(q.device_index()) {
-    if (type != aoti_torch_device_type_cpu() && !is_cuda()) fail("q is neither on the CPU nor on a CUDA device");
+    if (type != codes.cpu && !is_cuda()) fail("q is neither on the CPU nor on a CUDA device");
   }
-  bool is_cuda() const { return type == aoti_torch_device_type_cuda(); }
+  bool is_cuda() const { return type == codes.cuda; }
 
   Tensor empty(int64_t rank, const int64_t* sizes, int32_t dtype) const {
     int64_t strides[GD_MAX_RANK];
@@ -144,7 +150,7 @@ struct Device {
   }
   Tensor empty_bytes(size_t bytes) const {
     const int64_t size = static_cast<int64_t>(bytes);
-    return empty(1, &size, aoti_torch_dtype_uint8());
+    return empty(1, &size, codes.u8);
   }
   Tensor empty_like(const Tensor& other) const { return empty(other.rank(), other.sizes(), other.dtype()); }
   Tensor nothing() const { return empty_bytes(0); }  // an output that was not asked for
@@ -171,9 +177,17 @@ struct Device {
     }
     return result;
   }
-  gd_tensor input(const Tensor& tensor, const char* name) const {
+  // Takes the tensor as it is if its last `dims` dimensions are contiguous, as the kernels want them; otherwise it is
+  // replaced by a copy.
+  gd_tensor input(Tensor& tensor, const char* name, int32_t dims = 0) const {
     if (!tensor) return gd_tensor{};
     gd_tensor result = describe(tensor, name);
+    if (!is_dense(result, dims)) {
+      Tensor copy = empty_like(tensor);
+      GD_TORCH(aoti_torch_copy_(copy.get(), tensor.get(), 0));
+      tensor = std::move(copy);
+      result = describe(tensor, name);
+    }
     const void* data = nullptr;
     GD_TORCH(torch_get_const_data_ptr(tensor.get(), &data));
     result.data = const_cast<void*>(data);
@@ -186,22 +200,14 @@ struct Device {
     return result;
   }
 
-  // The tensor itself if its last `dims` dimensions are contiguous, as the kernels want them; otherwise a copy.
-  Tensor dense(Tensor tensor, int64_t dims) const {
-    if (!tensor) return tensor;
-    const int64_t rank = tensor.rank();
-    const int64_t* sizes = tensor.sizes();
-    const int64_t* strides = tensor.strides();
+ private:
+  static bool is_dense(const gd_tensor& tensor, int32_t dims) {
     int64_t stride = 1;
-    bool is_dense = true;
-    for (int64_t i = rank - 1; i >= 0 && i >= rank - dims; --i) {
-      is_dense = is_dense && (strides[i] == stride || sizes[i] == 1);
-      stride *= sizes[i];
+    for (int32_t i = tensor.rank - 1; i >= 0 && i >= tensor.rank - dims; --i) {
+      if (tensor.stride[i] != stride && tensor.shape[i] != 1) return false;
+      stride *= tensor.shape[i];
     }
-    if (is_dense || rank > GD_MAX_RANK) return tensor;
-    Tensor copy = empty_like(tensor);
-    GD_TORCH(aoti_torch_copy_(copy.get(), tensor.get(), 0));
-    return copy;
+    return true;
   }
 };
 
@@ -313,16 +319,32 @@ void run_with_workspace(Args& args, const Device& device, gd_status (*workspace)
 
 // ---- what all operators share --------------------------------------------------------------------------------------
 
-#define GD_INPUT_SCHEMA                                                                                       \
-  "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, " \
-  "Tensor? initial_state, Tensor? initial_indices, float? scale, int gate, int beta_kind, int state_layout, " \
-  "bool l2norm, "
+// `none` is "=None" where nothing else follows: an argument left out takes torch less time than a None.
+#define GD_INPUT_SCHEMA(none)                                                                          \
+  "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, int options, Tensor? cu_seqlens" none          \
+  ", Tensor? initial_state" none ", float? scale" none ", Tensor? A_log" none ", Tensor? dt_bias" none \
+  ", Tensor? initial_indices" none
+
+// What `options` consists of, as in _ops.py. One argument, because torch takes its time for each.
+enum Option : int64_t {
+  kGateRaw = 1 << 0,
+  kBetaLogit = 1 << 1,
+  kBetaLogitDoubled = 1 << 2,
+  kStateValueFirst = 1 << 3,
+  kL2norm = 1 << 4,
+  kFinalState = 1 << 5,  // is to be returned
+  kUncut = 1 << 6,       // GD_CP_OFF
+  kBatchInvariant = 1 << 7,
+  kInputOptions = kFinalState - 1,
+  kSchedule = kUncut | kBatchInvariant,
+};
 
 struct Inputs {
-  Tensor q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state, initial_indices;
+  Tensor q, k, v, g, beta;
+  int64_t options;
+  Tensor cu_seqlens, initial_state;
   std::optional<double> scale;
-  int32_t gate, beta_kind, state_layout;
-  bool l2norm;
+  Tensor A_log, dt_bias, initial_indices;
 
   explicit Inputs(Arguments& from)
       : q(from.tensor()),
@@ -330,44 +352,46 @@ struct Inputs {
         v(from.tensor()),
         g(from.tensor()),
         beta(from.tensor()),
-        A_log(from.optional_tensor()),
-        dt_bias(from.optional_tensor()),
+        options(from.integer()),
         cu_seqlens(from.optional_tensor()),
         initial_state(from.optional_tensor()),
-        initial_indices(from.optional_tensor()),
         scale(from.optional_float()),
-        gate(from.integer32()),
-        beta_kind(from.integer32()),
-        state_layout(from.integer32()),
-        l2norm(from.boolean()) {}
+        A_log(from.optional_tensor()),
+        dt_bias(from.optional_tensor()),
+        initial_indices(from.optional_tensor()) {}
 
-  // `initial` is where the states are read from; it is initial_state except when a call works in place.
-  gd_inputs describe(const Device& device, const Tensor& initial) {
-    // Rows with gaps inside and scattered index arrays are copied; a pool of states never is (the library refuses it).
-    for (Tensor* rows : {&q, &k, &v}) *rows = device.dense(std::move(*rows), 1);
-    for (Tensor* indices : {&cu_seqlens, &initial_indices}) *indices = device.dense(std::move(*indices), 1);
+  bool has(Option option) const { return (options & option) != 0; }
+
+  // `also` is what this operator's options may be beyond those of the inputs. With `in_place` the states are read from
+  // there.
+  gd_inputs describe(const Device& device, int64_t also, const Tensor* in_place = nullptr) {
+    if (const int64_t taken = kInputOptions | also; options & ~taken)
+      fail("options is " + std::to_string(options) + ", but this operator takes bits of " + std::to_string(taken));
     gd_inputs in{};
-    in.q = device.input(q, "q");
-    in.k = device.input(k, "k");
-    in.v = device.input(v, "v");
+    // Rows with gaps inside and scattered index arrays are copied; a pool of states never is (the library refuses it).
+    in.q = device.input(q, "q", 1);
+    in.k = device.input(k, "k", 1);
+    in.v = device.input(v, "v", 1);
     in.g = device.input(g, "g");
     in.beta = device.input(beta, "beta");
     in.A_log = device.input(A_log, "A_log");
     in.dt_bias = device.input(dt_bias, "dt_bias");
-    in.cu_seqlens = device.input(cu_seqlens, "cu_seqlens");
-    in.initial_state = device.input(initial, "initial_state");
-    in.initial_indices = device.input(initial_indices, "initial_state_indices");
-    in.gate = gate;
-    in.beta_kind = beta_kind;
-    in.state_layout = state_layout;
-    in.l2norm = l2norm;
+    in.cu_seqlens = device.input(cu_seqlens, "cu_seqlens", 1);
+    in.initial_state = in_place ? device.output(*in_place, "initial_state")
+                                : device.input(initial_state, "initial_state", initial_indices ? 0 : 2);
+    in.initial_indices = device.input(initial_indices, "initial_state_indices", 1);
+    in.gate = has(kGateRaw) ? GD_GATE_RAW : GD_GATE_LOG;
+    in.beta_kind = has(kBetaLogitDoubled) ? GD_BETA_LOGIT_DOUBLED : has(kBetaLogit) ? GD_BETA_LOGIT : GD_BETA_VALUE;
+    in.state_layout = has(kStateValueFirst) ? GD_STATE_VK : GD_STATE_KV;
+    in.l2norm = has(kL2norm);
     in.has_scale = scale.has_value();
     in.scale = static_cast<float>(scale.value_or(0));
     return in;
   }
-  gd_inputs describe(const Device& device) {
-    if (!initial_indices) initial_state = device.dense(std::move(initial_state), 2);
-    return describe(device, initial_state);
+  template <typename Args>
+  void schedule(Args& args) const {
+    args.context_parallel = has(kUncut) ? GD_CP_OFF : GD_CP_AUTO;
+    args.batch_invariant = has(kBatchInvariant);
   }
 
   // Shape [B, T, Hv, V] of o, after describe() has seen no rank above GD_MAX_RANK.
@@ -375,14 +399,15 @@ struct Inputs {
     if (v.rank() != 4) fail("v must have rank 4, not " + std::to_string(v.rank()));
     return device.empty(4, v.sizes(), q.dtype());
   }
-  // [N, Hv, K, V] or [N, Hv, V, K] in float32.
-  Tensor empty_states(const Device& device) const {
+  // [N, Hv, K, V] or [N, Hv, V, K] in float32, if it is to be returned.
+  Tensor empty_final_state(const Device& device) const {
+    if (!has(kFinalState)) return device.nothing();
     if (q.rank() != 4) fail("q must have rank 4, not " + std::to_string(q.rank()));
     const int64_t key_dim = q.sizes()[3], value_dim = v.sizes()[3];
-    const bool value_first = state_layout == GD_STATE_VK;
+    const bool value_first = has(kStateValueFirst);
     const int64_t sizes[] = {sequence_count(), v.sizes()[2], value_first ? value_dim : key_dim,
                              value_first ? key_dim : value_dim};
-    return device.empty(4, sizes, aoti_torch_dtype_float32());
+    return device.empty(4, sizes, codes.f32);
   }
 
  private:
@@ -396,29 +421,23 @@ struct Inputs {
 
 // ---- operators -----------------------------------------------------------------------------------------------------
 
-constexpr char kChunkFwd[] = "chunk_fwd(" GD_INPUT_SCHEMA
-                             "bool output_final_state, bool save, int context_parallel, bool batch_invariant) -> "
-                             "(Tensor o, Tensor final_state, Tensor saved)";
+constexpr char kChunkFwd[] = "chunk_fwd(" GD_INPUT_SCHEMA("=None") ") -> (Tensor o, Tensor final_state)";
+constexpr char kChunkFwdSave[] =
+    "chunk_fwd_save(" GD_INPUT_SCHEMA("=None") ") -> (Tensor o, Tensor final_state, Tensor saved)";
 
-void chunk_fwd(StableIValue* stack, uint64_t, uint64_t) {
+void chunk_fwd(StableIValue* stack, uint64_t, uint64_t outputs) {
   Arguments from(stack);
   Inputs inputs(from);
-  const bool output_final_state = from.boolean();
-  const bool save = from.boolean();
+  const bool save = outputs == 3;
 
   auto args = new_args<gd_forward_args>();
-  args.context_parallel = from.integer32();
-  args.batch_invariant = from.boolean();
-
   const Device device(inputs.q);
-  args.in = inputs.describe(device);
-  Tensor o = inputs.empty_o(device);
+  args.in = inputs.describe(device, kFinalState | kSchedule);
+  inputs.schedule(args);
+  Tensor o = inputs.empty_o(device), saved;
   args.o = device.output(o, "o");
-  Tensor final_state = device.nothing(), saved = device.nothing();
-  if (output_final_state) {
-    final_state = inputs.empty_states(device);
-    args.final_state = device.output(final_state, "final_state");
-  }
+  Tensor final_state = inputs.empty_final_state(device);
+  if (inputs.has(kFinalState)) args.final_state = device.output(final_state, "final_state");
   if (save) {
     args.exec.device = device.is_cuda() ? GD_CUDA : GD_CPU;  // which decides what is kept
     check(gd_forward_saved_size(&args, &args.saved_bytes));
@@ -428,14 +447,13 @@ void chunk_fwd(StableIValue* stack, uint64_t, uint64_t) {
   run_with_workspace(args, device, gd_forward_workspace, gd_forward);
   stack[0] = returned(std::move(o));
   stack[1] = returned(std::move(final_state));
-  stack[2] = returned(std::move(saved));
+  if (save) stack[2] = returned(std::move(saved));
 }
 
 // in_place: final_state is also what the sequences start from, and initial_state is absent.
-constexpr char kChunkFwdOut[] = "chunk_fwd_out(" GD_INPUT_SCHEMA
-                                "Tensor(a!) o, Tensor(b!)? final_state, Tensor? final_indices, bool in_place, "
-                                "Tensor(c!)? checkpoints, Tensor? checkpoint_indices, int checkpoint_every, "
-                                "int context_parallel, bool batch_invariant) -> ()";
+constexpr char kChunkFwdOut[] = "chunk_fwd_out(" GD_INPUT_SCHEMA("")
+                                ", Tensor(a!) o, Tensor(b!)? final_state, Tensor? final_indices, bool in_place, "
+                                "Tensor(c!)? checkpoints, Tensor? checkpoint_indices, int checkpoint_every) -> ()";
 
 void check_in_place(bool in_place, const Inputs& inputs, const Tensor& final_state) {
   if (in_place && (inputs.initial_state || !final_state)) {
@@ -455,27 +473,24 @@ void chunk_fwd_out(StableIValue* stack, uint64_t, uint64_t) {
 
   auto args = new_args<gd_forward_args>();
   args.checkpoint_every = from.integer();
-  args.context_parallel = from.integer32();
-  args.batch_invariant = from.boolean();
 
   const Device device(inputs.q);
   check_in_place(in_place, inputs, final_state);
-  args.in = inputs.describe(device, in_place ? final_state : inputs.initial_state);
+  args.in = inputs.describe(device, kSchedule, in_place ? &final_state : nullptr);
+  inputs.schedule(args);
   args.o = device.output(o, "out");
   args.final_state = device.output(final_state, "final_state");
-  final_indices = device.dense(std::move(final_indices), 1);
-  args.final_indices = device.input(final_indices, "final_state_indices");
+  args.final_indices = device.input(final_indices, "final_state_indices", 1);
   args.checkpoints = device.output(checkpoints, "checkpoints");
-  checkpoint_indices = device.dense(std::move(checkpoint_indices), 1);
-  args.checkpoint_indices = device.input(checkpoint_indices, "checkpoint_indices");
+  args.checkpoint_indices = device.input(checkpoint_indices, "checkpoint_indices", 1);
   run_with_workspace(args, device, gd_forward_workspace, gd_forward);
 }
 
 // wanted: bit i set = the i-th result is computed; the others come back empty.
-constexpr char kChunkBwd[] = "chunk_bwd(" GD_INPUT_SCHEMA
-                             "Tensor d_o, Tensor? d_final_state, Tensor? saved, int wanted, int context_parallel, "
-                             "bool batch_invariant) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, "
-                             "Tensor dA_log, Tensor d_dt_bias, Tensor d_initial_state)";
+constexpr char kChunkBwd[] = "chunk_bwd(" GD_INPUT_SCHEMA("")
+                             ", Tensor d_o, Tensor? d_final_state, Tensor? saved, int wanted) -> (Tensor dq, "
+                             "Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dA_log, Tensor d_dt_bias, "
+                             "Tensor d_initial_state)";
 
 void chunk_bwd(StableIValue* stack, uint64_t, uint64_t) {
   Arguments from(stack);
@@ -486,18 +501,14 @@ void chunk_bwd(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t wanted = from.integer();
 
   auto args = new_args<gd_backward_args>();
-  args.context_parallel = from.integer32();
-  args.batch_invariant = from.boolean();
-
   const Device device(inputs.q);
-  args.in = inputs.describe(device);
-  d_o = device.dense(std::move(d_o), 1);
-  d_final_state = device.dense(std::move(d_final_state), 2);
-  args.d_o = device.input(d_o, "do");
-  args.d_final_state = device.input(d_final_state, "dht");
+  args.in = inputs.describe(device, kSchedule);
+  inputs.schedule(args);
+  args.d_o = device.input(d_o, "do", 1);
+  args.d_final_state = device.input(d_final_state, "dht", 2);
   if (saved) {
     device.check(saved, "saved");
-    if (saved.dtype() != aoti_torch_dtype_uint8() || saved.rank() != 1) fail("saved is not what a forward returned");
+    if (saved.dtype() != codes.u8 || saved.rank() != 1) fail("saved is not what a forward returned");
     args.saved_bytes = static_cast<size_t>(saved.sizes()[0]);
     if (args.saved_bytes > 0) GD_TORCH(torch_get_const_data_ptr(saved.get(), &args.saved));
   }
@@ -535,30 +546,26 @@ void chunk_bwd(StableIValue* stack, uint64_t, uint64_t) {
   for (size_t i = 0; i < std::size(gradients); ++i) stack[i] = returned(std::move(results[i]));
 }
 
-constexpr char kRecurrent[] = "recurrent(" GD_INPUT_SCHEMA "bool output_final_state) -> (Tensor o, Tensor final_state)";
+constexpr char kRecurrent[] = "recurrent(" GD_INPUT_SCHEMA("=None") ") -> (Tensor o, Tensor final_state)";
 
 void recurrent(StableIValue* stack, uint64_t, uint64_t) {
   Arguments from(stack);
   Inputs inputs(from);
-  const bool output_final_state = from.boolean();
 
   auto args = new_args<gd_recurrent_args>();
   const Device device(inputs.q);
-  args.in = inputs.describe(device);
+  args.in = inputs.describe(device, kFinalState);
   Tensor o = inputs.empty_o(device);
   args.o = device.output(o, "o");
-  Tensor final_state = device.nothing();
-  if (output_final_state) {
-    final_state = inputs.empty_states(device);
-    args.final_state = device.output(final_state, "final_state");
-  }
+  Tensor final_state = inputs.empty_final_state(device);
+  if (inputs.has(kFinalState)) args.final_state = device.output(final_state, "final_state");
   run_with_workspace(args, device, gd_recurrent_workspace, gd_recurrent);
   stack[0] = returned(std::move(o));
   stack[1] = returned(std::move(final_state));
 }
 
-constexpr char kRecurrentOut[] = "recurrent_out(" GD_INPUT_SCHEMA
-                                 "Tensor(a!)? o, Tensor(b!)? final_state, Tensor? final_indices, bool in_place, "
+constexpr char kRecurrentOut[] = "recurrent_out(" GD_INPUT_SCHEMA("")
+                                 ", Tensor(a!)? o, Tensor(b!)? final_state, Tensor? final_indices, bool in_place, "
                                  "Tensor? accept_lengths, Tensor(c!)? step_states, Tensor? step_indices) -> ()";
 
 void recurrent_out(StableIValue* stack, uint64_t, uint64_t) {
@@ -575,16 +582,13 @@ void recurrent_out(StableIValue* stack, uint64_t, uint64_t) {
   auto args = new_args<gd_recurrent_args>();
   const Device device(inputs.q);
   check_in_place(in_place, inputs, final_state);
-  args.in = inputs.describe(device, in_place ? final_state : inputs.initial_state);
+  args.in = inputs.describe(device, 0, in_place ? &final_state : nullptr);
   args.o = device.output(o, "out");
   args.final_state = device.output(final_state, "final_state");
-  final_indices = device.dense(std::move(final_indices), 1);
-  args.final_indices = device.input(final_indices, "final_state_indices");
-  accept_lengths = device.dense(std::move(accept_lengths), 1);
-  args.accept_lengths = device.input(accept_lengths, "accept_lengths");
+  args.final_indices = device.input(final_indices, "final_state_indices", 1);
+  args.accept_lengths = device.input(accept_lengths, "accept_lengths", 1);
   args.step_states = device.output(step_states, "step_states");
-  step_indices = device.dense(std::move(step_indices), 2);
-  args.step_indices = device.input(step_indices, "step_indices");
+  args.step_indices = device.input(step_indices, "step_indices", 2);
   run_with_workspace(args, device, gd_recurrent_workspace, gd_recurrent);
 }
 
@@ -597,8 +601,8 @@ struct Operator {
   std::string name() const { return std::string(schema, std::strchr(schema, '(')); }
 };
 constexpr Operator kOperators[] = {
-    {kChunkFwd, chunk_fwd},  {kChunkFwdOut, chunk_fwd_out},  {kChunkBwd, chunk_bwd},
-    {kRecurrent, recurrent}, {kRecurrentOut, recurrent_out},
+    {kChunkFwd, chunk_fwd}, {kChunkFwdSave, chunk_fwd}, {kChunkFwdOut, chunk_fwd_out},
+    {kChunkBwd, chunk_bwd}, {kRecurrent, recurrent},    {kRecurrentOut, recurrent_out},
 };
 
 // The same kernels for both: the library knows which devices have which operation, and says so.

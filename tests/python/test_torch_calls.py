@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import gatedelta  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
+from gatedelta.torch import _ops  # noqa: E402
 
 
 def names(text):
@@ -197,6 +198,32 @@ def test_library_refuses(name):
     assert str(caught.value).startswith("gatedelta: ")
 
 
+@pytest.mark.parametrize(
+    "operator, options",
+    [
+        (_ops.chunk_fwd, _ops.BATCH_INVARIANT << 1),
+        (_ops.chunk_fwd_save, -1),
+        (_ops.recurrent, _ops.UNCUT),
+        (_ops.recurrent, _ops.BATCH_INVARIANT),
+    ],
+)
+def test_operators_refuse_options_they_lack(operator, options):
+    with pytest.raises(RuntimeError, match=f"gatedelta: options is {options}, "):
+        operator(*make()[:5], options)
+
+
+def test_the_other_operators_return_no_final_state():
+    q, k, v, g, beta, h0 = make()
+    common = [q, k, v, g, beta, _ops.FINAL_STATE, *[None] * 6]
+    for call in (
+        lambda: _ops.chunk_bwd(*common, v, None, None, 1),
+        lambda: _ops.chunk_fwd_out(*common, v.clone(), h0.clone(), None, False, None, None, 0),
+        lambda: _ops.recurrent_out(*common, v.clone(), h0.clone(), None, False, None, None, None),
+    ):
+        with pytest.raises(RuntimeError, match=f"gatedelta: options is {_ops.FINAL_STATE}, "):
+            call()
+
+
 def test_refused_call_writes_nothing():
     q, k, v, g, beta, _ = make()
     out, pool = torch.full_like(v, 7), torch.full((3, 2, 32, 16), 7.0)
@@ -213,6 +240,26 @@ def test_meta_tensors_give_shapes():
     o, state = gd.chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True)
     assert o.device.type == state.device.type == "meta"
     assert o.shape == v.shape and state.shape == (1, 2, 32, 16)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("kind", ["value", "logit", "doubled"])
+def test_every_way_to_the_operator_gives_the_same_bits(kind, v_first):
+    """With arguments left out, with all of them, with buffers, keeping what a backward wants, keeping nothing."""
+    q, k, v, g, beta, h0 = make(N=2)
+    offsets = torch.tensor([0, 30, 70])
+    more = {
+        "initial_state": h0.mT.contiguous() if v_first else h0, "state_v_first": v_first, "cu_seqlens": offsets,
+        "use_beta_sigmoid_in_kernel": kind != "value", "allow_neg_eigval": kind == "doubled",
+        "use_qk_l2norm_in_kernel": True, "output_final_state": True, "batch_invariant": True, "auto_cp": False,
+    }  # fmt: skip
+    want = gd.chunk_gated_delta_rule(q, k, v, g, beta, **more)
+    named = gd.chunk_gated_delta_rule(q, k, v, g, beta, scale=q.shape[-1] ** -0.5, **more)
+    buffered = gd.chunk_gated_delta_rule(q, k, v, g, beta, out=torch.empty_like(v), **more)
+    kept = gd.chunk_gated_delta_rule(q.clone().requires_grad_(), k, v, g, beta, **more)
+    again = gd.chunk_gated_delta_rule(q.clone().requires_grad_(), k, v, g, beta, recompute=True, **more)
+    for got in (named, buffered, kept, again):
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
 # ---- autograd ------------------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ def arguments(*, in_place=False, packed=False, raw=False, pool=False, T=70):
     A_log, dt_bias = (torch.randn(4), torch.randn(4)) if raw else (None, None)
     indices = torch.tensor([1, 0]) if pool else None
     initial = None if in_place else h0
-    return [q, k, v, g, beta, A_log, dt_bias, offsets, initial, indices, None, int(raw), 0, 0, False], v, h0
+    options = _ops.GATE_RAW if raw else 0
+    return [q, k, v, g, beta, options, offsets, initial, None, A_log, dt_bias, indices], v, h0
 
 
 VARIANTS = [{}, {"packed": True}, {"raw": True}, {"pool": True}]
@@ -35,20 +36,20 @@ IDS = ["dense", "packed", "raw", "pool"]
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=IDS)
 def test_opcheck_functional(variant):
-    common, _, _ = arguments(**variant)
-    for output_final_state, save in ((True, True), (False, False)):
-        torch.library.opcheck(_ops.chunk_fwd, (*common, output_final_state, save, 0, False))
-    torch.library.opcheck(_ops.recurrent, (*common, True))
+    (*tensors, options, offsets, initial, scale, A_log, dt_bias, indices), _, _ = arguments(**variant)
+    for operator in (_ops.chunk_fwd, _ops.chunk_fwd_save, _ops.recurrent):
+        for wanted in (options, options | _ops.FINAL_STATE):
+            torch.library.opcheck(operator, (*tensors, wanted, offsets, initial, scale, A_log, dt_bias, indices))
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=IDS)
 def test_opcheck_backward(variant):
     common, v, h0 = arguments(**variant)
-    saved = _ops.chunk_fwd(*common, False, True, 0, False)[2]
+    saved = _ops.chunk_fwd_save(*common)[2]
     wanted = 0b00011111 | (0b01100000 if "raw" in variant else 0) | (0 if "pool" in variant else 0b10000000)
     d_o, d_states = torch.randn_like(v), torch.randn_like(h0)
-    torch.library.opcheck(_ops.chunk_bwd, (*common, d_o, d_states, saved, wanted, 0, False))
-    torch.library.opcheck(_ops.chunk_bwd, (*common, d_o, None, None, 0b00000101, 0, False))
+    torch.library.opcheck(_ops.chunk_bwd, (*common, d_o, d_states, saved, wanted))
+    torch.library.opcheck(_ops.chunk_bwd, (*common, d_o, None, None, 0b00000101))
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in_place"])
@@ -58,7 +59,7 @@ def test_opcheck_out(in_place):
     checkpoints = torch.zeros(4, 4, 32, 16)
     torch.library.opcheck(
         _ops.chunk_fwd_out,
-        (*common, torch.empty_like(v), h0.clone(), indices, in_place, checkpoints, None, 64, 0, False),
+        (*common, torch.empty_like(v), h0.clone(), indices, in_place, checkpoints, None, 64),
     )
     steps = torch.zeros(2, 130, 4, 32, 16)
     torch.library.opcheck(
@@ -76,9 +77,8 @@ def test_fake_sizes_on_cuda(dynamic):
         q = torch.empty(2, T, 2, 128, dtype=torch.bfloat16, device="cuda:0")
         v = torch.empty(2, T, 4, 128, dtype=torch.bfloat16, device="cuda:0")
         g = torch.empty(2, T, 4, device="cuda:0")
-        common = [q, q, v, g, g, *[None] * 6, 0, 0, 0, False]
-        o, state, saved = _ops.chunk_fwd(*common, True, True, 0, False)
-        gradients = _ops.chunk_bwd(*common, torch.empty_like(v), None, saved, 0b00011111, 0, False)
+        o, state, saved = _ops.chunk_fwd_save(q, q, v, g, g, _ops.FINAL_STATE)
+        gradients = _ops.chunk_bwd(q, q, v, g, g, 0, *[None] * 6, torch.empty_like(v), None, saved, 0b00011111)
     assert o.is_cuda and o.dtype == torch.bfloat16 and o.shape == v.shape
     assert state.is_cuda and state.dtype == torch.float32 and state.shape == (2, 4, 128, 128)
     assert saved.is_cuda and saved.dtype == torch.uint8 and saved.dim() == 1

@@ -243,12 +243,14 @@ def test_graph_of_a_backward_reads_new_contents():
 def test_opcheck():
     case = Case(CASES[2])
     tensors = on_gpu(case)
-    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "initial_state")
-    common = [*(tensors[name] for name in names), None, None, 1, 1, 0, True]  # raw gate, logits, [K, V], l2norm
-    for save in (False, True):
-        torch.library.opcheck(_ops.chunk_fwd, (*common, True, save, 0, False))
-    saved = _ops.chunk_fwd(*common, True, True, 0, False)[2]
-    torch.library.opcheck(_ops.chunk_bwd, (*common, case.do.cuda(), case.dht.cuda(), saved, 0b11111111, 0, False))
+    inputs = [tensors[name] for name in ("q", "k", "v", "g", "beta")]
+    more = [tensors["cu_seqlens"], tensors["initial_state"], None, tensors["A_log"], tensors["dt_bias"], None]
+    options = _ops.GATE_RAW | _ops.BETA_LOGIT | _ops.L2NORM
+    for operator in (_ops.chunk_fwd, _ops.chunk_fwd_save):
+        torch.library.opcheck(operator, (*inputs, options | _ops.FINAL_STATE, *more))
+    saved = _ops.chunk_fwd_save(*inputs, options, *more)[2]
+    gradients = (case.do.cuda(), case.dht.cuda())
+    torch.library.opcheck(_ops.chunk_bwd, (*inputs, options, *more, *gradients, saved, 0b11111111))
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

@@ -107,13 +107,13 @@ def chunk_gated_delta_rule(
         raise NotImplementedError("head_first=True is not supported: transpose the inputs to [B, T, H, D]")
     if chunk_size is not None and chunk_size != _lib.CHUNK:
         raise ValueError(f"chunk_size is {chunk_size}, but the kernels work in chunks of {_lib.CHUNK} tokens")
-    _check_hints(cu_seqlens, cu_seqlens_cpu, chunk_indices)
-    state_v_first = _state_layout(state_v_first, transpose_state_layout)
-    inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens)
-    options = _options(scale, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
-                       use_qk_l2norm_in_kernel)  # fmt: skip
-    schedule = (_lib.CP_AUTO if auto_cp else _lib.CP_OFF, batch_invariant)
-    needs_grad = _needs_grad(q, k, v, g, beta, A_log, dt_bias, initial_state)
+    if cu_seqlens_cpu is not None or chunk_indices is not None:
+        _check_hints(cu_seqlens, cu_seqlens_cpu, chunk_indices)
+    if transpose_state_layout is not None:
+        state_v_first = _state_layout(state_v_first, transpose_state_layout)
+    options = _options(use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+                       use_qk_l2norm_in_kernel, auto_cp, batch_invariant)  # fmt: skip
+    needs_grad = torch.is_grad_enabled() and _requires_grad(q, k, v, g, beta, A_log, dt_bias, initial_state)
 
     if (
         out is not None
@@ -130,19 +130,23 @@ def chunk_gated_delta_rule(
         final_state = _final_state_buffer(q, v, cu_seqlens, state_v_first, output_final_state, final_state,
                                           final_state_indices)  # fmt: skip
         in_place = final_state is not None and final_state is initial_state
-        _ops.chunk_fwd_out(*inputs, None if in_place else initial_state, initial_state_indices, *options, out,
-                           final_state, final_state_indices, in_place, checkpoints, checkpoint_indices,
-                           checkpoint_every, *schedule)  # fmt: skip
+        _ops.chunk_fwd_out(q, k, v, g, beta, options, cu_seqlens, None if in_place else initial_state, scale, A_log,
+                           dt_bias, initial_state_indices, out, final_state, final_state_indices, in_place,
+                           checkpoints, checkpoint_indices, checkpoint_every)  # fmt: skip
         _mark_written(out, final_state, checkpoints)
         return out, final_state
 
-    if not needs_grad:
-        o, states, _ = _ops.chunk_fwd(*inputs, initial_state, initial_state_indices, *options, output_final_state,
-                                      False, *schedule)  # fmt: skip
-    else:
+    if output_final_state:
+        options |= _ops.FINAL_STATE
+    if needs_grad:
         _check_gradient(initial_state, initial_state_indices)
-        o, states, _ = _GatedDeltaRule.apply(*inputs, initial_state, initial_state_indices, options,
-                                             output_final_state, True, recompute, schedule)  # fmt: skip
+        o, states, _ = _GatedDeltaRule.apply(q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log,
+                                             dt_bias, initial_state_indices, True, recompute)  # fmt: skip
+    elif scale is None and A_log is None and dt_bias is None and initial_state_indices is None:
+        o, states = _ops.chunk_fwd(q, k, v, g, beta, options, cu_seqlens, initial_state)  # faster without Nones
+    else:
+        o, states = _ops.chunk_fwd(q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias,
+                                   initial_state_indices)  # fmt: skip
     return o, states if output_final_state else None
 
 
@@ -201,11 +205,11 @@ def fused_recurrent_gated_delta_rule(
         if use_beta_sigmoid_in_kernel:
             raise ValueError("use_beta_sigmoid_in_kernel=True takes logits as beta, but beta is None")
         beta = q.new_ones((), dtype=torch.float32).expand(v.shape[:3])
-    state_v_first = _state_layout(state_v_first, transpose_state_layout)
-    inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens)
-    options = _options(scale, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+    if transpose_state_layout is not None:
+        state_v_first = _state_layout(state_v_first, transpose_state_layout)
+    options = _options(use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
                        use_qk_l2norm_in_kernel)  # fmt: skip
-    needs_grad = _needs_grad(q, k, v, g, beta, A_log, dt_bias, initial_state)
+    needs_grad = torch.is_grad_enabled() and _requires_grad(q, k, v, g, beta, A_log, dt_bias, initial_state)
 
     if (
         out is not None
@@ -225,18 +229,21 @@ def fused_recurrent_gated_delta_rule(
         final_state = _final_state_buffer(q, v, cu_seqlens, state_v_first, output_final_state, final_state,
                                           final_state_indices)  # fmt: skip
         in_place = final_state is not None and final_state is initial_state
-        _ops.recurrent_out(*inputs, None if in_place else initial_state, initial_state_indices, *options, out,
-                           final_state, final_state_indices, in_place, accept_lengths, step_states,
-                           step_indices)  # fmt: skip
+        _ops.recurrent_out(q, k, v, g, beta, options, cu_seqlens, None if in_place else initial_state, scale, A_log,
+                           dt_bias, initial_state_indices, out, final_state, final_state_indices, in_place,
+                           accept_lengths, step_states, step_indices)  # fmt: skip
         _mark_written(out, final_state, step_states)
         return out, final_state
 
+    if output_final_state:
+        options |= _ops.FINAL_STATE
     if not needs_grad:
-        o, states = _ops.recurrent(*inputs, initial_state, initial_state_indices, *options, output_final_state)
+        o, states = _ops.recurrent(q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias,
+                                   initial_state_indices)  # fmt: skip
     else:
         _check_gradient(initial_state, initial_state_indices)
-        o, states, _ = _GatedDeltaRule.apply(*inputs, initial_state, initial_state_indices, options,
-                                             output_final_state, False, True, (_lib.CP_AUTO, False))  # fmt: skip
+        o, states, _ = _GatedDeltaRule.apply(q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log,
+                                             dt_bias, initial_state_indices, False, True)  # fmt: skip
     return o, states if output_final_state else None
 
 
@@ -267,11 +274,11 @@ def chunk_gated_delta_rule_fwd(
         raise NotImplementedError(
             "output_h=True is not supported: chunk_gated_delta_rule writes the states you need with checkpoints="
         )
-    options = _options(scale, False, False, False, state_v_first, False)
+    options = _options(state_v_first=state_v_first, auto_cp=auto_cp)
+    if output_final_state:
+        options |= _ops.FINAL_STATE
     with torch.no_grad():
-        o, states, saved = _ops.chunk_fwd(q, k, v, g, beta, None, None, cu_seqlens, initial_state, None, *options,
-                                          output_final_state, True, _lib.CP_AUTO if auto_cp else _lib.CP_OFF,
-                                          False)  # fmt: skip
+        o, states, saved = _ops.chunk_fwd_save(q, k, v, g, beta, options, cu_seqlens, initial_state, scale)
     return o, states if output_final_state else None, saved
 
 
@@ -296,12 +303,11 @@ def chunk_gated_delta_rule_bwd(
     Each gradient has the dtype of what it is the gradient of; dh0 is None without initial_state.
     """
     wanted = 0b00011111 | (initial_state is not None) << 7
-    options = _options(scale, False, False, False, state_v_first, False)
+    options = _options(state_v_first=state_v_first, auto_cp=auto_cp)
     with torch.no_grad():
         dq, dk, dv, dg, dbeta, _, _, dh0 = _ops.chunk_bwd(
-            q, k, v, g, beta, None, None, cu_seqlens, initial_state, None, *options, do, dht, saved, wanted,
-            _lib.CP_AUTO if auto_cp else _lib.CP_OFF, False,
-        )  # fmt: skip
+            q, k, v, g, beta, options, cu_seqlens, initial_state, scale, None, None, None, do, dht, saved, wanted
+        )
     return dq, dk, dv, dbeta, dg, dh0 if initial_state is not None else None
 
 
@@ -338,39 +344,42 @@ class _GatedDeltaRule(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state, initial_indices, options, output_final_state,
-        chunked, recompute, schedule,
+        q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias, initial_indices, chunked,
+        recompute,
     ):  # fmt: skip
-        inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state, initial_indices)
-        if chunked:
-            return _ops.chunk_fwd(*inputs, *options, output_final_state, not recompute, *schedule)
-        return *_ops.recurrent(*inputs, *options, output_final_state), q.new_empty((0,), dtype=torch.uint8)
+        inputs = (q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias, initial_indices)
+        if not recompute:
+            return _ops.chunk_fwd_save(*inputs)
+        forward = _ops.chunk_fwd if chunked else _ops.recurrent
+        return *forward(*inputs), q.new_empty((0,), dtype=torch.uint8)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, ctx.options, ctx.has_final_state, _, ctx.recompute, ctx.schedule = inputs
+        q, k, v, g, beta, options, cu_seqlens, initial_state, ctx.scale, A_log, dt_bias, indices, _, recompute = inputs
+        ctx.has_final_state, ctx.recompute = bool(options & _ops.FINAL_STATE), recompute
+        ctx.options = options & ~_ops.FINAL_STATE
         _, states, saved = output
-        ctx.save_for_backward(*tensors, saved)
+        ctx.save_for_backward(q, k, v, g, beta, cu_seqlens, initial_state, A_log, dt_bias, indices, saved)
         ctx.mark_non_differentiable(*((saved,) if ctx.has_final_state else (states, saved)))
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, d_o, d_final_state, _):
-        *tensors, saved = ctx.saved_tensors
-        q, _, v = tensors[:3]
+        q, k, v, g, beta, cu_seqlens, initial_state, A_log, dt_bias, indices, saved = ctx.saved_tensors
         if d_o is None:
             d_o = q.new_zeros(v.shape)
         if not ctx.has_final_state:
             d_final_state = None  # compiled graphs pass one of the empty tensor
         needs = ctx.needs_input_grad
-        positions = (0, 1, 2, 3, 4, 5, 6, 8)  # of _ops.GRADIENTS among this function's arguments
+        positions = (0, 1, 2, 3, 4, 9, 10, 7)  # of _ops.GRADIENTS among this function's arguments
         wanted = sum(1 << bit for bit, position in enumerate(positions) if needs[position])
         # Compiled graphs refuse a double backward themselves.
         record = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         results = (_Gradients.apply if record else _ops.chunk_bwd)(
-            *tensors, *ctx.options, d_o, d_final_state, None if ctx.recompute else saved, wanted, *ctx.schedule
-        )
-        gradients = [None] * 15
+            q, k, v, g, beta, ctx.options, cu_seqlens, initial_state, ctx.scale, A_log, dt_bias, indices, d_o,
+            d_final_state, None if ctx.recompute else saved, wanted,
+        )  # fmt: skip
+        gradients = [None] * 14
         for bit, position in enumerate(positions):
             if needs[position]:
                 gradients[position] = results[bit]
@@ -394,19 +403,38 @@ class _Gradients(torch.autograd.Function):
 
 
 def _options(
-    scale: float | None, gate: bool, beta_sigmoid: bool, neg_eigval: bool, state_v_first: bool, l2norm: bool
-) -> tuple[float | None, int, int, int, bool]:
-    """The operators' (scale, gate, beta_kind, state_layout, l2norm)."""
-    if neg_eigval and not beta_sigmoid:
-        raise ValueError("allow_neg_eigval doubles the sigmoid of beta, so it needs use_beta_sigmoid_in_kernel=True")
-    beta_kind = _lib.BETA_LOGIT_DOUBLED if neg_eigval else _lib.BETA_LOGIT if beta_sigmoid else _lib.BETA_VALUE
-    layout = _lib.STATE_VK if state_v_first else _lib.STATE_KV
-    return scale, _lib.GATE_RAW if gate else _lib.GATE_LOG, beta_kind, layout, l2norm
+    gate: bool = False,
+    beta_sigmoid: bool = False,
+    neg_eigval: bool = False,
+    state_v_first: bool = False,
+    l2norm: bool = False,
+    auto_cp: bool = True,
+    batch_invariant: bool = False,
+) -> int:
+    """The operators' options, except whether there is a final state."""
+    options = 0
+    if gate:
+        options |= _ops.GATE_RAW
+    if neg_eigval:
+        if not beta_sigmoid:
+            raise ValueError(
+                "allow_neg_eigval doubles the sigmoid of beta, so it needs use_beta_sigmoid_in_kernel=True"
+            )
+        options |= _ops.BETA_LOGIT_DOUBLED
+    elif beta_sigmoid:
+        options |= _ops.BETA_LOGIT
+    if state_v_first:
+        options |= _ops.STATE_V_FIRST
+    if l2norm:
+        options |= _ops.L2NORM
+    if not auto_cp:
+        options |= _ops.UNCUT
+    if batch_invariant:
+        options |= _ops.BATCH_INVARIANT
+    return options
 
 
-def _state_layout(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
-    if transpose_state_layout is None:
-        return state_v_first
+def _state_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:
     if state_v_first:
         raise ValueError("state_v_first and its older name transpose_state_layout are both given")
     warnings.warn("transpose_state_layout is now called state_v_first", DeprecationWarning, stacklevel=3)
@@ -420,8 +448,8 @@ def _check_hints(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, chunk
         raise ValueError("chunk_indices must come with cu_seqlens and have shape [number of chunks, 2]")
 
 
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+def _requires_grad(*tensors: Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _check_gradient(initial_state: Tensor | None, initial_state_indices: Tensor | None) -> None:

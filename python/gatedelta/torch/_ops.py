@@ -18,10 +18,21 @@ _FORCED_ISA = _lib.forced_isa()  # a wrong GATEDELTA_ISA fails here, not in the 
 torch.ops.load_library(str(_lib.library_path("gatedelta_torch")))
 
 chunk_fwd = torch.ops.gatedelta.chunk_fwd.default
+chunk_fwd_save = torch.ops.gatedelta.chunk_fwd_save.default
 chunk_fwd_out = torch.ops.gatedelta.chunk_fwd_out.default
 chunk_bwd = torch.ops.gatedelta.chunk_bwd.default
 recurrent = torch.ops.gatedelta.recurrent.default
 recurrent_out = torch.ops.gatedelta.recurrent_out.default
+
+# The bits of the operators' `options`, as in bindings/torch/ops.cpp.
+GATE_RAW = 1 << 0
+BETA_LOGIT = 1 << 1
+BETA_LOGIT_DOUBLED = 1 << 2
+STATE_V_FIRST = 1 << 3
+L2NORM = 1 << 4
+FINAL_STATE = 1 << 5  # is to be returned
+UNCUT = 1 << 6  # auto_cp=False
+BATCH_INVARIANT = 1 << 7
 
 # Order of chunk_bwd's results, and of the bits of its `wanted`.
 GRADIENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
@@ -77,10 +88,8 @@ def _cuda_saved_bytes(o: Tensor, cu_seqlens: Tensor | None) -> int:
     return (chunks * heads * (6912 + 8) + 63) // 64 * 64 + windows * heads * 65536
 
 
-def _saved_bytes(
-    tensors: dict[str, Tensor | None], o: Tensor, gate: int, beta_kind: int, state_layout: int, l2norm: bool
-) -> int:
-    """How much chunk_fwd saves. On the CPU with symbolic shapes only the call itself can tell, and torch is told so."""
+def _saved_bytes(tensors: dict[str, Tensor | None], o: Tensor, options: int) -> int:
+    """How much chunk_fwd_save saves. On the CPU with symbolic shapes only the call can tell, and torch is told so."""
     if o.is_cuda:
         return _cuda_saved_bytes(o, tensors["cu_seqlens"])
     if any(not isinstance(size, int) for tensor in tensors.values() if tensor is not None for size in tensor.shape):
@@ -89,59 +98,62 @@ def _saved_bytes(
     args.exec.isa = _FORCED_ISA
     for name, tensor in tensors.items():
         setattr(args.inputs, name, _describe(tensor, name))
-    args.inputs.gate, args.inputs.beta_kind = gate, beta_kind
-    args.inputs.state_layout, args.inputs.l2norm = state_layout, l2norm
+    args.inputs.gate = _lib.GATE_RAW if options & GATE_RAW else _lib.GATE_LOG
+    args.inputs.state_layout = _lib.STATE_VK if options & STATE_V_FIRST else _lib.STATE_KV
+    args.inputs.l2norm = bool(options & L2NORM)  # beta's kind does not matter here
     args.o = _describe(o, "o")
     return _lib.size_query("gd_forward_saved_size", args)
 
 
+def _outputs(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: int) -> tuple[Tensor, Tensor]:
+    """o and the final state."""
+    if not options & FINAL_STATE:
+        return q.new_empty(v.shape), _nothing(q)
+    return q.new_empty(v.shape), empty_states(q, v, cu_seqlens, bool(options & STATE_V_FIRST))
+
+
 @torch.library.register_fake("gatedelta::chunk_fwd")
+@torch.library.register_fake("gatedelta::recurrent")
 def _(
-    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state, initial_indices, scale, gate, beta_kind, state_layout,
-    l2norm, output_final_state, save, context_parallel, batch_invariant,
+    q, k, v, g, beta, options, cu_seqlens=None, initial_state=None, scale=None, A_log=None, dt_bias=None,
+    initial_indices=None,
 ):  # fmt: skip
-    o = q.new_empty(v.shape)
-    states = empty_states(q, v, cu_seqlens, state_layout == _lib.STATE_VK) if output_final_state else _nothing(q)
-    saved = _nothing(q)
-    if save:
-        tensors = {
-            "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens,
-            "initial_state": initial_state, "initial_indices": initial_indices,
-        }  # fmt: skip
-        saved = q.new_empty((_saved_bytes(tensors, o, gate, beta_kind, state_layout, l2norm),), dtype=torch.uint8)
-    return o, states, saved
+    return _outputs(q, v, cu_seqlens, options)
+
+
+@torch.library.register_fake("gatedelta::chunk_fwd_save")
+def _(
+    q, k, v, g, beta, options, cu_seqlens=None, initial_state=None, scale=None, A_log=None, dt_bias=None,
+    initial_indices=None,
+):  # fmt: skip
+    o, states = _outputs(q, v, cu_seqlens, options)
+    tensors = {
+        "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens,
+        "initial_state": initial_state, "initial_indices": initial_indices,
+    }  # fmt: skip
+    return o, states, q.new_empty((_saved_bytes(tensors, o, options),), dtype=torch.uint8)
 
 
 @torch.library.register_fake("gatedelta::chunk_fwd_out")
 def _(
-    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state, initial_indices, scale, gate, beta_kind, state_layout,
-    l2norm, o, final_state, final_indices, in_place, checkpoints, checkpoint_indices, checkpoint_every,
-    context_parallel, batch_invariant,
+    q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias, initial_indices, o, final_state,
+    final_indices, in_place, checkpoints, checkpoint_indices, checkpoint_every,
 ):  # fmt: skip
     return None
 
 
 @torch.library.register_fake("gatedelta::chunk_bwd")
 def _(
-    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state, initial_indices, scale, gate, beta_kind, state_layout,
-    l2norm, d_o, d_final_state, saved, wanted, context_parallel, batch_invariant,
+    q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias, initial_indices, d_o, d_final_state,
+    saved, wanted,
 ):  # fmt: skip
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     return tuple(x.new_empty(x.shape) if wanted >> i & 1 else _nothing(q) for i, x in enumerate(inputs))
 
 
-@torch.library.register_fake("gatedelta::recurrent")
-def _(
-    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state, initial_indices, scale, gate, beta_kind, state_layout,
-    l2norm, output_final_state,
-):  # fmt: skip
-    states = empty_states(q, v, cu_seqlens, state_layout == _lib.STATE_VK) if output_final_state else _nothing(q)
-    return q.new_empty(v.shape), states
-
-
 @torch.library.register_fake("gatedelta::recurrent_out")
 def _(
-    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state, initial_indices, scale, gate, beta_kind, state_layout,
-    l2norm, o, final_state, final_indices, in_place, accept_lengths, step_states, step_indices,
+    q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias, initial_indices, o, final_state,
+    final_indices, in_place, accept_lengths, step_states, step_indices,
 ):  # fmt: skip
     return None
