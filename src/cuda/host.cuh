@@ -127,16 +127,26 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+// Of a device the kernels run on. A fact of the device: asked for once for each of the first 64.
+inline Outcome count_multiprocessors(int device, int& count) {
+  static std::atomic<int> counted[64];
+  if (device < 64) count = counted[device].load(std::memory_order_relaxed);
+  if (count > 0) return {};
+  if (Outcome outcome = check_device(device); outcome.status != GD_OK) return outcome;
+  if (const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device))
+    return failure(error, "count multiprocessors");
+  if (device < 64) counted[device].store(count, std::memory_order_relaxed);
+  return {};
+}
+
 // Calls f with the number of multiprocessors of a supported device, while that is the current one.
 template <class F>
 Outcome with_device(int device, const F& f) {
-  if (Outcome outcome = check_device(device); outcome.status != GD_OK) return outcome;
+  int multiprocessors = 0;
+  if (Outcome outcome = count_multiprocessors(device, multiprocessors); outcome.status != GD_OK) return outcome;
   const RelaxedCapture relaxed;
   const CurrentDevice current(device);
   if (current.error()) return failure(current.error(), "select the device");
-  int multiprocessors = 0;
-  if (const cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device))
-    return failure(error, "count multiprocessors");
   return f(multiprocessors);
 }
 
