@@ -285,6 +285,13 @@ def test_gpu_rows(run_python, root, tmp_path):
     assert all(0 < row[f"err_{name}"] < 2e-2 for name in ("dq", "dk", "dv", "dg", "dbeta", "dh0"))
 
 
+def test_eager_layers(run_python, root):
+    report = run_python(str(root / "bench" / "eager.py"), "--device", "cpu", "--batches", "2").stdout
+    rows = {line[:52].strip(): float(line[52:]) for line in report.splitlines()[1:]}
+    assert rows["chunk_gated_delta_rule"] > rows["gd_forward"] > 0
+    assert {"gd_forward_workspace", "Python, to the operator"} <= rows.keys()
+
+
 def test_segments_shapes(bench):
     import rows
 

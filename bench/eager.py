@@ -1,0 +1,142 @@
+"""Where the host's time of one eager call goes, layer by layer, in microseconds.
+
+The call is that of eager_call_us in bench/gpu.py on a GPU it can run on; on the CPU the smallest there is, so that
+little of it is arithmetic. Layers are timed one by one, the lower ones through the C ABI with all memory at hand, and
+what lies between two of them is their difference. On CUDA, host time alone: batches too short to fill the queue of
+launches, with a synchronisation between them that is not timed.
+
+Usage: python bench/eager.py [--device cpu] [--batches 50]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from ctypes import byref, c_size_t
+
+import gpu  # first: finds the package
+import segments
+import torch
+from gatedelta import _lib
+from gatedelta import torch as gd
+from gatedelta.torch import _ops
+
+CALLS = 20  # between two synchronisations
+
+
+def host_us(call: Callable[[], object], batches: int, synchronize: Callable[[], None]) -> float:
+    """Of one call: the median of the batches."""
+    times = []
+    for _ in range(3 + batches):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        times.append((time.perf_counter() - start) * 1e6 / CALLS)
+    synchronize()
+    return statistics.median(times[3:])
+
+
+def make_inputs(device: str) -> dict[str, torch.Tensor]:
+    if device == "cuda":
+        return gpu.make_inputs({"hk": 2, "hv": 8, "lengths": [64]})
+    q, gates = torch.randn(1, 1, 1, 16), torch.full((1, 1, 1), -0.5)
+    return {
+        "q": q, "k": q.clone(), "v": q.clone(), "g": gates, "beta": gates.sigmoid(),
+        "initial_state": torch.zeros(1, 1, 16, 16), "cu_seqlens": torch.tensor([0, 1], dtype=torch.int32),
+    }  # fmt: skip
+
+
+class CCall:
+    """gd_forward and its query, with what they are given made beforehand."""
+
+    def __init__(self, inputs: dict[str, torch.Tensor]):
+        self.out, self.final = torch.empty_like(inputs["v"]), torch.empty_like(inputs["initial_state"])
+        self.inputs = inputs  # the arguments hold addresses only
+        self.args = segments.arguments(inputs, self.out, self.final)
+        if self.out.is_cuda:
+            self.args.exec.device, self.args.exec.device_index = segments.CUDA, torch.cuda.current_device()
+            self.args.exec.stream = torch.cuda.current_stream().cuda_stream
+        else:
+            self.args.exec.num_threads = 1
+        size = _lib.size_query("gd_forward_workspace", self.args)
+        self.workspace = torch.empty(size, dtype=torch.uint8, device=self.out.device)
+        self.args.exec.workspace, self.args.exec.workspace_bytes = self.workspace.data_ptr(), size
+        self.reference, self.size = byref(self.args), c_size_t()
+        self.library, self.size_reference = _lib.library(), byref(self.size)
+        _lib.check(self.library.gd_forward(self.reference))
+
+    def forward(self) -> None:
+        self.library.gd_forward(self.reference)
+
+    def query(self) -> None:
+        self.library.gd_forward_workspace(self.reference, self.size_reference)
+
+
+def layers(device: str, batches: int) -> dict[str, float]:
+    inputs = make_inputs(device)
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    q, k, v, g, beta, initial, offsets = inputs.values()
+    c = CCall(inputs)
+
+    def us(call: Callable[[], object]) -> float:
+        return host_us(call, batches, synchronize)
+
+    def allocate() -> None:
+        torch.empty_like(v), torch.empty_like(initial), torch.empty_like(c.workspace)
+
+    def operator() -> None:
+        _ops.chunk_fwd(q, k, v, g, beta, _ops.FINAL_STATE, offsets, initial)
+
+    found = {
+        "function": us(lambda: gd.chunk_gated_delta_rule(**inputs, output_final_state=True)),
+        "operator": us(operator),
+        "allocate": us(allocate),
+        "query": us(c.query),
+        "forward": us(c.forward),
+        "ctypes": us(lambda: c.library.gd_status_name(0)),
+    }
+    if device == "cuda":  # the same tensors with no sequence in them, and no tensors: one launch, then no maps either
+        nobody = {**inputs, "initial_state": initial[:0], "cu_seqlens": offsets[:1]}
+        nothing = {name: x if name in ("initial_state", "cu_seqlens") else x[:, :0] for name, x in nobody.items()}
+        found["one_launch"] = us(CCall(nobody).forward)
+        found["no_maps"] = us(CCall(nothing).forward)
+    return found
+
+
+def report(found: dict[str, float]) -> None:
+    function, operator, ctypes = found["function"], found["operator"], found["ctypes"]
+    query, forward = (found[name] - ctypes for name in ("query", "forward"))
+    rows = {
+        "chunk_gated_delta_rule": function,
+        "  Python, to the operator": function - operator,
+        "  torch's dispatch, the binding, its allocations": operator - query - forward,
+        "    (three torch.empty_like beside it)": found["allocate"],
+        "  gd_forward_workspace": query,
+        "  gd_forward": forward,
+    }
+    if "no_maps" in found:
+        maps = found["one_launch"] - found["no_maps"]
+        launch = (found["forward"] - found["one_launch"]) / 2
+        rows["    each of three launches"] = launch
+        rows["    four tensor maps"] = maps
+        rows["    checks, plan, device"] = forward - maps - 3 * launch
+    for name, us in rows.items():
+        print(f"{name:52} {us:7.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batches", type=int, default=50)
+    options = parser.parse_args()
+    with torch.no_grad():
+        found = layers(options.device, options.batches)
+    print(f"host time of an eager call on {options.device}, us: median of {options.batches} batches of {CALLS} calls")
+    report(found)
+
+
+if __name__ == "__main__":
+    main()
