@@ -183,6 +183,10 @@ GD_DEVICE void warp_arrive(uint32_t barrier) {
 }
 // Threads that meet at a named barrier; ids below 16, 0 is __syncthreads().
 GD_DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+// The same for warps that come from different places in the code, which the one above does not allow.
+GD_DEVICE void meet_roles(int id, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 // The same for a thread that does not wait for the others.
 GD_DEVICE void arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 // What this thread wrote to shared memory, before the copy engine or wgmma reads it.

@@ -437,7 +437,7 @@ struct Gradients {
         report_head(at);
         add(total, x);
       }
-      meet(kUnitEnd, 3 * 128);
+      meet_roles(kUnitEnd, 3 * 128);
       store_rows(total, smem + Smem::kQueries, norm, &p.dq_map, p.dq, kStoreQueries, at);
       end_unit(at);
     }
@@ -488,7 +488,7 @@ struct Gradients {
         scale_rows(x, missing.x, missing.y);
         add(total, x);
       }
-      meet(kUnitEnd, 3 * 128);
+      meet_roles(kUnitEnd, 3 * 128);
       hand_over(total);
       end_unit(at);
     }
@@ -512,19 +512,19 @@ struct Gradients {
   GD_DEVICE void hand_over(const float (&x)[64]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (half == 1) meet(kMerge, 2 * 128);
+      if (half == 1) meet_roles(kMerge, 2 * 128);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const float* y = x + 32 * half + 4 * i;
         store_shared4(smem + Smem::kF + (i * 128 + tid) * 16, y[0], y[1], y[2], y[3]);
       }
-      meet(kMerge, 2 * 128);
+      meet_roles(kMerge, 2 * 128);
     }
   }
   GD_DEVICE void take_over(float (&x)[64]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      meet(kMerge, 2 * 128);
+      meet_roles(kMerge, 2 * 128);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const float4 y = load_shared4(smem + Smem::kF + (i * 128 + tid) * 16);
@@ -534,7 +534,7 @@ struct Gradients {
         to[2] += y.z;
         to[3] += y.w;
       }
-      if (half == 0) meet(kMerge, 2 * 128);
+      if (half == 0) meet_roles(kMerge, 2 * 128);
     }
   }
 
@@ -575,7 +575,7 @@ struct Gradients {
         report_head(at);
         add(total, x);
       }
-      meet(kUnitEnd, 3 * 128);
+      meet_roles(kUnitEnd, 3 * 128);
       take_over(total);
       release_tiles();
       store_rows(total, smem + Smem::kKeys, norm, &p.dk_map, p.dk, kStoreKeys, at);
