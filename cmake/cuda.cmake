@@ -40,6 +40,8 @@ elseif(NOT GD_CUDA STREQUAL "OFF")
   gd_find_cuda()
 endif()
 
+option(GD_RACECHECK "Kernels that compute-sanitizer's racecheck understands (ptx.cuh); slower" OFF)
+
 # gd_add_cuda(<target> <source>): one .cu file, sm_90a alone. By nvcc itself, not by CMake's CUDA language: that knows
 # neither every nvcc nor this architecture in all versions of CMake we build with, and what ptxas says must be read.
 function(gd_add_cuda target source)
@@ -50,9 +52,13 @@ function(gd_add_cuda target source)
   if(GD_WERROR)
     list(APPEND warnings -Werror all-warnings)
   endif()
+  set(nvcc ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/nvcc_checked.py ${GD_NVCC})
+  if(GD_RACECHECK)
+    set(nvcc ${GD_NVCC} -DGD_EVERY_LANE_ARRIVES) # not checked: there, registers spill
+  endif()
   add_custom_command(
     OUTPUT ${object}
-    COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/nvcc_checked.py ${GD_NVCC} -ccbin ${CMAKE_CXX_COMPILER}
+    COMMAND ${nvcc} -ccbin ${CMAKE_CXX_COMPILER}
             -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a --no-compress # tools/sass.py reads the code
             -Xcompiler=-fPIC,-fvisibility=hidden ${warnings}
             -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include -MD -MF ${object}.d -c ${path} -o ${object}

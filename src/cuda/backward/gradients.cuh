@@ -127,14 +127,14 @@ struct Gradients {
         e_tile{base} {}
 
   GD_DEVICE void init_barriers() const {
-    // Of those who wait or read every warp reports.
-    constexpr int kRole = 4, kSummers = 2;
-    units.init(1, 3 * kRole + kSummers + 1);
-    rows.init(1, 3 * kRole + 1);
-    sums.init(3 * kRole + kSummers, 1);
+    // Rows are reported by every lane that loads them; of those who wait or read every warp reports.
+    constexpr int kWarp = kArrivals, kRole = 4 * kWarp, kSummers = 2 * kWarp;
+    units.init(1, 3 * kRole + kSummers + kWarp);
+    rows.init(32, 3 * kRole + kWarp);
+    sums.init(3 * kRole + kSummers, kWarp);
     states.init(1, 2 * kRole + kSummers);
     gradients.init(1, kRole + kSummers);
-    keys.init(1, 2);
+    keys.init(32, 2);
     f_tile.init(kRole, 2 * kRole);
     e_tile.init(kRole, 2 * kRole);
     barrier_init_fence();
@@ -230,9 +230,11 @@ struct Gradients {
     for (int half = 0; half < 2; ++half)
       load_box(tiles + half * kTileBytes, map, full, head, unit.token, unit.batch, half);
   }
-  GD_DEVICE static void rows_are_here() {
+  // All lanes but the one that will say that the rest is on its way.
+  GD_DEVICE static void rows_are_here(uint32_t full) {
     copy_async_wait();
     fence_async_reads();
+    if (!elect_one()) barrier_arrive(full);
     __syncwarp();
   }
   GD_DEVICE void load_head(const Unit& unit, int head, const Cursor& at) const {
@@ -243,7 +245,7 @@ struct Gradients {
       copy_rows(row_tile(at, Smem::kUpdates), p.u, unit, head);
       copy_rows(row_tile(at, Smem::kOutputs), p.d_o, unit, head);
       copy_rows(row_tile(at, Smem::kValues), p.dv, unit, head);
-      rows_are_here();
+      rows_are_here(full);
     }
     const int64_t number = int64_t{unit.slot} * p.value_heads + head;
     if (elect_one()) {
@@ -251,6 +253,7 @@ struct Gradients {
       load_bulk(vector(at, kLogGamma), p.prepared + number * kBackwardPreparedBytes + kInverseBytes, kVectorsBytes,
                 full);
       if (whole) {
+        barrier_arrive(full, 31);
         load_rows(row_tile(at, Smem::kUpdates), &p.u_map, unit, head, full);
         load_rows(row_tile(at, Smem::kOutputs), &p.d_o_map, unit, head, full);
         load_rows(row_tile(at, Smem::kValues), &p.dv_map, unit, head, full);
@@ -276,11 +279,12 @@ struct Gradients {
     if (!whole) {
       copy_rows(smem + Smem::kQueries, p.q, unit, unit.key_head);
       copy_rows(smem + Smem::kKeys, p.k, unit, unit.key_head);
-      rows_are_here();
+      rows_are_here(full);
     }
     if (elect_one()) {
       barrier_arrive_expect(full, whole ? 4 * kTileBytes : 0);
       if (whole) {
+        barrier_arrive(full, 31);
         load_rows(smem + Smem::kQueries, &p.q_map, unit, unit.key_head, full);
         load_rows(smem + Smem::kKeys, &p.k_map, unit, unit.key_head, full);
       }
@@ -584,7 +588,7 @@ struct Gradients {
   }
   GD_DEVICE void release_tiles() const {
     __syncwarp();
-    if (elect_one()) {
+    if (is_arriving()) {
       barrier_arrive(f_tile.empty(0));
       barrier_arrive(e_tile.empty(0));
     }

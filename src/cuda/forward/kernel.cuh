@@ -90,12 +90,13 @@ struct Forward {
 
   GD_DEVICE void init_barriers() const {
     // What one warp loads, every lane of it reports; of those who read, every warp does.
-    loads.init(32, 8 + 4 * kMath);
-    values.init(32, 4 * kMath);
-    scores.init(4, 4);
-    operands.init(8, 4 * kMath);
-    works.init(32, 8 + 4 * kMath);
-    joins.init(4, 1);
+    constexpr int kMathWarps = 4 * kMath * kArrivals, kOtherWarps = 8 * kArrivals;
+    loads.init(32, kOtherWarps + kMathWarps);
+    values.init(32, kMathWarps);
+    scores.init(4 * kArrivals, 4 * kArrivals);
+    operands.init(kOtherWarps, kMathWarps);
+    works.init(32, kOtherWarps + kMathWarps);
+    joins.init(4 * kArrivals, 1);
     barrier_init_fence();
   }
 
@@ -428,7 +429,7 @@ struct Forward {
   GD_DEVICE void report_operand(int load, int operand) const {
     fence_async_reads();
     __syncwarp();
-    if (elect_one()) {
+    if (is_arriving()) {
       barrier_arrive(operands.full(operand));
       barrier_arrive(loads.empty(load));
     }
@@ -928,7 +929,12 @@ struct Forward {
   }
   // Once the copy engine has read the slot, which the first warp has asked it to.
   GD_DEVICE void release_values(int slot) const {
-    if (slot < 0 || !elect_one()) return;
+    if (slot < 0) return;
+    if (kArrivals > 1) {
+      if (warp == 0 && elect_one()) store_wait_read<0>();
+      return warp_arrive(values.empty(slot));
+    }
+    if (!elect_one()) return;
     if (warp == 0) store_wait_read<0>();
     barrier_arrive(values.empty(slot));
   }
@@ -1089,8 +1095,8 @@ struct Forward {
     loads.wait_full(load);
     barrier_wait(values.full(load.slot), load.parity);
     if (!elect_one()) return;
-    barrier_arrive(values.empty(load.slot), 4);
-    barrier_arrive(loads.empty(load.slot), 4);
+    barrier_arrive(values.empty(load.slot), 4 * kArrivals);
+    barrier_arrive(loads.empty(load.slot), 4 * kArrivals);
   }
   GD_DEVICE void pass_image(Ring<kLoadSlots>& load, int& leaving) const {
     pass_values(load, leaving);
