@@ -234,6 +234,7 @@ struct Costs {
   static constexpr float kFactors = 2010;                     // of half of the columns
   static constexpr float kJoin = 4000;
   static constexpr float kItem = 8740, kFactorsItem = 10700;  // until the first chunk is there, and for the state
+  static constexpr float kCut = 25000;  // where anything is cut: its list takes longer, and pieces wait for each other
 };
 
 // Where segment i of a sequence begins. Heads that fade: equal ones.
@@ -512,7 +513,9 @@ GD_HOST_DEVICE inline float price_of(int number, const LengthClass* classes, int
   int longest = 0;
   for (int i = 0; i < count; ++i) longest = classes[i].chunks > longest ? classes[i].chunks : longest;
   const float time = time_of(cut_number(number, length_scale(longest)), classes, count, limits, memory);
-  return number == 0 ? time : time * kWorthCutting;
+  if (number == 0) return time;
+  const Cut cut = cut_number(number, 1);
+  return time * kWorthCutting + (cut.fading || cut.lasting ? Costs::kCut : 0.0f);
 }
 
 // The fastest of them all. (On the device many threads price one each.)
