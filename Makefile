@@ -36,6 +36,10 @@ $(PYTHON) bench/gpu.py --profile --kernels build/bench/kernels.json --output bui
 $(PYTHON) bench/plot_gpu.py build/bench/h200.json build/bench/h200
 endef
 
+define bench_segments
+$(PYTHON) bench/segments.py --more --output build/bench/segments.json --plot build/bench/segments.png
+endef
+
 # A curve of the library and one of the reference, on DEVICE.
 DEVICE ?= cpu
 STEPS ?= 300
@@ -104,7 +108,7 @@ bench-gpu: ## the GPU's part of it alone: forward and backward on the rows of th
 bench-segments: ## how the GPU cuts sequences: the automatic choice against every forced segment length
 	tools/require $(BASE) $(gpu_packages)
 	$(call build,release,gatedelta gatedelta_torch,-DGD_CUDA=ON)
-	$(PYTHON) bench/segments.py --more --output build/bench/segments.json --plot build/bench/segments.png
+	$(bench_segments)
 
 train-example: ## train a small language model with the library and in fp32 torch, draw both curves (DEVICE=cpu or cuda)
 	tools/require $(BASE) $(gpu_packages)
@@ -127,6 +131,7 @@ record-gpu: ## on a machine with an H200: the tests of the GPU, then bench-gpu, 
 	$(TOTAL) GPU=$(REPORTS)/test.xml Python=$(REPORTS)/pytest.xml || status=1
 	[ $$status = 0 ]
 	$(bench_gpu)
+	$(bench_segments)
 	$(PYTHON) tools/render_results.py --record-gpu build/bench
 
 lint: ## formatting, clang-tidy, ruff, texts and generated tables
@@ -151,6 +156,22 @@ sanitize: ## the C++ tests under ASan+UBSan, then under TSan
 	$(call build,tsan)
 	$(call ctest,tsan) $(WITHOUT_SLOW) || status=1
 	$(TOTAL) ASan+UBSan=$(REPORTS)/asan.xml TSan=$(REPORTS)/tsan.xml || status=1
+	exit $$status
+
+sanitize-gpu: ## on a machine with a GPU: some of its tests under compute-sanitizer's four tools
+	tools/require $(BASE) gtest
+	$(call build,cuda,gatedelta gpu_forward gpu_backward)
+	$(call build,racecheck,gatedelta gpu_forward gpu_backward)
+	status=0
+	for tool in memcheck initcheck synccheck racecheck; do
+	  folder=build/cuda/tests/cpp/gpu
+	  if [ $$tool = racecheck ]; then folder=build/racecheck/tests/cpp/gpu; fi
+	  for test in gpu_forward:Forward.Packs:Forward.TwoSegments* gpu_backward:Backward.Packs; do
+	    echo "$$tool $$test"
+	    compute-sanitizer --tool $$tool --error-exitcode 1 $$folder/$${test%%:*} --gtest_brief=1 \
+	      --gtest_filter=$${test#*:} || status=1
+	  done
+	done
 	exit $$status
 
 cuda: ## compile the CUDA backend (needs nvcc) and run its tests; those of a GPU are skipped without one
@@ -204,4 +225,4 @@ clean: ## remove build/ and dist/ (not .venv)
 	rm -rf build dist
 
 .PHONY: help run test bench bench-gpu bench-segments train-example record-train record record-gpu lint format wheel \
-        sanitize cuda cross oldcpu fuzz clean
+        sanitize sanitize-gpu cuda cross oldcpu fuzz clean

@@ -20,6 +20,7 @@ from repo_files import ROOT, repo_files, stamp
 
 sys.path.insert(0, str(ROOT / "bench"))
 import ratios
+import regret
 from rows import KINDS, of_kind
 
 RESULTS = ROOT / "results" / "cpu"
@@ -322,10 +323,34 @@ def h200_profile() -> str:
     return "\n\n".join([h200_heading(result["header"]), table(["", *PROFILE.values()], cells)])
 
 
+def h200_segments() -> str:
+    path = H200 / "segments.json"
+    if not path.exists():
+        return NOTHING
+    result = json.loads(path.read_text())
+    found = regret.summary(result["rows"])
+    above = sorted((row for row in result["rows"] if row["regret"] > regret.BAR), key=lambda row: -row["regret"])
+    cells = [
+        [
+            f"{row['hk']}/{row['hv']} {row['seq']}",
+            *(three_digits(row[name]) for name in ("auto_ms", "off_ms", "best_ms")),
+            f"{row['regret']:.1%}",
+        ]
+        for row in above
+    ]
+    text = (
+        f"{found['rows']} shapes; the automatic cut takes longer than the fastest of all forced ones and of none by "
+        f"{found['median']:.1%} in the median; by more than {regret.BAR:.0%} for {len(above)} shapes:"
+    )
+    columns = ["heads, sequences; ms", "automatic", "uncut", "fastest", "longer by"]
+    shown = picture("segments", "Time against segment length", "../../")
+    return "\n\n".join([h200_heading(result["header"]), text, table(columns, cells), *shown])
+
+
 TABLES = {
     "cpu-speed": cpu_speed, "cpu-isas": cpu_isas, "accuracy": accuracy,
     "h200-forward": h200_forward, "h200-rows": h200_rows, "h200-profile": h200_profile,
-    "h200-backward": h200_backward, "h200-backward-rows": h200_backward_rows,
+    "h200-backward": h200_backward, "h200-backward-rows": h200_backward_rows, "h200-segments": h200_segments,
 }  # fmt: skip
 
 
@@ -392,6 +417,15 @@ def record_gpu(folder: Path) -> None:
         print(f"recorded {name}.json in {H200.name}")
     for path in pictures:
         shutil.copyfile(path, H200 / path.name)
+    segments = folder / "segments.json"
+    if not segments.exists():
+        return
+    result = json.loads(segments.read_text())
+    if not result["header"]["commit"]:
+        result["header"] |= {key: header[key] for key in ("commit", "modified")}
+    (H200 / segments.name).write_text(json.dumps(result, indent=1) + "\n")
+    shutil.copyfile(folder / "segments.png", H200 / "segments.png")
+    print(f"recorded {segments.name} in {H200.name}")
 
 
 def main() -> int:

@@ -177,8 +177,8 @@ GD_DEVICE bool elect_one() {
   return is_elected;
 }
 // A warp arrives, after what its lanes have read and written: one lane for all of them. compute-sanitizer's racecheck
-// takes that for a race, because ptxas leaves out a __syncwarp() where it knows that the lanes are together anyway. In a
-// build for that tool (GD_RACECHECK) every lane arrives for itself.
+// takes that for a race, because ptxas leaves out a __syncwarp() where it knows that the lanes are together anyway. In
+// a build for that tool (GD_RACECHECK) every lane arrives for itself.
 #ifdef GD_EVERY_LANE_ARRIVES
 constexpr int kArrivals = 32;
 #else
