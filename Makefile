@@ -160,6 +160,8 @@ sanitize: ## the C++ tests under ASan+UBSan, then under TSan
 
 sanitize-gpu: ## on a machine with a GPU: some of its tests under compute-sanitizer's four tools
 	tools/require $(BASE) gtest
+	command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer in PATH: CUDA's toolkit has it"; exit 1; }
+	nvidia-smi -L || { echo "no GPU here: nothing was checked"; exit 1; }
 	$(call build,cuda,gatedelta gpu_forward gpu_backward)
 	$(call build,racecheck,gatedelta gpu_forward gpu_backward)
 	status=0

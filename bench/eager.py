@@ -11,8 +11,6 @@ Usage: python bench/eager.py [--device cpu] [--batches 50]
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from ctypes import byref, c_size_t
 
@@ -23,25 +21,10 @@ from gatedelta import _lib
 from gatedelta import torch as gd
 from gatedelta.torch import _ops
 
-CALLS = 20  # between two synchronisations
-
-
-def host_us(call: Callable[[], object], batches: int, synchronize: Callable[[], None]) -> float:
-    """Of one call: the median of the batches."""
-    times = []
-    for _ in range(3 + batches):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        times.append((time.perf_counter() - start) * 1e6 / CALLS)
-    synchronize()
-    return statistics.median(times[3:])
-
 
 def make_inputs(device: str) -> dict[str, torch.Tensor]:
     if device == "cuda":
-        return gpu.make_inputs({"hk": 2, "hv": 8, "lengths": [64]})
+        return gpu.make_inputs(gpu.EAGER_ROW)
     q, gates = torch.randn(1, 1, 1, 16), torch.full((1, 1, 1), -0.5)
     return {
         "q": q, "k": q.clone(), "v": q.clone(), "g": gates, "beta": gates.sigmoid(),
@@ -82,7 +65,7 @@ def layers(device: str, batches: int) -> dict[str, float]:
     c = CCall(inputs)
 
     def us(call: Callable[[], object]) -> float:
-        return host_us(call, batches, synchronize)
+        return gpu.host_us(call, batches, synchronize)
 
     def allocate() -> None:
         torch.empty_like(v), torch.empty_like(initial), torch.empty_like(c.workspace)
@@ -134,7 +117,8 @@ def main() -> None:
     options = parser.parse_args()
     with torch.no_grad():
         found = layers(options.device, options.batches)
-    print(f"host time of an eager call on {options.device}, us: median of {options.batches} batches of {CALLS} calls")
+    batches = f"{options.batches} batches of {gpu.EAGER_CALLS} calls"
+    print(f"host time of an eager call on {options.device}, us: median of {batches}")
     report(found)
 
 

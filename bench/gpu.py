@@ -246,19 +246,27 @@ def distance(x: torch.Tensor, truth: torch.Tensor) -> float:
     return float((x.double() - truth).norm() / truth.norm())
 
 
-def eager_call_us() -> float:
-    """Host time of one call: what a caller pays whatever the GPU does. Median of batches that are too short to fill the
-    queue of launches, which would make the host wait."""
-    inputs = make_inputs({"hk": 2, "hv": 8, "lengths": [64]})
-    batches, calls, times = 10, 20, []
-    with torch.no_grad():
-        for _ in range(2 + batches):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                gd.chunk_gated_delta_rule(**inputs, output_final_state=True)
-            times.append((time.perf_counter() - start) * 1e6 / calls)
+EAGER_ROW = {"hk": 2, "hv": 8, "lengths": [64]}
+EAGER_CALLS = 20  # between two synchronisations: too few to fill the queue of launches, which would make the host wait
+
+
+def host_us(call: Callable[[], object], batches: int, synchronize: Callable[[], None]) -> float:
+    """Host time of one call: what a caller pays whatever the device does. Median of the batches after the first two."""
+    times = []
+    for _ in range(2 + batches):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(EAGER_CALLS):
+            call()
+        times.append((time.perf_counter() - start) * 1e6 / EAGER_CALLS)
+    synchronize()
     return statistics.median(times[2:])
+
+
+def eager_call_us() -> float:
+    inputs = make_inputs(EAGER_ROW)
+    with torch.no_grad():
+        return host_us(lambda: gd.chunk_gated_delta_rule(**inputs, output_final_state=True), 10, torch.cuda.synchronize)
 
 
 def describe(repeats: int) -> dict:

@@ -41,6 +41,9 @@ elseif(NOT GD_CUDA STREQUAL "OFF")
 endif()
 
 option(GD_RACECHECK "Kernels that compute-sanitizer's racecheck understands (ptx.cuh); slower" OFF)
+if(GD_RACECHECK AND NOT GD_CUDA_COMPILED)
+  message(FATAL_ERROR "GD_RACECHECK is ON, but the CUDA backend is not built: -DGD_CUDA=ON says why")
+endif()
 
 # gd_add_cuda(<target> <source>): one .cu file, sm_90a alone. By nvcc itself, not by CMake's CUDA language: that knows
 # neither every nvcc nor this architecture in all versions of CMake we build with, and what ptxas says must be read.

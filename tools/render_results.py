@@ -332,7 +332,7 @@ def h200_segments() -> str:
     above = sorted((row for row in result["rows"] if row["regret"] > regret.BAR), key=lambda row: -row["regret"])
     cells = [
         [
-            f"{row['hk']}/{row['hv']} {row['seq']}",
+            name_of(row),
             *(three_digits(row[name]) for name in ("auto_ms", "off_ms", "best_ms")),
             f"{row['regret']:.1%}",
         ]
