@@ -42,10 +42,14 @@ D = 128
 VERIFIED_HEADS = 4  # one of every four has g = 0
 LEAVES = ("q", "k", "v", "g", "beta", "initial_state")
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dh0")  # of those
+# The peers' errors were taken with 4/8 heads on sequences of these lengths (bench/peers/README.md).
+ACCURACY_ROW = {"hk": 4, "hv": 8, "lengths": [1000, 3000, 64, 32]}
+LONG_HEADS, LONG_TOKENS = ((2, 8), (16, 64)), (32768, 131072, 524288)  # one sequence each
 PROFILED = [("16/64", "8192x4"), ("16/64", "1x32768")]  # every SM with whole heads; one sequence in halves of V
 
 
-def make_inputs(row: dict, seed: int = 0) -> dict[str, torch.Tensor]:
+def make_inputs(row: dict, seed: int = 0, lasting: bool = True) -> dict[str, torch.Tensor]:
+    """With or without heads that do not decay."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     tokens, hk, hv, count = sum(row["lengths"]), row["hk"], row["hv"], len(row["lengths"])
 
@@ -56,7 +60,8 @@ def make_inputs(row: dict, seed: int = 0) -> dict[str, torch.Tensor]:
         return torch.nn.functional.normalize(normal(*shape), dim=-1).bfloat16()
 
     g = torch.nn.functional.logsigmoid(normal(1, tokens, hv)) / 16
-    g[:, :, ::4] = 0
+    if lasting:
+        g[:, :, ::4] = 0
     offsets = torch.tensor([0, *row["lengths"]], device=DEVICE).cumsum(0).int()
     return {
         "q": unit(1, tokens, hk, D), "k": unit(1, tokens, hk, D), "v": normal(1, tokens, hv, D).bfloat16(), "g": g,
@@ -246,6 +251,41 @@ def distance(x: torch.Tensor, truth: torch.Tensor) -> float:
     return float((x.double() - truth).norm() / truth.norm())
 
 
+def accuracy() -> dict:
+    """Errors over all heads of inputs like those on which the peers' were taken: a quarter of the heads does not decay,
+    or all do."""
+    found = {}
+    for gates in ("mixed", "decaying"):
+        inputs = make_inputs(ACCURACY_ROW, lasting=gates == "mixed")
+        with torch.no_grad():
+            o, final = gd.chunk_gated_delta_rule(**inputs, output_final_state=True)
+        true_o, true_state = recurrence(ACCURACY_ROW, inputs, range(ACCURACY_ROW["hv"]))
+        found[gates] = {"err_o": distance(o[0], true_o), "err_state": distance(final, true_state)}
+        print(f"{gates} gates:", ", ".join(f"{k} {v:.3g}" for k, v in found[gates].items()), flush=True)
+    return found
+
+
+def long_sequences(repeats: int) -> list[dict]:
+    """Time and memory of one sequence, shorter and longer."""
+    found = []
+    for hk, hv in LONG_HEADS:
+        for tokens in LONG_TOKENS:
+            inputs = make_inputs({"hk": hk, "hv": hv, "lengths": [tokens]})
+            out, final = torch.empty_like(inputs["v"]), torch.empty_like(inputs["initial_state"])
+
+            def call(inputs: dict = inputs, out: torch.Tensor = out, final: torch.Tensor = final) -> None:
+                gd.chunk_gated_delta_rule(**inputs, out=out, final_state=final)
+
+            with torch.no_grad():
+                workspace = peak_bytes(call)
+            result = {"hk": hk, "hv": hv, "tokens": tokens, "ms": replay_ms(call, repeats)}
+            found.append(result | {"workspace_bytes": workspace})
+            print(f"{hk}/{hv} 1x{tokens} ms {result['ms']:.3g}", flush=True)
+            del inputs, out, final, call
+            torch.cuda.empty_cache()
+    return found
+
+
 EAGER_ROW = {"hk": 2, "hv": 8, "lengths": [64]}
 EAGER_CALLS = 20  # between two synchronisations: too few to fill the queue of launches, which would make the host wait
 
@@ -398,6 +438,9 @@ def main() -> None:
             worst = found["worst"]
             print(f"{found['rows']} {name}: geometric mean {found['geomean']:.2f}, worst {worst['speedup']:.2f} "
                   f"({worst['hk']}/{worst['hv']} {worst['seq']})")  # fmt: skip
+    if header and "fwd" in options.kinds and not (options.only or options.seq or options.no_errors):
+        header |= {"accuracy": accuracy(), "long": long_sequences(options.repeats)}
+        save()
     if options.profile:  # last: should ncu not come back, the rows are there
         torch.cuda.empty_cache()
         header["profile"] = profiles()

@@ -323,6 +323,35 @@ def h200_profile() -> str:
     return "\n\n".join([h200_heading(result["header"]), table(["", *PROFILE.values()], cells)])
 
 
+def h200_accuracy() -> str:
+    result = load_h200()
+    found = result and result["header"].get("accuracy")
+    if not found:
+        return NOTHING
+    cells = [[gates, *(f"{errors[name]:.2e}" for name in ERRORS["fwd"])] for gates, errors in found.items()]
+    return "\n\n".join([h200_heading(result["header"]), table(["gates", "error of o", "of the state"], cells)])
+
+
+def h200_long() -> str:
+    result = load_h200()
+    found = result and result["header"].get("long")
+    if not found:
+        return NOTHING
+    first = {}
+    cells = []
+    for row in found:
+        each = row["ms"] / row["tokens"]
+        cells.append([
+            f"{row['hk']}/{row['hv']}, {row['tokens']:,}",
+            three_digits(row["ms"]),
+            f"{each * 1e6:.2f}",
+            f"{each / first.setdefault((row['hk'], row['hv']), each):.2f}",
+            mebibytes(row["workspace_bytes"]),
+        ])  # fmt: skip
+    columns = ["heads, tokens", "ms", "ns a token", "against the first", "workspace, MiB"]
+    return "\n\n".join([h200_heading(result["header"]), table(columns, cells)])
+
+
 def h200_segments() -> str:
     path = H200 / "segments.json"
     if not path.exists():
@@ -351,6 +380,7 @@ TABLES = {
     "cpu-speed": cpu_speed, "cpu-isas": cpu_isas, "accuracy": accuracy,
     "h200-forward": h200_forward, "h200-rows": h200_rows, "h200-profile": h200_profile,
     "h200-backward": h200_backward, "h200-backward-rows": h200_backward_rows, "h200-segments": h200_segments,
+    "h200-accuracy": h200_accuracy, "h200-long": h200_long,
 }  # fmt: skip
 
 

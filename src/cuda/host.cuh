@@ -44,10 +44,10 @@ cudaError_t allow_shared_memory(Kernel kernel, int bytes, int device, std::atomi
 }
 
 // Blocks of this kernel may come to the card while the last of the one before it are still there; they wait before they
-// read.
+// read. Not of the first one of a call: what came before is the caller's.
 template <class Kernel, class... Args>
-cudaError_t launch_early(Kernel kernel, int64_t blocks, int threads, int bytes, cudaStream_t stream,
-                         const Args&... args) {
+cudaError_t launch_kernel(bool early_too, Kernel kernel, int64_t blocks, int threads, int bytes, cudaStream_t stream,
+                          const Args&... args) {
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
@@ -57,8 +57,13 @@ cudaError_t launch_early(Kernel kernel, int64_t blocks, int threads, int bytes, 
   config.dynamicSmemBytes = static_cast<size_t>(bytes);
   config.stream = stream;
   config.attrs = &early;
-  config.numAttrs = 1;
+  config.numAttrs = early_too ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args...);
+}
+template <class Kernel, class... Args>
+cudaError_t launch_early(Kernel kernel, int64_t blocks, int threads, int bytes, cudaStream_t stream,
+                         const Args&... args) {
+  return launch_kernel(true, kernel, blocks, threads, bytes, stream, args...);
 }
 
 // The first of every call's kernels (forward.cu).
@@ -210,19 +215,21 @@ inline ForwardParams forward_params(const ForwardProblem& problem, char* workspa
   p.prepared = reinterpret_cast<uint8_t*>(base + layout.prepared);
   p.prepared_bytes = prepared_bytes;
   p.decays = reinterpret_cast<ChunkDecay*>(base + layout.decays);
+  p.order = reinterpret_cast<int*>(base + layout.order);
+  p.first_checkpoint = reinterpret_cast<int64_t*>(base + layout.first_checkpoint);
+  p.cuts = reinterpret_cast<PricedCut*>(base + layout.cuts);
   if (problem.saved) {
     const SavedLayout kept = saved_layout(in);
     char* const saved = static_cast<char*>(problem.saved);
     p.prepared = reinterpret_cast<uint8_t*>(saved + kept.prepared);
     p.prepared_bytes = kBackwardPreparedBytes;
     p.decays = reinterpret_cast<ChunkDecay*>(saved + kept.decays);
+    p.order = reinterpret_cast<int*>(saved + kept.order);
+    p.first_checkpoint = reinterpret_cast<int64_t*>(saved + kept.first_checkpoint);
+    p.cuts = reinterpret_cast<PricedCut*>(saved + kept.cuts);
     p.checkpoints = {saved + kept.states, in.value_heads * kStateBytes / 4, kStateBytes / 4, GD_F32, {}};
     p.checkpoint_every = kWindowTokens;
   }
-  p.order = reinterpret_cast<int*>(base + layout.order);
-  p.first_checkpoint = reinterpret_cast<int64_t*>(base + layout.first_checkpoint);
-  p.sequence_items = reinterpret_cast<WorkItem*>(base + layout.sequence_items);
-  p.cuts = reinterpret_cast<PricedCut*>(base + layout.cuts);
   p.schedule = reinterpret_cast<Schedule*>(base + layout.schedule);
   p.work = reinterpret_cast<WorkItem*>(base + layout.work);
   p.initial_read = reinterpret_cast<int*>(base + layout.initial_read);

@@ -84,13 +84,15 @@ Outcome launch(const BackwardParams& p, int device, cudaStream_t stream) {
     if (error) outcome = failure(error, what);
     return !error;
   };
-  if (!ran(launch_prepare(p, std::is_same_v<Elem, __nv_bfloat16>, device, stream), "launch the prepare kernel"))
+  // What the forward has kept is prepared.
+  if (!p.is_prepared &&
+      !ran(launch_prepare(p, std::is_same_v<Elem, __nv_bfloat16>, device, stream), "launch the prepare kernel"))
     return outcome;
   if (p.sequences.count > 0) {
     const int lists = p.list == kPlannedList ? kPlannedLists : kScheduleBlocks, blocks = p.main_blocks();
     constexpr int kBytes = ForwardSmem::kAllocated;
     const bool all =
-        ran(launch_after<backward_lists_kernel>(lists, kScheduleThreads, 0, device, stream, p),
+        ran(launch_kernel(!p.is_prepared, backward_lists_kernel, lists, kScheduleThreads, 0, stream, p),
             "launch the lists of work") &&
         ran(launch_after<backward_chain_kernel<Elem>>(blocks, kForwardThreads, kBytes, device, stream, chain_params(p)),
             "launch the chain of gradients") &&

@@ -113,25 +113,27 @@ struct BackwardChain : Forward<Elem, Pass::kBackward> {
     for (int step = 0; step < 4; ++step)
       Mma64::template rs<true>(z, d + 4 * step, tile_descriptor(this->r_tile(operand.slot), step * kStepRows), true);
     mma_commit();
-    if (!at.is_silent()) this->store_packed(state.packed, this->p.gradients, prepared, this->half_of(at, m));
     if (has_before) {
       this->send_out(m, at.before(), load.previous());
       leaving = load.previous();
     }
+    if (!at.is_silent())
+      this->template store_packed<0, Base::kEarly>(state.packed, this->p.gradients, prepared, this->half_of(at, m));
+    const uint32_t keys = this->vector(load.slot, kReadKey) + state.columns;
+    const uint32_t queries = this->vector(load.slot, kReadQuery) + state.columns;
+    float2 beta[8];
+    this->load_scales(beta, this->vector(load.slot, kBeta) + state.columns);
     mma_wait<0>();
     warp_arrive(this->operands.empty(operand.slot));
-    const uint32_t keys = this->vector(load.slot, kReadKey) + state.columns;
-    const uint32_t betas = this->vector(load.slot, kBeta) + state.columns;
-    const uint32_t queries = this->vector(load.slot, kReadQuery) + state.columns;
     if (at.is_silent()) {
       leaving = load.slot;  // nothing but M^T may have to leave through it
     } else {
-      store_values(z, betas, this->value_tile(load.slot, m) + state.turned);
+      store_values(z, beta, this->value_tile(load.slot, m) + state.turned);
     }
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const float2 k = load_shared2(keys + n * 32), beta = load_shared2(betas + n * 32);
-      const float2 a = make_float2(k.x * beta.x, k.y * beta.y), b = load_shared2(queries + n * 32);
+      const float2 k = load_shared2(keys + n * 32);
+      const float2 a = make_float2(k.x * beta[n].x, k.y * beta[n].y), b = load_shared2(queries + n * 32);
       const float* c = z + 4 * n;
       y[2 * n] = pack<Elem>(-a.x * c[0], -a.y * c[1]);
       y[2 * n + 1] = pack<Elem>(-a.x * c[2], -a.y * c[3]);
@@ -153,17 +155,19 @@ struct BackwardChain : Forward<Elem, Pass::kBackward> {
                                  tile_descriptor(this->query_tile(load.slot, half), step * kStepRows), true);
     }
     mma_commit();
+    if (!at.is_silent())
+      this->template store_packed<Base::kEarly, 32>(state.packed, this->p.gradients, prepared, this->half_of(at, m));
     mma_wait<0>();
     warp_arrive(this->loads.empty(load.slot));
     this->pack_state(state);
   }
 
   // beta o Z, or Z where beta is small.
-  GD_DEVICE static void store_values(const float (&z)[32], uint32_t betas, uint32_t to) {
+  GD_DEVICE static void store_values(const float (&z)[32], const float2 (&betas)[8], uint32_t to) {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const float* c = z + 8 * n;
-      const float2 a = kept(load_shared2(betas + n * 64)), b = kept(load_shared2(betas + n * 64 + 32));
+      const float2 a = kept(betas[2 * n]), b = kept(betas[2 * n + 1]);
       store_matrices_turned(to + n * 2048, pack<Elem>(a.x * c[0], a.y * c[1]), pack<Elem>(a.x * c[2], a.y * c[3]),
                             pack<Elem>(b.x * c[4], b.y * c[5]), pack<Elem>(b.x * c[6], b.y * c[7]));
     }

@@ -13,7 +13,7 @@
 // a gradient of beta. Warpgroups and their roles:
 //   queries   F, dQ
 //   reads     E, dK^read
-//   writes    dK^written; at the end both parts of dK
+//   writes    dK^written; at the end both parts of dK: these three have one code
 //   rest      one warp asks the copy engine for what comes next, two form <G, S>, one dg and dbeta
 #pragma once
 
@@ -328,37 +328,37 @@ struct Gradients {
   }
   // <x_i, y_i> of this thread's rows, y in tiles; every thread of a row has it.
   GD_DEVICE float2 dots(const float (&x)[64], uint32_t tiles) const {
-    float d[2] = {0, 0};
-    uint32_t at = tiles + tile_offset(row(0), (lane & 3) * 2);
+    float2 d = make_float2(0, 0);
+    uint32_t at = tiles + tile_offset(16 * warp + block_row(lane), block_column(lane));
     asm volatile("" : "+r"(at));  // what is made of it is not kept in registers from one call to the next
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const uint32_t column = at ^ (n * 16);
+    for (int J = 0; J < 8; ++J) {
+      uint32_t y[4];
+      load_matrices(y, (at + J / 4 * kTileBytes) ^ (J % 4 * 32));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {  // [half of the columns][row]
-        const float* y = x + 32 * (i / 2) + 4 * n + 2 * (i % 2);
-        const float2 z = unpack<Elem>(load_shared_word(column + i / 2 * kTileBytes + i % 2 * (8 * kTileRowBytes)));
-        d[i % 2] += y[0] * z.x + y[1] * z.y;
+      for (int i = 0; i < 4; ++i) {
+        const float2 z = unpack<Elem>(y[i]);
+        float& sum = i % 2 ? d.y : d.x;
+        sum += x[8 * J + 2 * i] * z.x + x[8 * J + 2 * i + 1] * z.y;
       }
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      d[i] += __shfl_xor_sync(~0u, d[i], 1);
-      d[i] += __shfl_xor_sync(~0u, d[i], 2);
+    for (int step = 1; step < 4; step *= 2) {
+      d.x += __shfl_xor_sync(~0u, d.x, step);
+      d.y += __shfl_xor_sync(~0u, d.y, step);
     }
-    return make_float2(d[0], d[1]);
+    return d;
   }
   GD_DEVICE void store_sums(uint32_t to, float2 x) const {
     if ((lane & 3) != 0) return;
     store_shared(to + row(0) * 4, x.x);
     store_shared(to + row(1) * 4, x.y);
   }
-  // Gamma_ij r^k_j times x, what is above the diagonal (or on it) left out by selection.
-  template <bool kWithDiagonal>
-  GD_DEVICE void gate(float (&x)[32], const Cursor& at) const {
+  // Gamma_ij r^k_j times x, what is above the diagonal, or above one of those below it, left out by selection.
+  GD_DEVICE void gate(float (&x)[32], int below, const Cursor& at) const {
     const uint32_t log_gamma = vector(at, kLogGamma), norms = vector(at, kKeyNorm);
     const float b[2] = {of_row(at, kLogGamma, 0), of_row(at, kLogGamma, 1)};
-    const int last[2] = {row(0) - !kWithDiagonal, row(1) - !kWithDiagonal};
+    const int last[2] = {row(0) - below, row(1) - below};
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const int column = 8 * n + 2 * (lane & 3);
@@ -380,18 +380,13 @@ struct Gradients {
                      pack<Elem>(first * c[4], first * c[5]), pack<Elem>(second * c[6], second * c[7]));
     }
   }
-  template <class OneSlot>
-  GD_DEVICE static void report_tile(const OneSlot& barriers) {
-    fence_async_reads();
-    warp_arrive(barriers.full(0));
-  }
   GD_DEVICE static void clear(float (&x)[64]) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) x[i] = 0;
   }
-  GD_DEVICE static void add(float (&x)[64], const float (&y)[64]) {
+  GD_DEVICE static void add(float (&x)[64], const float (&y)[64], float2 factor) {
 #pragma unroll
-    for (int i = 0; i < 64; ++i) x[i] += y[i];
+    for (int i = 0; i < 64; ++i) x[i] += y[i] * (i / 2 % 2 ? factor.y : factor.x);
   }
   GD_DEVICE void report_head(Cursor& at) const {
     warp_arrive(sums.full(at.row.slot));
@@ -399,9 +394,22 @@ struct Gradients {
     at.next_head();
   }
 
-  // ---- queries: F, dQ ----------------------------------------------------------------------------------------------
+  // ---- rows: F, E, dQ, dK ------------------------------------------------------------------------------------------
 
-  GD_DEVICE void run_queries() const {
+  // Three warpgroups, one code: three of them would not fit the cache of instructions.
+  enum Role { kQueries, kReads, kWrites };
+
+  GD_DEVICE void run_rows(int role) const {
+    const bool queries = role == kQueries, reads = role == kReads, writes = role == kWrites;
+    const uint32_t dotted = smem + (queries ? Smem::kQueries : Smem::kKeys);
+    const uint32_t image = smem + (writes ? Smem::kGradients : Smem::kStates);
+    const uint32_t image_full = writes ? gradients.full(0) : states.full(0),
+                   image_empty = writes ? gradients.empty(0) : states.empty(0);
+    const uint32_t tile = smem + (queries ? Smem::kF : Smem::kPlainE);
+    const uint32_t tile_full = queries ? f_tile.full(0) : e_tile.full(0),
+                   tile_empty = queries ? f_tile.empty(0) : e_tile.empty(0);
+    const auto rows_of_role = queries ? Smem::kOutputs : reads ? Smem::kValues : Smem::kUpdates;
+    const auto sum_of_role = queries ? Smem::kQueryDot : reads ? Smem::kReadDot : Smem::kWriteDot;
     Cursor at;
     float total[64];
 #pragma unroll 1
@@ -411,91 +419,91 @@ struct Gradients {
 #pragma unroll 1
       for (int v = 0; v < p.group; ++v) {
         rows.wait_full(at.row);
-        {
-          float f[32];
-          mma_fence();
-          multiply_rows(f, row_tile(at, Smem::kOutputs), row_tile(at, Smem::kUpdates));
-          const float2 scale = make_float2(of_row(at, kScoreScale, 0), of_row(at, kScoreScale, 1));
-          norm = make_float2(scale.x / p.scale, scale.y / p.scale);
-          mma_wait<0>();
-          gate<true>(f, at);
-          f_tile.wait_empty(at.head);
-          store_tile(smem + Smem::kF, f, scale.x, scale.y);
-          report_tile(f_tile);
-        }
+        if (!writes) build_tile(reads, tile, tile_full, tile_empty, at);
         float x[64];
-        states.wait_full(at.head);
+        barrier_wait(image_full, at.head.parity);
         mma_fence();
-        multiply_state(x, row_tile(at, Smem::kOutputs), smem + Smem::kStates);
-        mma_wait<0>();
-        warp_arrive(states.empty(0));
-        scale_rows(x, of_row(at, kReadQuery, 0), of_row(at, kReadQuery, 1));
-        keys.wait_full(at.unit_part);
-        f_tile.wait_full(at.head);
-        mma_fence();
-        add_products<false>(x, smem + Smem::kF, smem + Smem::kKeys);
+        multiply_state(x, row_tile(at, rows_of_role), image);
+        const float2 factor = row_factors(role, at);
+        const float2 missing = reads ? missing_of_rows(at) : make_float2(1, 1);
+        norm = make_float2(of_row(at, queries ? kScoreScale : kKeyNorm, 0),
+                           of_row(at, queries ? kScoreScale : kKeyNorm, 1));
         sums.wait_empty(at.row);
         mma_wait<0>();
-        warp_arrive(f_tile.empty(0));
-        store_sums(sum(at, Smem::kQueryDot), dots(x, smem + Smem::kQueries));
+        warp_arrive(image_empty);
+        scale_rows(x, factor.x, factor.y);
+        keys.wait_full(at.unit_part);
+        // Of what is written, both what the state's gradient says and all of it.
+#pragma unroll 1
+        for (int stage = writes ? 0 : 1; stage < 2; ++stage) {
+          if (stage == 1) {
+            barrier_wait(tile_full, at.head.parity);
+            if (writes) {
+              f_tile.wait_full(at.head);
+              mma_fence();
+              add_products<true>(x, smem + Smem::kF, smem + Smem::kQueries);
+              add_products<true>(x, smem + Smem::kE, smem + Smem::kKeys);
+              mma_wait<0>();
+            } else {
+              mma_fence();
+              add_products<false>(x, tile, smem + Smem::kKeys);
+              mma_wait<0>();
+            }
+            if (!writes) {
+              warp_arrive(tile_empty);
+            } else if (v < p.group - 1) {
+              release_tiles();
+            }
+          }
+          store_sums(sum(at, stage == 0 ? Smem::kKappa : sum_of_role), dots(x, dotted));
+        }
         report_head(at);
-        add(total, x);
+        add(total, x, missing);
       }
       meet_roles(kUnitEnd, 3 * 128);
-      store_rows(total, smem + Smem::kQueries, norm, &p.dq_map, p.dq, kStoreQueries, at);
+      if (reads) {
+        hand_over(total);
+      } else {
+        if (writes) {
+          take_over(total);
+          release_tiles();
+        }
+        if (queries) norm = make_float2(norm.x / p.scale, norm.y / p.scale);
+        store_rows(total, dotted, norm, queries ? &p.dq_map : &p.dk_map, queries ? p.dq : p.dk,
+                   queries ? kStoreQueries : kStoreKeys, at);
+      }
       end_unit(at);
     }
   }
 
-  // ---- reads: E, dK as read ----------------------------------------------------------------------------------------
-
-  GD_DEVICE void run_reads() const {
-    Cursor at;
-    float total[64];
-#pragma unroll 1
-    while (begin_unit(at)) {
-      clear(total);
-#pragma unroll 1
-      for (int v = 0; v < p.group; ++v) {
-        rows.wait_full(at.row);
-        {
-          float e[32];
-          mma_fence();
-          multiply_rows(e, row_tile(at, Smem::kValues), row_tile(at, Smem::kUpdates));
-          const float2 norm = make_float2(-of_row(at, kKeyNorm, 0), -of_row(at, kKeyNorm, 1));
-          sums.wait_empty(at.row);
-          mma_wait<0>();
-          store_diagonal(e, sum(at, Smem::kUpdateDot));
-          gate<false>(e, at);
-          const float2 missing = missing_of_rows(at);
-          e_tile.wait_empty(at.head);
-          store_tile(smem + Smem::kPlainE, e, norm.x, norm.y);
-          store_tile(smem + Smem::kE, e, norm.x * missing.x, norm.y * missing.y);
-          report_tile(e_tile);
-        }
-        float x[64];
-        states.wait_full(at.head);
-        mma_fence();
-        multiply_state(x, row_tile(at, Smem::kValues), smem + Smem::kStates);
-        mma_wait<0>();
-        warp_arrive(states.empty(0));
-        scale_rows(x, -of_row(at, kReadKey, 0), -of_row(at, kReadKey, 1));
-        keys.wait_full(at.unit_part);
-        e_tile.wait_full(at.head);
-        mma_fence();
-        add_products<false>(x, smem + Smem::kPlainE, smem + Smem::kKeys);
-        mma_wait<0>();
-        warp_arrive(e_tile.empty(0));
-        store_sums(sum(at, Smem::kReadDot), dots(x, smem + Smem::kKeys));
-        const float2 missing = missing_of_rows(at);
-        report_head(at);
-        scale_rows(x, missing.x, missing.y);
-        add(total, x);
-      }
-      meet_roles(kUnitEnd, 3 * 128);
-      hand_over(total);
-      end_unit(at);
+  // F, or E: as its rows come, for reads, and with all of beta, for writes.
+  GD_DEVICE void build_tile(bool reads, uint32_t tile, uint32_t full, uint32_t empty, const Cursor& at) const {
+    float x[32];
+    mma_fence();
+    multiply_rows(x, row_tile(at, reads ? Smem::kValues : Smem::kOutputs), row_tile(at, Smem::kUpdates));
+    const auto scales = reads ? kKeyNorm : kScoreScale;
+    const float sign = reads ? -1.0f : 1.0f;
+    const float2 scale = make_float2(sign * of_row(at, scales, 0), sign * of_row(at, scales, 1));
+    sums.wait_empty(at.row);
+    mma_wait<0>();
+    if (reads) store_diagonal(x, sum(at, Smem::kUpdateDot));
+    gate(x, reads ? 1 : 0, at);
+    barrier_wait(empty, at.head.parity ^ 1);
+    store_tile(tile, x, scale.x, scale.y);
+    if (reads) {
+      const float2 missing = missing_of_rows(at);
+      store_tile(smem + Smem::kE, x, scale.x * missing.x, scale.y * missing.y);
     }
+    fence_async_reads();
+    warp_arrive(full);
+  }
+  // What a row of the product with a state is scaled by: s gamma, -gamma, delta.
+  GD_DEVICE float2 row_factors(int role, const Cursor& at) const {
+    if (role == kQueries) return make_float2(of_row(at, kReadQuery, 0), of_row(at, kReadQuery, 1));
+    if (role == kReads) return make_float2(-of_row(at, kReadKey, 0), -of_row(at, kReadKey, 1));
+    const float end = load_shared(vector(at, kLogGamma) + (kChunkTokens - 1) * 4);
+    return make_float2(of_row(at, kKeyNorm, 0) * exp2_approx(end - of_row(at, kLogGamma, 0)),
+                       of_row(at, kKeyNorm, 1) * exp2_approx(end - of_row(at, kLogGamma, 1)));
   }
   // What is missing of beta in rows that come without it.
   GD_DEVICE static float missing_of(float beta) { return stores_plain(beta) ? beta : 1.0f; }
@@ -542,50 +550,6 @@ struct Gradients {
     }
   }
 
-  // ---- writes: dK as written ---------------------------------------------------------------------------------------
-
-  GD_DEVICE void run_writes() const {
-    Cursor at;
-    float total[64];
-#pragma unroll 1
-    while (begin_unit(at)) {
-      float2 norm = make_float2(1, 1);
-      clear(total);
-#pragma unroll 1
-      for (int v = 0; v < p.group; ++v) {
-        float x[64];
-        rows.wait_full(at.row);
-        norm = make_float2(of_row(at, kKeyNorm, 0), of_row(at, kKeyNorm, 1));
-        const float end = load_shared(vector(at, kLogGamma) + (kChunkTokens - 1) * 4);
-        const float2 factor = make_float2(norm.x * exp2_approx(end - of_row(at, kLogGamma, 0)),
-                                          norm.y * exp2_approx(end - of_row(at, kLogGamma, 1)));
-        gradients.wait_full(at.head);
-        mma_fence();
-        multiply_state(x, row_tile(at, Smem::kUpdates), smem + Smem::kGradients);
-        sums.wait_empty(at.row);
-        mma_wait<0>();
-        warp_arrive(gradients.empty(0));
-        scale_rows(x, factor.x, factor.y);
-        keys.wait_full(at.unit_part);
-        store_sums(sum(at, Smem::kKappa), dots(x, smem + Smem::kKeys));
-        f_tile.wait_full(at.head);
-        e_tile.wait_full(at.head);
-        mma_fence();
-        add_products<true>(x, smem + Smem::kF, smem + Smem::kQueries);
-        add_products<true>(x, smem + Smem::kE, smem + Smem::kKeys);
-        mma_wait<0>();
-        if (v < p.group - 1) release_tiles();
-        store_sums(sum(at, Smem::kWriteDot), dots(x, smem + Smem::kKeys));
-        report_head(at);
-        add(total, x);
-      }
-      meet_roles(kUnitEnd, 3 * 128);
-      take_over(total);
-      release_tiles();
-      store_rows(total, smem + Smem::kKeys, norm, &p.dk_map, p.dk, kStoreKeys, at);
-      end_unit(at);
-    }
-  }
   GD_DEVICE void release_tiles() const {
     __syncwarp();
     if (is_arriving()) {
@@ -859,13 +823,7 @@ __global__ void __launch_bounds__(kGradientThreads, 1) gradients_kernel(const __
     return;
   }
   grow_registers<Registers::kProducts>();
-  if (role == 0) {
-    of.run_queries();
-  } else if (role == 1) {
-    of.run_reads();
-  } else {
-    of.run_writes();
-  }
+  of.run_rows(role);
 }
 
 // dA_log and d_dt_bias of one value head per block: chunks in a fixed order.

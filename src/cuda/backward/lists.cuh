@@ -9,15 +9,15 @@ namespace gatedelta::cuda {
 
 constexpr int kPlannedLists = 2;  // a block makes each
 
-// Both lists where nothing is cut; that of the states may be there already.
+// Both lists where nothing is cut; that of the states may be there already, from prepare.
 GD_DEVICE void list_both(const BackwardParams& p) {
   const int thread = static_cast<int>(blockIdx.x) * kScheduleThreads + static_cast<int>(threadIdx.x);
   const int stride = static_cast<int>(gridDim.x) * kScheduleThreads;
-  const bool is_listed = p.list != kSortedList;
-  const int entries = is_listed ? p.schedule->count : p.sequences.count * p.value_heads;
+  const bool is_listed = p.list != kSortedList && !p.is_prepared;
+  const int parts = p.list == kEvenList ? p.even_parts : p.list == kPlannedList ? -p.cuts[0].number : 1;
+  const int entries = p.sequences.count * p.value_heads * parts;
   for (int i = thread; i < entries; i += stride) {
-    const int rank = i / p.value_heads;
-    if (!is_listed) p.work[i] = whole_item(p, p.order[rank], i - rank * p.value_heads);
+    if (!is_listed) p.work[i] = uncut_item(p, i, parts, [&](int rank) { return p.order[rank]; });
     p.back_work[i] = mirrored(p.work[i], p.value_heads);
   }
   if (thread != 0) return;
@@ -30,7 +30,7 @@ GD_DEVICE void list_both(const BackwardParams& p) {
 GD_DEVICE void list_windows(const BackwardParams& p, ScheduleSmem& s) {
   constexpr int kRounds = 3;  // of all blocks
   const int tid = threadIdx.x, count = p.sequences.count;
-  if (tid < count) s.chunks[tid] = static_cast<int>(Sequences::chunks(p.sequence_items[tid].rows));
+  rank_sequences(p, s);
   __syncthreads();
   if (tid == 0) {
     int all = 0;
@@ -51,7 +51,7 @@ GD_DEVICE void list_windows(const BackwardParams& p, ScheduleSmem& s) {
     while (rank + 1 < count && s.first_window[rank + 1] <= i) ++rank;
     const int within = i - s.first_window[rank], pieces = rounds_of(s.chunks[rank], length);
     const int head = quotient(within, pieces), begin = (within - head * pieces) * length;
-    WorkItem item = p.sequence_items[rank];
+    WorkItem item = s.items[rank];
     item.head = head;
     item.key_head = quotient(head, p.group);
     item.prepared += head;
@@ -68,10 +68,12 @@ __global__ void __launch_bounds__(kScheduleThreads, 1) backward_lists_kernel(con
   __shared__ ScheduleSmem smem;
   allow_next_kernel();
   wait_for_previous_kernel();
-  if (p.list != kPlannedList || p.cuts[0].number == kIsListed) return list_both(p);
+  if (p.list != kPlannedList || (!p.forced.fading && p.cuts[0].number < 0)) return list_both(p);
   if (blockIdx.x == 0 && p.is_prepared) return list_windows(p, smem);
   if (blockIdx.x == 0) return Scheduler<Pass::kStates>{p, smem, p.schedule, p.work}.plan();
   for (int i = threadIdx.x; i < p.limits.boundaries; i += kScheduleThreads) p.back_boundary_ready[i] = 0;
+  if (p.is_prepared)
+    for (int i = threadIdx.x; i < p.sequences.count * p.value_heads; i += kScheduleThreads) p.initial_read[i] = 0;
   Scheduler<Pass::kBackward>{p, smem, p.back_schedule, p.back_work}.plan();
 }
 

@@ -91,7 +91,7 @@ struct StateChain : Forward<Elem, Pass::kStates> {
     this->loads.wait_full(load);
     mma_fence();
     this->template multiply_state<64>(ks, state, this->key_tile(load.slot, 0));
-    this->store_packed(state.packed, states, prepared, this->half_of(at, m));
+    this->template store_packed<0, Base::kEarly>(state.packed, states, prepared, this->half_of(at, m));
     this->release_values(leaving);
     leaving = -1;
     barrier_wait(this->values.full(load.slot), load.parity);
@@ -113,6 +113,7 @@ struct StateChain : Forward<Elem, Pass::kStates> {
       this->send_out(m, at.before(), load.previous());
       leaving = load.previous();
     }
+    this->template store_packed<Base::kEarly, 32>(state.packed, states, prepared, this->half_of(at, m));
     mma_wait<1>();
     this->pack_state(state);
     this->settle(state.packed);

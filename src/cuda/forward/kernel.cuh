@@ -929,12 +929,7 @@ struct Forward {
   }
   // Once the copy engine has read the slot, which the first warp has asked it to.
   GD_DEVICE void release_values(int slot) const {
-    if (slot < 0) return;
-    if (kArrivals > 1) {
-      if (warp == 0 && elect_one()) store_wait_read<0>();
-      return warp_arrive(values.empty(slot));
-    }
-    if (!elect_one()) return;
+    if (slot < 0 || !is_arriving()) return;
     if (warp == 0) store_wait_read<0>();
     barrier_arrive(values.empty(slot));
   }
@@ -1122,10 +1117,14 @@ struct Forward {
   }
 
   // A packed state to memory, as an operand without swizzle (tiles.hpp): what a warp has in one register is a line.
+  // Some of it under a chunk's first product, the rest under its last: all at once, and whatever else the warps have to
+  // do with memory waits until it is gone.
+  static constexpr int kEarly = 16;
+  template <int kBegin, int kEnd>
   GD_DEVICE void store_packed(const uint32_t (&packed)[32], uint8_t* images, int prepared, int half) const {
     auto* to = reinterpret_cast<uint32_t*>(images + int64_t{prepared} * kImageBytes) + (half * 4 + warp) * 1024 + lane;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) to[i * 32] = packed[i];
+    for (int i = kBegin; i < kEnd; ++i) to[i * 32] = packed[i];
   }
 
   // ---- states in memory --------------------------------------------------------------------------------------------

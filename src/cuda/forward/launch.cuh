@@ -14,7 +14,7 @@ cudaError_t launch_prepare(const ForwardParams& p, int device, cudaStream_t stre
   if (const cudaError_t e =
           allow_shared_memory(prepare_kernel<Elem>, PrepareSmem::allocated(kMaxGroup), device, allowed))
     return e;
-  const auto blocks = p.is_prepared ? kPrepareHelpers : static_cast<unsigned>(prepare_blocks(p.sequences, p.key_heads));
+  const auto blocks = static_cast<unsigned>(prepare_blocks(p.sequences, p.key_heads));
   prepare_kernel<Elem><<<blocks, kPrepareThreads, PrepareSmem::allocated(p.group), stream>>>(p);
   return cudaGetLastError();
 }

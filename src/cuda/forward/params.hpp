@@ -27,7 +27,6 @@ struct ForwardParams {
   int* order;                 // [N] sequences, longest first
   int64_t* first_checkpoint;  // [N]
   ChunkDecay* decays;         // [value_heads][slots]
-  WorkItem* sequence_items;   // [N], as order: of the whole sequence and its first head
   PricedCut* cuts;            // [kShares][kCutParts]
   Schedule* schedule;
   WorkItem* work;       // [schedule->count]

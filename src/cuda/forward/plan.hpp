@@ -69,13 +69,17 @@ inline int64_t max_entries(const ForwardProblem& p) {
 
 // ---- memory --------------------------------------------------------------------------------------------------------
 
-// What a forward keeps for its backward: what prepare has made, and the state at the end of every window.
+// What a forward keeps for its backward: what prepare has made and found out, and the state at the end of every window.
 constexpr int64_t kWindowTokens = kWindowChunks * kChunkTokens;
 constexpr int64_t kStateBytes = int64_t{kHeadDim} * kHeadDim * 4;
+constexpr int64_t kCutsBytes = kShares * kCutParts * int64_t{sizeof(PricedCut)};
 struct SavedLayout {
   size_t prepared = 0;  // [slots][Hv][kBackwardPreparedBytes]
   size_t decays = 0;    // ChunkDecay [Hv][slots]
-  size_t states = 0;    // fp32 [windows][Hv][K][V], or [V][K]
+  size_t order = 0;     // these as in the workspace
+  size_t first_checkpoint = 0;
+  size_t cuts = 0;
+  size_t states = 0;  // fp32 [windows][Hv][K][V], or [V][K]
   size_t bytes = 0;
 };
 inline SavedLayout saved_layout(const Layer& in) {
@@ -83,9 +87,17 @@ inline SavedLayout saved_layout(const Layer& in) {
   const int64_t windows = in.sequences.offsets ? in.sequences.tokens / kWindowTokens
                                                : in.sequences.count * (in.sequences.tokens / kWindowTokens);
   SavedLayout saved;
-  saved.decays = static_cast<size_t>(chunks * kBackwardPreparedBytes);
-  saved.states = (saved.decays + static_cast<size_t>(chunks) * sizeof(ChunkDecay) + 63) / 64 * 64;
-  saved.bytes = saved.states + static_cast<size_t>(windows * in.value_heads * kStateBytes);
+  const auto take = [&](int64_t bytes) {
+    const size_t at = saved.bytes;
+    saved.bytes += (static_cast<size_t>(bytes) + 63) / 64 * 64;
+    return at;
+  };
+  saved.prepared = take(chunks * kBackwardPreparedBytes);
+  saved.decays = take(chunks * int64_t{sizeof(ChunkDecay)});
+  saved.order = take(in.sequences.count * int64_t{sizeof(int)});
+  saved.first_checkpoint = take(in.sequences.count * int64_t{sizeof(int64_t)});
+  saved.cuts = take(kCutsBytes);
+  saved.states = take(windows * in.value_heads * kStateBytes);
   return saved;
 }
 
@@ -98,7 +110,6 @@ struct ForwardWorkspace {
   size_t order = 0;             // int [N]
   size_t first_checkpoint = 0;  // int64_t [N], if there are checkpoints
   size_t decays = 0;            // ChunkDecay [Hv][slots]
-  size_t sequence_items = 0;    // WorkItem [N], if there is a plan
   size_t cuts = 0;              // PricedCut [kShares][kCutParts]
   size_t schedule = 0;
   size_t work = 0;            // WorkItem [max_entries]
@@ -122,18 +133,15 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p, int prepared_byt
     return at;
   };
   const int64_t count = p.in.sequences.count, slots = sequences_of(p.in.sequences).slots();
-  const bool saves = p.saved != nullptr;  // then it is kept with what was prepared
+  const bool saves = p.saved != nullptr;  // then some of it is there
   w.prepared = take(saves ? 0 : slots * p.in.value_heads * prepared_bytes);
-  w.order = take(count * int64_t{sizeof(int)});
-  w.first_checkpoint = take(p.checkpoint_every || saves ? count * int64_t{sizeof(int64_t)} : 0);
+  w.order = take(saves ? 0 : count * int64_t{sizeof(int)});
+  w.first_checkpoint = take(p.checkpoint_every && !saves ? count * int64_t{sizeof(int64_t)} : 0);
   w.decays = take(saves ? 0 : slots * p.in.value_heads * int64_t{sizeof(ChunkDecay)});
-  w.cuts = take(kShares * kCutParts * int64_t{sizeof(PricedCut)});
+  w.cuts = take(saves ? 0 : kCutsBytes);
   w.schedule = take(sizeof(Schedule));
   w.work = take(max_entries(p) * int64_t{sizeof(WorkItem)});
-  if (is_planned(count, p.in.value_heads)) {
-    w.sequence_items = take(count * int64_t{sizeof(WorkItem)});
-    w.initial_read = take(count * p.in.value_heads * int64_t{sizeof(int)});
-  }
+  if (is_planned(count, p.in.value_heads)) w.initial_read = take(count * p.in.value_heads * int64_t{sizeof(int)});
   if (may_cut(p)) {
     const int64_t promised =
         kPromisedBytes * p.in.sequences.batch * p.in.sequences.tokens * p.in.value_heads + kPromisedMore;

@@ -39,16 +39,19 @@ GD_DEVICE WorkItem whole_item(const ForwardParams& p, int n, int head) {
   return item;
 }
 
-// The list of work where nothing is cut, or a part of it: each of `stride` threads calls this.
+// An entry of the list of work where nothing is cut.
+template <class SequenceAt>
+GD_DEVICE WorkItem uncut_item(const ForwardParams& p, int i, int parts, const SequenceAt& sequence_at) {
+  const int pair = parts == 2 ? i / 2 : i, rank = pair / p.value_heads;
+  WorkItem item = whole_item(p, sequence_at(rank), pair - rank * p.value_heads);
+  if (parts == 2) item.half = i % 2;
+  return item;
+}
+// All of it, or a part: each of `stride` threads calls this.
 template <class SequenceAt>
 GD_DEVICE void list_all(const ForwardParams& p, int thread, int stride, int parts, const SequenceAt& sequence_at) {
   const int entries = p.sequences.count * p.value_heads * parts;
-  for (int i = thread; i < entries; i += stride) {
-    const int pair = parts == 2 ? i / 2 : i, rank = pair / p.value_heads;
-    WorkItem item = whole_item(p, sequence_at(rank), pair - rank * p.value_heads);
-    if (parts == 2) item.half = i % 2;
-    p.work[i] = item;
-  }
+  for (int i = thread; i < entries; i += stride) p.work[i] = uncut_item(p, i, parts, sequence_at);
   if (thread == 0) *p.schedule = {entries, 0, p.main_blocks()};
 }
 
@@ -69,7 +72,6 @@ GD_DEVICE void sort_sequences(const ForwardParams& p) {
       }
     }
     p.order[rank] = n;
-    if (p.list == kPlannedList) p.sequence_items[rank] = whole_item(p, n, 0);
   }
   if (p.checkpoint_every && threadIdx.x == 0) {
     int64_t total = 0;
@@ -108,7 +110,7 @@ GD_DEVICE void choose_cut(const ForwardParams& p, int helper, CutSmem& s) {
   PricedCut& best = p.cuts[helper];
   if (s.parts > 0) {
     list_all(p, helper * kThreads + tid, kShares * kCutParts * kThreads, s.parts, [](int rank) { return rank; });
-    if (tid == 0) best.number = kIsListed;
+    if (tid == 0) best.number = -s.parts;
     return;
   }
   unsigned long long mine = ~0ull;
@@ -146,6 +148,24 @@ GD_DEVICE unsigned long long sum_before(unsigned long long mine, unsigned long l
   return others + sum - mine;
 }
 
+// The sequences by rank, longest first; for all threads after the next barrier.
+GD_DEVICE void rank_sequences(const ForwardParams& p, ScheduleSmem& s) {
+  const int tid = threadIdx.x, count = p.sequences.count;
+  WorkItem item{};
+  if (tid < count) {
+    item = whole_item(p, tid, 0);
+    s.first_chunk[tid] = item.rows;
+  }
+  __syncthreads();
+  int rank = 0;
+  for (int n = 0; n < count; ++n) rank += s.first_chunk[n] > item.rows || (s.first_chunk[n] == item.rows && n < tid);
+  __syncthreads();
+  if (tid >= count) return;
+  s.items[rank] = item;
+  s.chunks[rank] = static_cast<int>(Sequences::chunks(item.rows));
+  s.first_chunk[rank] = quotient(item.prepared, p.value_heads);
+}
+
 // Makes one list of a call, all threads of a block together.
 template <Pass kPass>
 struct Scheduler {
@@ -161,16 +181,13 @@ struct Scheduler {
 
   GD_DEVICE void plan() const {
     const int tid = threadIdx.x;
-    if (tid < p.sequences.count) {
-      s.items[tid] = p.sequence_items[tid];
-      s.chunks[tid] = static_cast<int>(Sequences::chunks(s.items[tid].rows));
-      s.first_chunk[tid] = quotient(s.items[tid].prepared, p.value_heads);
-    }
+    rank_sequences(p, s);
     if (tid == 0) s.lasting = 0;
     for (int pair = tid; pair < pairs(); pair += kScheduleThreads) s.lasts[pair] = 0;
     __syncthreads();
     Cut cut = p.forced;
-    if (!cut.fading) cut = best_cut(p.may_cut ? lasting_share() : 0);
+    // What a forward has kept for its backward is the best of more cuts than may be made, perhaps.
+    if (!cut.fading && (p.may_cut || !p.is_prepared)) cut = best_cut(p.may_cut ? lasting_share() : 0);
     find_windows(cut);
     write(cut);
   }

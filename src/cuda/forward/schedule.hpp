@@ -493,9 +493,8 @@ constexpr int kCuts = 2 * kFadingCount * kLastingCount;
 static_assert(kCuts % kCutParts == 0);
 struct PricedCut {
   float price;
-  int number;  // or that there is nothing to cut, and the list of work is complete
+  int number;  // negative: there is nothing to cut; the list of work is complete, of so many parts of each head
 };
-constexpr int kIsListed = -1;
 GD_HOST_DEVICE inline int length_number(int i) { return i == 0 ? 0 : (i % 2 ? 256 : 192) >> ((i - 1) / 2); }
 // Sequences of more than 512 chunks are cut into longer segments.
 GD_HOST_DEVICE inline int length_scale(int longest) {
@@ -512,10 +511,9 @@ GD_HOST_DEVICE inline float price_of(int number, const LengthClass* classes, int
                                      ClassPieces* memory) {
   int longest = 0;
   for (int i = 0; i < count; ++i) longest = classes[i].chunks > longest ? classes[i].chunks : longest;
-  const float time = time_of(cut_number(number, length_scale(longest)), classes, count, limits, memory);
-  if (number == 0) return time;
-  const Cut cut = cut_number(number, 1);
-  return time * kWorthCutting + (cut.fading || cut.lasting ? Costs::kCut : 0.0f);
+  const Cut cut = cut_number(number, length_scale(longest));
+  const float time = time_of(cut, classes, count, limits, memory);
+  return number == 0 ? time : time * kWorthCutting + (cut.fading || cut.lasting ? Costs::kCut : 0.0f);
 }
 
 // The fastest of them all. (On the device many threads price one each.)

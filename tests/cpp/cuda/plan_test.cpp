@@ -68,14 +68,13 @@ TEST(Workspace, PartsFollowEachOther) {
   EXPECT_EQ(w.cuts, w.decays + 21 * 3 * 8 + 8);
   EXPECT_EQ(w.schedule, w.cuts + kShares * kCutParts * 8 + 64);
   EXPECT_EQ(w.work, w.schedule + 128);
-  EXPECT_EQ(w.sequence_items, w.work + (2 * 15 + 3 * 21 * 3) * 64 + 64);
-  EXPECT_EQ(w.initial_read, w.sequence_items + 5 * 64 + 64);
+  EXPECT_EQ(w.initial_read, w.work + (2 * 15 + 3 * 21 * 3) * 64 + 64);
   EXPECT_EQ(w.boundary_ready, w.initial_read + 128);
   EXPECT_EQ(w.boundaries, w.boundary_ready + 128);
   EXPECT_GT(w.boundary_count, 4);
   EXPECT_EQ(w.bytes, w.boundaries + static_cast<size_t>(w.boundary_count) * kBoundaryBytes + 64);
-  for (const size_t at : {w.prepared, w.order, w.first_checkpoint, w.decays, w.cuts, w.schedule, w.work,
-                          w.sequence_items, w.initial_read, w.boundary_ready, w.boundaries})
+  for (const size_t at : {w.prepared, w.order, w.first_checkpoint, w.decays, w.cuts, w.schedule, w.work, w.initial_read,
+                          w.boundary_ready, w.boundaries})
     EXPECT_EQ(at % ForwardWorkspace::kAlign, 0u);
 }
 
