@@ -6,6 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import gatedelta  # noqa: E402
+from gatedelta import _lib  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
 from gatedelta.torch import _ops  # noqa: E402
 from test_torch_calls import make  # noqa: E402
@@ -82,9 +84,27 @@ def test_fake_sizes_on_cuda(dynamic):
     assert o.is_cuda and o.dtype == torch.bfloat16 and o.shape == v.shape
     assert state.is_cuda and state.dtype == torch.float32 and state.shape == (2, 4, 128, 128)
     assert saved.is_cuda and saved.dtype == torch.uint8 and saved.dim() == 1
-    if not dynamic:
-        assert saved.shape == (2 * 2 * 4 * (6912 + 8),)  # two sequences of two chunks, four heads; no window is full
+    if not dynamic:  # two sequences of two chunks, four heads; no window is full; what is known of the lengths
+        assert saved.shape == (2 * 2 * 4 * (6912 + 8) + 64 + 64 + 320,)
     assert all(x.is_cuda and x.shape == y.shape for x, y in zip(gradients, (q, q, v, g, g), strict=False))
+
+
+def test_fake_saved_size_is_the_librarys():
+    """_ops computes itself what a forward on CUDA saves, also for symbolic shapes: the same as the library says."""
+    if not gatedelta.info()["cuda_compiled"]:
+        pytest.skip("this build has no CUDA backend")
+    shapes = [(B, T, HV, None) for B in (1, 3) for T in (0, 1, 64, 65, 1024, 5000) for HV in (2, 6)]
+    shapes += [(1, T, HV, N) for T in (0, 65, 1000, 2049) for HV in (2, 6) for N in (1, 2, 17, 40)]
+    for B, T, HV, N in shapes:
+        q, v = (torch.empty(B, T, heads, 128, dtype=torch.bfloat16) for heads in (2, HV))
+        gates = torch.empty(B, T, HV)
+        offsets = None if N is None else torch.zeros(N + 1, dtype=torch.int32)
+        args = _lib.ForwardArgs()
+        args.exec.device = _lib.CUDA
+        for name, tensor in {"q": q, "k": q, "v": v, "g": gates, "beta": gates, "cu_seqlens": offsets}.items():
+            setattr(args.inputs, name, _ops._describe(tensor, name))
+        args.o = _ops._describe(v, "o")
+        assert _ops._cuda_saved_bytes(v, offsets) == _lib.size_query("gd_forward_saved_size", args)
 
 
 def layer(q, k, v, g, beta, h0, A_log, offsets=None, **more):

@@ -82,10 +82,11 @@ def _cuda_saved_bytes(o: Tensor, cu_seqlens: Tensor | None) -> int:
     """saved_layout of src/cuda/forward/plan.hpp, also for symbolic shapes and without a CUDA build."""
     batch, tokens, heads = o.shape[:3]
     if cu_seqlens is None:
-        chunks, windows = batch * ((tokens + 63) // 64), batch * (tokens // 1024)
+        count, chunks, windows = batch, batch * ((tokens + 63) // 64), batch * (tokens // 1024)
     else:
-        chunks, windows = tokens // 64 + cu_seqlens.shape[0], tokens // 1024
-    return (chunks * heads * (6912 + 8) + 63) // 64 * 64 + windows * heads * 65536
+        count, chunks, windows = cu_seqlens.shape[0] - 1, tokens // 64 + cu_seqlens.shape[0], tokens // 1024
+    parts = chunks * heads * 6912, chunks * heads * 8, count * 4, count * 8, 40 * 8, windows * heads * 65536
+    return sum((part + 63) // 64 * 64 for part in parts)
 
 
 def _saved_bytes(tensors: dict[str, Tensor | None], o: Tensor, options: int) -> int:
