@@ -1,4 +1,4 @@
-// The backward on CUDA: a validated problem becomes five or six kernels on the caller's stream.
+// The backward on CUDA: a validated problem becomes four to six kernels on the caller's stream.
 #include <algorithm>
 
 #include "cuda/backend.hpp"
