@@ -60,7 +60,9 @@ std::string explain_plan(const testing::Case& c, int blocks) {
   switch (cuda::list_mode(p, blocks)) {
     case cuda::kSortedList: return text + "  not cut: so many sequences and heads keep the card busy, longest first\n";
     case cuda::kEvenList:
-      return text + "  not cut: heads of one length keep the card busy, " +
+      return text + "  not cut: " +
+             (p.in.sequences.tokens <= cuda::kShortTokens ? "so few tokens are not worth it, "
+                                                          : "heads of one length keep the card busy, ") +
              (cuda::even_parts(p, blocks) == 2 ? "in halves\n" : "whole\n");
     case cuda::kPlannedList: break;
   }

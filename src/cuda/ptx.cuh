@@ -78,10 +78,10 @@ GD_DEVICE void load_matrices_turned(uint32_t* r, uint32_t p) {
                : "r"(p)
                : "memory");
 }
-GD_DEVICE void load_pair(uint32_t (&r)[2], uint32_t p) {
+GD_DEVICE void load_pair(uint32_t* r, uint32_t p) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(p) : "memory");
 }
-GD_DEVICE void load_pair_turned(uint32_t (&r)[2], uint32_t p) {
+GD_DEVICE void load_pair_turned(uint32_t* r, uint32_t p) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
                : "=r"(r[0]), "=r"(r[1])
                : "r"(p)
@@ -107,6 +107,13 @@ GD_DEVICE void mma_k8(float* c, uint32_t a0, uint32_t a1, uint32_t b0) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a0), "r"(a1), "r"(b0));
+}
+
+// The same number, which the compiler cannot know to be the same: what follows from it is found anew instead of being
+// kept in registers.
+GD_DEVICE int forgotten(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
 // ---- numbers -------------------------------------------------------------------------------------------------------

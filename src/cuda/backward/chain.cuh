@@ -32,8 +32,8 @@ struct BackwardChain : Forward<Elem, Pass::kBackward> {
     Ring<kLoadSlots> load;
     Ring<kOperandSlots> operand;
     State state;
-    state.turned = this->forgotten(tile_offset(turned_row(this->lane), 16 * this->warp + turned_column(this->lane)));
-    state.columns = this->forgotten(8 * (this->lane & 3));
+    state.turned = forgotten(tile_offset(turned_row(this->lane), 16 * this->warp + turned_column(this->lane)));
+    state.columns = forgotten(8 * (this->lane & 3));
     int leaving = -1;
     WorkRing work;
     this->copy_empty(state, m);

@@ -195,14 +195,13 @@ struct Gradients {
   }
   GD_DEVICE Unit find_unit(int i) const {
     const int slot = static_cast<int>(static_cast<uint32_t>(i) / static_cast<uint32_t>(p.key_heads));
-    const int key_head = i - slot * p.key_heads, n = sequence_of_slot(p.sequences, slot, lane);
-    const int chunk = slot - static_cast<int>(p.sequences.first_slot(n));
-    const Span span = n < p.sequences.count ? p.sequences[n] : Span{0, 0, 0};
-    const int left = static_cast<int>(span.length) - chunk * kChunkTokens;
-    if (left <= 0 && p.head_sums)
+    const int key_head = i - slot * p.key_heads;
+    const ChunkPlace at = place_of_slot(p.sequences, slot, lane);
+    const int rows = at.sequence < p.sequences.count ? at.rows : 0;
+    if (rows <= 0 && p.head_sums)
       for (int v = lane; v < p.group; v += 32)
         p.head_sums[int64_t{slot} * p.value_heads + key_head * p.group + v] = make_float2(0, 0);
-    return {slot, key_head, span.batch, static_cast<int>(span.begin) + chunk * kChunkTokens, min(left, kChunkTokens)};
+    return {slot, key_head, at.batch, at.token, rows};
   }
   GD_DEVICE void publish(const Unit& unit, const Cursor& at) const {
     units.wait_empty(at.unit);

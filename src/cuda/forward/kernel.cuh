@@ -27,8 +27,8 @@ struct ForwardSmem {
   static constexpr int kR = kX + kOperandSlots * 2 * kTileBytes;
   static constexpr int kPrepared = kR + kOperandSlots * kTileBytes;                // T and the vectors
   static constexpr int kScores = kPrepared + kLoadSlots * kBackwardPreparedBytes;  // tril(Q K^T), blocks by lane
-  static constexpr int kWork = kScores + kScoreSlots * kTriangleBytes;             // numbers in the list of work
-  static constexpr int kBarriers = kWork + kWorkSlots * 4;
+  static constexpr int kWork = kScores + kScoreSlots * kTriangleBytes;             // entries of the list of work
+  static constexpr int kBarriers = kWork + kWorkSlots * static_cast<int>(sizeof(WorkItem));
   static constexpr int kBytes =
       kBarriers + 2 * 8 * (kLoadSlots + kValueSlots + kScoreSlots + kOperandSlots + kWorkSlots + kJoinSlots);
   static constexpr int kAllocated = kBytes + kTileAlign;
@@ -125,15 +125,13 @@ struct Forward {
   // ---- work --------------------------------------------------------------------------------------------------------
 
   // A number the compiler knows nothing of: what is made of it is not kept in registers through all chunks.
-  GD_DEVICE static int forgotten(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
-  }
   GD_DEVICE int lane_here() const { return forgotten(lane); }
 
   // Numbers that all threads of a warp share, said so that they live in uniform registers.
   GD_DEVICE static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
-  GD_DEVICE const WorkItem& item(int i) const { return p.work[i]; }
+  GD_DEVICE const WorkItem& item(int slot) const {
+    return static_cast<const WorkItem*>(__cvta_shared_to_generic(smem + Smem::kWork))[slot];
+  }
   GD_DEVICE static Chunk first_chunk_of(const WorkItem& w) { return Chunk::first_of(w); }
   // Which half of the value columns a math warpgroup has; negative: none of this item.
   GD_DEVICE static int half_of(const Chunk& at, int m) { return at.half == kWhole ? m : m == 0 ? at.half : -1; }
@@ -149,29 +147,23 @@ struct Forward {
     return kPass == Pass::kStates || w.kind == kJoin ? w.rows : 0;
   }
 
-  // The warp that loads takes entries of the list, the first by the block's number if there is one for each, and tells
-  // the others of those that have a chunk.
+  // The warp that loads takes entries of the list and tells the others of those that have a chunk. An entry's slot is
+  // given back when the next one is looked for.
   static constexpr int kNoMore = -1;
-  GD_DEVICE int take_work(bool first) const {
-    const int dealt = p.schedule->dealt;
-    if (first && dealt > 0) return blockIdx.x;
-    return dealt + uniform(count_up(&p.schedule->taken, lane == 0));
-  }
-  // By every lane: a branch in here would keep the cursor out of the uniform registers.
-  GD_DEVICE void tell_work(int i, WorkRing& ring) const {
-    const Ring<kWorkSlots> at = ring.at();
-    works.wait_empty(at);
-    store_shared_if(lane == 0, smem + Smem::kWork + at.slot * 4, i);
-    barrier_arrive(works.full(at.slot));
-    ring.next();
-  }
   GD_DEVICE int next_work(WorkRing& ring) const {
+    if (ring.count > 0) warp_arrive(works.empty((ring.count - 1) % kWorkSlots));
     const Ring<kWorkSlots> at = ring.at();
     works.wait_full(at);
-    const int i = __float_as_int(load_shared(smem + Smem::kWork + at.slot * 4));
-    warp_arrive(works.empty(at.slot));
     ring.next();
-    return uniform(i);
+    return uniform(item(at.slot).kind) == kNoWork ? kNoMore : at.slot;
+  }
+  // By every lane: a branch in here would keep the cursor out of the uniform registers.
+  GD_DEVICE void tell_work(int word, WorkRing& ring) const {
+    const Ring<kWorkSlots> at = ring.at();
+    works.wait_empty(at);
+    store_shared_if(lane < kWords, smem + Smem::kWork + at.slot * static_cast<int>(sizeof(WorkItem)) + lane * 4, word);
+    barrier_arrive(works.full(at.slot));
+    ring.next();
   }
 
   // Walks through the chunks of the work this block takes; a step inside an item costs next to nothing.
@@ -185,44 +177,76 @@ struct Forward {
   GD_DEVICE static int next_image(int image, int half) {
     return image == 0 ? 1 : image == 1 ? 1 + half : kBoundaryImages - image;
   }
-  GD_DEVICE Cursor first_chunk() const {
-    Cursor cursor{};
-    find_item(cursor, true);
-    return cursor;
-  }
-  // The next item that has a chunk; at.rows <= 0 if there is none.
-  GD_DEVICE void find_item(Cursor& cursor, bool first) const {
-    int i;
-    do {
-      i = take_work(first);
-      first = false;
-      if (i >= p.schedule->count) {
-        i = kNoMore;
-        break;
-      }
-      const WorkItem& work = item(i);
-      cursor.at = first_chunk_of(work);
-      cursor.key_head = work.key_head;
-      cursor.prepared = work.prepared;
-    } while (cursor.at.rows <= 0);
-    tell_work(i, cursor.works);
-  }
-  GD_DEVICE void next_chunk(Cursor& cursor) const {
-    cursor.at = cursor.at.next();
-    cursor.prepared += is_join(cursor.at) ? next_image(cursor.prepared % kBoundaryImages, cursor.key_head)
-                       : kReverse         ? -p.value_heads
-                                          : p.value_heads;
-    if (cursor.at.rows <= 0) find_item(cursor, false);
-  }
 
-  // ---- loads, by two warps -----------------------------------------------------------------------------------------
-
-  // K and Q of chunks to come.
+  // K and Q of chunks to come. What the block takes next is asked for while chunks are left of what it has: its number,
+  // the first by the block's own if there is one for each; a chunk later the entry itself, a word per lane.
+  enum Asked { kNothing, kNumber, kEntry };
   struct Loader {
     Cursor next;
     int lead;   // chunks asked for, from the current one on
     int ready;  // of the boundaries of the joins of this block all before this one have their factors
+    int count, dealt;
+    Asked asked;
+    int number, word;  // of every lane; they may still be on their way
   };
+  static constexpr int kWords = sizeof(WorkItem) / sizeof(int);
+  GD_DEVICE Loader first_chunk() const {
+    Loader loader{};
+    loader.count = p.schedule->count;
+    loader.dealt = p.schedule->dealt;
+    if (loader.dealt > 0) {
+      loader.number = static_cast<int>(blockIdx.x) - loader.dealt;
+      loader.asked = kNumber;
+    }
+    find_item(loader);
+    return loader;
+  }
+  GD_DEVICE void ask_number(Loader& loader) const {
+    loader.number = count_up(&p.schedule->taken, lane == 0);
+    loader.asked = kNumber;
+  }
+  GD_DEVICE void ask_entry(Loader& loader) const {
+    const int i = loader.dealt + uniform(loader.number);
+    loader.word = kNoWork;
+    if (i < loader.count && lane < kWords) loader.word = reinterpret_cast<const int*>(p.work + i)[lane];
+    loader.asked = kEntry;
+  }
+  // The next item that has a chunk; at.rows <= 0 if there is none.
+  GD_DEVICE void find_item(Loader& loader) const {
+    Cursor& cursor = loader.next;
+    const auto told = [&](size_t offset) {
+      return __shfl_sync(~0u, loader.word, static_cast<int>(offset / sizeof(int)));
+    };
+    bool ends;
+    do {
+      if (loader.asked == kNothing) ask_number(loader);
+      if (loader.asked == kNumber) ask_entry(loader);
+      loader.asked = kNothing;
+      ends = told(offsetof(WorkItem, kind)) == kNoWork;
+      cursor.at = {
+          told(offsetof(WorkItem, batch)),  told(offsetof(WorkItem, token)), ends ? 0 : told(offsetof(WorkItem, rows)),
+          told(offsetof(WorkItem, silent)), told(offsetof(WorkItem, head)),  told(offsetof(WorkItem, half))};
+      cursor.key_head = told(offsetof(WorkItem, key_head));
+      cursor.prepared = told(offsetof(WorkItem, prepared));
+    } while (!ends && cursor.at.rows <= 0);
+    tell_work(loader.word, cursor.works);
+  }
+  GD_DEVICE void next_chunk(Loader& loader) const {
+    Cursor& cursor = loader.next;
+    if (loader.asked == kNothing) {
+      if (cursor.at.rows <= 3 * kChunkTokens) ask_number(loader);
+    } else if (loader.asked == kNumber) {
+      ask_entry(loader);
+    }
+    cursor.at = cursor.at.next();
+    cursor.prepared += is_join(cursor.at) ? next_image(cursor.prepared % kBoundaryImages, cursor.key_head)
+                       : kReverse         ? -p.value_heads
+                                          : p.value_heads;
+    if (cursor.at.rows <= 0) find_item(loader);
+  }
+
+  // ---- loads, by two warps -----------------------------------------------------------------------------------------
+
   // So that the current chunk is asked for and the one after it, too; in joins, which do little else, the two after it.
   GD_DEVICE void load_ahead(Loader& loader, const Ring<kLoadSlots>& current, int lead) const {
 #pragma unroll 1
@@ -235,7 +259,7 @@ struct Forward {
       }
       Ring<kLoadSlots> ring = current;
       for (int i = 0; i < loader.lead; ++i) ring.next();
-      load_keys_queries(loader.next, ring);
+      load_keys_queries(loader, ring);
       ++loader.lead;
     }
     --loader.lead;
@@ -252,7 +276,8 @@ struct Forward {
     loader.ready = boundary + __popc(ready & ~(ready + 1));  // up to the first that is not
     return boundary < loader.ready;
   }
-  GD_DEVICE void load_keys_queries(Cursor& cursor, const Ring<kLoadSlots>& ring) const {
+  GD_DEVICE void load_keys_queries(Loader& loader, const Ring<kLoadSlots>& ring) const {
+    const Cursor& cursor = loader.next;
     constexpr int kBytes = kPass == Pass::kForward ? kPreparedBytes : kBackwardPreparedBytes;
     const Chunk& at = cursor.at;
     const int slot = ring.slot;
@@ -284,7 +309,7 @@ struct Forward {
         load_bulk(inverse_at(slot), p.prepared + int64_t{cursor.prepared} * p.prepared_bytes, kBytes, full);
       }
     }
-    next_chunk(cursor);
+    next_chunk(loader);
   }
   GD_DEVICE void load_values(const Chunk& at, const Ring<kLoadSlots>& ring) const {
     const int slot = ring.slot;
@@ -466,8 +491,8 @@ struct Forward {
     Ring<kLoadSlots> load;
     Ring<kOperandSlots> operand;
     Ring<kScoreSlots> score;
-    Loader loader{{}, 0, 0};
-    if (warp == 0) loader.next = first_chunk();
+    Loader loader{};
+    if (warp == 0) loader = first_chunk();
     WorkRing work;
     for (int i = next_work(work); i != kNoMore; i = next_work(work)) {
       const bool joins = item(i).kind == kJoin;
@@ -686,11 +711,18 @@ struct Forward {
         load.next();
         operand.next();
       }
+      // From checkpoint to checkpoint: a jump over the code of one would cost every chunk some of its time.
+      const int first = at.token;
 #pragma unroll 1
-      for (const int first = at.token; at.rows > 0; at = at.next()) {
-        advance(state, m, load, operand, at, at.token > first, leaving);
-        load.next();
-        operand.next();
+      while (at.rows > 0) {
+        const int until = rows_at_checkpoint(i, at);
+#pragma unroll 1
+        do {
+          advance(state, m, load, operand, at, at.token > first, leaving);
+          load.next();
+          operand.next();
+          at = at.next();
+        } while (at.rows > until);
         if (p.checkpoint_every) store_checkpoint(state.s, i, m, at);
       }
       if (it.kind == kOutputs) {
@@ -1135,8 +1167,9 @@ struct Forward {
   GD_DEVICE void with_matrix(const States& states, int64_t slot, int head, int half, const F& f) const {
     const int64_t matrix = slot * states.slot_stride + head * states.head_stride;
     const auto with_layout = [&](auto* data) {
-      int v = half * 64 + warp * 16 + (lane >> 2), k = (lane & 3) * 2;
-      asm volatile("" : "+r"(v), "+r"(k));  // not kept in registers from item to item
+      uint32_t thread;  // asked for again, so that nothing of it is kept in registers through all chunks
+      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+      const uint32_t v = half * 64 + thread / 32 % 4 * 16 + thread % 32 / 4, k = thread % 4 * 2;
       using One = std::integral_constant<int, 1>;
       using Row = std::integral_constant<int, kHeadDim>;
       if (p.state_value_first) {
@@ -1177,11 +1210,18 @@ struct Forward {
       }
     });
   }
-  // After the chunk at `at`. The item is looked up again: in registers it would have to stay through every chunk.
+  // How many rows are left at the next one, or none. The item is looked up again: in registers it would have to stay
+  // through every chunk.
+  GD_DEVICE int rows_at_checkpoint(int i, const Chunk& at) const {
+    if (!p.checkpoint_every) return 0;
+    const int64_t left = p.checkpoint_every - (at.token - item(i).origin) % p.checkpoint_every;
+    return left < at.rows ? at.rows - static_cast<int>(left) : 0;
+  }
+  // Before the chunk at `at`, if there is one.
   GD_DEVICE void store_checkpoint(const float (&s)[64], int i, int m, const Chunk& at) const {
     const WorkItem& it = item(i);
-    const int64_t done = at.token - it.origin + int64_t{kChunkTokens};
-    if (!at.is_whole() || done % p.checkpoint_every != 0) return;
+    const int64_t done = at.token - it.origin;
+    if (at.rows < 0 || done % p.checkpoint_every != 0) return;
     const int64_t entry = p.first_checkpoint[it.sequence] + done / p.checkpoint_every - 1;
     store_state(p.checkpoints, p.checkpoints.indices.data ? p.checkpoints.indices[entry] : entry, at.head,
                 half_of(at, m), s);

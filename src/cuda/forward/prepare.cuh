@@ -6,9 +6,10 @@
 //
 // The inverse, in 16 x 16 blocks, warp I owning block row I:
 //   D_I = (I + L_II)^-1                 two 8 x 8 substitutions in fp32, joined by fp16 products
-//   M_IJ = D_I L_IJ                     so that T = (I + M)^-1 D
+//   M_IJ = D_I L_IJ                     so that T = (I + M)^-1 D; L_IJ = beta_I (K K^T)_IJ, and D takes the betas
 //   T'_IJ = -(M_IJ + sum_{J<K<I} T'_IK M_KJ),   T_IJ = T'_IJ D_J
-// Only M and D of the rows above are needed from other warps: one exchange.
+// Only M and D of the rows above are needed from other warps: one exchange. K K^T is symmetric: what warp J has of
+// block (J, I) is, as it lies in registers, the operand that warp I needs.
 #pragma once
 
 #include <type_traits>
@@ -24,14 +25,18 @@ constexpr int kPrepareThreads = 128;
 constexpr int kPrepareBlocksPerSm = 7;
 
 struct PrepareSmem {
-  static constexpr int kKeys = 0;      // two tiles [64 tokens][64]
-  static constexpr int kProducts = 0;  // in their place once K K^T is done: its block rows up to the diagonal, by lane
-  static constexpr int kInverse = kProducts + 10 * 1024;    // and a triangle
-  static constexpr int kPairs = kKeys + 2 * kTileBytes;     // per warp: two 8 x 8 fp32
-  static constexpr int kDiagonal = kPairs + 4 * 512;        // D_I, fp16, 8 x 8 parts
-  static constexpr int kOffDiagonal = kDiagonal + 3 * 512;  // L_IJ, then M_IJ
-  static_assert(kInverse + kInverseBytes <= kPairs);
-  static constexpr int kNorms = kOffDiagonal + 6 * 512;       // r^k, r^q
+  static constexpr int kKeys = 0;  // two tiles [64 tokens][64]
+  // In their place once K K^T is done. Heads take turns with two triangles and two exchanges, of D_I and M_IJ for I < 3
+  // in fp16, so that a head may begin before the last one's triangle has left.
+  static constexpr int kInverse = 0;
+  static constexpr int kExchange = kInverse + 2 * kInverseBytes;
+  static constexpr int kExchangeBytes = 6 * 512;
+  static_assert(kExchange + 2 * kExchangeBytes <= 2 * kTileBytes);
+  static constexpr int kProducts = kInverse + kInverseBytes;  // K K^T off the diagonal; gone when a second head begins
+  static_assert(6 * 512 <= kInverseBytes);
+  static constexpr int kPairs = kKeys + 2 * kTileBytes;  // per warp, of two heads: two 8 x 8 of D, then of D beta, fp16
+  static constexpr int kTriangles = kPairs + 4 * 1024;   // per warp: two 8 x 8 of K K^T below the diagonal, fp32
+  static constexpr int kNorms = kTriangles + 8 * 112;    // r^k, r^q
   static constexpr int kLengths = kNorms + 2 * kVectorBytes;  // |k|^2, of the keys that are used
   static constexpr int kBarrier = kLengths + kVectorBytes;
   static constexpr int kGates = kBarrier + 16;  // [group] of log2 of the decay, then [group] of beta
@@ -57,150 +62,149 @@ GD_DEVICE void with_warp(int warp, const F& f) {
   }
 }
 
-// K K^T of the normalised keys waits in shared memory for the heads of the group: block row I has 2 (I + 1) pieces of
-// four accumulators.
-GD_DEVICE constexpr uint32_t products_of(int I) { return static_cast<uint32_t>(I * (I + 1) / 2) * 1024; }
-template <int I>
-GD_DEVICE void store_products(uint32_t at, uint32_t norms, uint32_t lengths, const float (&kk)[32], int lane) {
-  const int row = 16 * I + (lane >> 2);
-  const float r0 = load_shared(norms + row * 4), r1 = load_shared(norms + (row + 8) * 4);
-#pragma unroll
-  for (int i = 0; i < 2 * (I + 1); ++i) {
-    const float2 c = load_shared2(norms + (8 * i + 2 * (lane & 3)) * 4);
-    store_shared4(at + products_of(I) + i * 512 + lane * 16, r0 * c.x * kk[4 * i], r0 * c.y * kk[4 * i + 1],
-                  r1 * c.x * kk[4 * i + 2], r1 * c.y * kk[4 * i + 3]);
-  }
-  // The diagonal.
-  const int g = lane >> 2, column = (lane & 3) * 2;
-  if (column == (g & ~1)) {
-    const float* own = kk + 8 * I;
-    store_shared(lengths + row * 4, r0 * r0 * (g & 1 ? own[1] : own[0]));
-    store_shared(lengths + (row + 8) * 4, r1 * r1 * (g & 1 ? own[7] : own[6]));
-  }
-}
-template <int I>
-GD_DEVICE void load_products(float (&kk)[32], uint32_t at, int lane) {
-#pragma unroll
-  for (int i = 0; i < 2 * (I + 1); ++i) {
-    const float4 v = load_shared4(at + products_of(I) + i * 512 + lane * 16);
-    kk[4 * i] = v.x;
-    kk[4 * i + 1] = v.y;
-    kk[4 * i + 2] = v.z;
-    kk[4 * i + 3] = v.w;
-  }
-}
-
 GD_DEVICE uint32_t pack_half(float first, float second) { return pack<__half>(first, second); }
-GD_DEVICE void store_block(uint32_t at, const float* c) {
-  store_matrices(at, pack_half(c[0], c[1]), pack_half(c[2], c[3]), pack_half(c[4], c[5]), pack_half(c[6], c[7]));
-}
 GD_DEVICE constexpr uint32_t off_diagonal_slot(int I, int J) {
   return static_cast<uint32_t>(I * (I - 1) / 2 + J) * 512;
 }
 
-// kk: the warp's 16 rows of K K^T. On return kk[8 J ..] = M_IJ for J < I, diagonal = D_I in fp16, and both are where
-// the warps below look for them.
+// K K^T is kept in fp16, as an eighth: keys may be far longer than 1, and so may what D beta becomes with them.
+constexpr float kProductScale = 1.0f / 8;
+
+// A warp's 16 rows of K K^T, the keys normalised, to where the substitutions and the warps below look for them. Returns
+// the lower left quarter of the diagonal block.
 template <int I>
-GD_DEVICE void begin_block_row(float (&kk)[32], uint32_t (&diagonal)[4], uint32_t smem, uint32_t betas, int lane) {
-  const int g = lane >> 2, t = lane & 3;
-  const uint32_t pairs = smem + PrepareSmem::kPairs + I * 512;
-  const uint32_t diagonals = smem + PrepareSmem::kDiagonal + lane * 16;
-  const uint32_t blocks = smem + PrepareSmem::kOffDiagonal + lane * 16;
-
-  // L = beta_i (K K^T)_ij.
-  const int row = 16 * I + g;
-  const float f0 = load_shared(betas + row * 4), f1 = load_shared(betas + (row + 8) * 4);
+GD_DEVICE uint32_t store_products(float (&kk)[32], bool normalise, uint32_t smem, int lane) {
+  const int g = lane >> 2, t = lane & 3, row = 16 * I + g;
+  const uint32_t norms = smem + PrepareSmem::kNorms;
+  if (normalise) {
+    const float r0 = load_shared(norms + row * 4), r1 = load_shared(norms + (row + 8) * 4);
 #pragma unroll
-  for (int n = 0; n < 2 * I + 2; ++n) {
-    kk[4 * n] *= f0;
-    kk[4 * n + 1] *= f0;
-    kk[4 * n + 2] *= f1;
-    kk[4 * n + 3] *= f1;
-  }
-  float* const own = kk + 8 * I;
-  store_shared2(pairs + g * 32 + t * 8, own[0], own[1]);
-  store_shared2(pairs + 256 + g * 32 + t * 8, own[6], own[7]);
-  const uint32_t below = pack_half(own[2], own[3]);
-#pragma unroll
-  for (int J = 0; J < I; ++J) store_block(blocks + off_diagonal_slot(I, J), kk + 8 * J);
-  __syncwarp();
-
-  // Column (lane & 7) of both 8 x 8 inverses.
-  float x[8];
-  {
-    const int column = lane & 7;
-    const uint32_t L = pairs + (lane >> 3 & 1) * 256;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = i == column ? 1.0f : 0.0f;
-#pragma unroll
-    for (int i = 1; i < 8; ++i) {
-      const float4 a = load_shared4(L + i * 32);
-      float sum = a.x * x[0];
-      if (i > 1) sum += a.y * x[1];
-      if (i > 2) sum += a.z * x[2];
-      if (i > 3) sum += a.w * x[3];
-      if (i > 4) {
-        const float4 b = load_shared4(L + i * 32 + 16);
-        sum += b.x * x[4];
-        if (i > 5) sum += b.y * x[5];
-        if (i > 6) sum += b.z * x[6];
-      }
-      x[i] -= sum;
+    for (int n = 2 * I; n < 8; ++n) {
+      const float2 c = load_shared2(norms + (8 * n + 2 * t) * 4);
+      kk[4 * n] *= r0 * c.x;
+      kk[4 * n + 1] *= r0 * c.y;
+      kk[4 * n + 2] *= r1 * c.x;
+      kk[4 * n + 3] *= r1 * c.y;
     }
   }
-  __syncwarp();
-  if (lane < 16)
-    store_shared_words(pairs + lane * 16, make_uint4(pack_half(x[0], x[1]), pack_half(x[2], x[3]),
-                                                     pack_half(x[4], x[5]), pack_half(x[6], x[7])));
-  __syncwarp();
-  {
-    uint32_t columns[2], rows[2];  // D11 and D22, by columns and by rows
-    load_pair(columns, pairs + (lane & 15) * 16);
-    load_pair_turned(rows, pairs + (lane & 15) * 16);
-    float y[4] = {}, z[4] = {};
-    mma_k8(y, columns[0], 0, below);               // (L21 D11)^T
-    mma_k8(z, rows[1], 0, pack_half(y[0], y[1]));  // D22 L21 D11
-    diagonal[0] = rows[0];
-    diagonal[1] = pack_half(-z[0], -z[1]);
-    diagonal[2] = 0;
-    diagonal[3] = rows[1];
+  const uint32_t products = smem + PrepareSmem::kProducts + lane * 16;
+#pragma unroll
+  for (int J = I + 1; J < 4; ++J) {
+    const auto part = [&](int i) {
+      return pack_half(kProductScale * kk[8 * J + i], kProductScale * kk[8 * J + i + 1]);
+    };
+    store_shared_words(products + off_diagonal_slot(J, I), make_uint4(part(0), part(4), part(2), part(6)));
   }
-  if constexpr (I < 3) store_matrices(diagonals + I * 512, diagonal[0], diagonal[1], diagonal[2], diagonal[3]);
+  const float* const own = kk + 8 * I;
+  const uint32_t triangle = smem + PrepareSmem::kTriangles + I * 2 * 112 + (g * (g - 1) / 2 + 2 * t) * 4;
+  if (2 * t < g) {
+    store_shared(triangle, own[0]);
+    store_shared(triangle + 112, own[6]);
+  }
+  if (2 * t + 1 < g) {
+    store_shared(triangle + 4, own[1]);
+    store_shared(triangle + 116, own[7]);
+  }
+  if (t == g / 2) {
+    store_shared(smem + PrepareSmem::kLengths + row * 4, g & 1 ? own[1] : own[0]);
+    store_shared(smem + PrepareSmem::kLengths + (row + 8) * 4, g & 1 ? own[7] : own[6]);
+  }
+  return pack_half(kProductScale * own[2], kProductScale * own[3]);
+}
+
+GD_DEVICE void load_four(float* to, uint32_t from) {
+  const float4 v = load_shared4(from);
+  to[0] = v.x;
+  to[1] = v.y;
+  to[2] = v.z;
+  to[3] = v.w;
+}
+GD_DEVICE void store_column(uint32_t to, const float (&x)[8]) {
+  store_shared_words(
+      to, make_uint4(pack_half(x[0], x[1]), pack_half(x[2], x[3]), pack_half(x[4], x[5]), pack_half(x[6], x[7])));
+}
+
+// The 8 x 8 inverses on the diagonal, of two heads at once: lanes have a head, a part and a column each. betas: of the
+// lane's head.
+template <int I>
+GD_DEVICE void substitute(uint32_t smem, uint32_t betas, int lane) {
+  const int column = lane & 7, part = lane >> 3 & 1;
+  const uint32_t triangle = smem + PrepareSmem::kTriangles + (2 * I + part) * 112;
+  const uint32_t own_betas = betas + (16 * I + 8 * part) * 4;
+  float products[28], beta[4], x[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (i % 4 == 0) load_four(beta, own_betas + i * 4);
+    const int first = i * (i - 1) / 2;
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < i; ++j) {
+      if ((first + j) % 4 == 0) load_four(products + first + j, triangle + (first + j) * 4);
+      sum += products[first + j] * x[j];
+    }
+    x[i] = (i == column ? 1.0f : 0.0f) - beta[i % 4] * sum;
+  }
+  const float scale = load_shared(own_betas + column * 4) / kProductScale;
+  const uint32_t pairs = smem + PrepareSmem::kPairs + I * 1024 + lane * 16;
+  store_column(pairs, x);
+#pragma unroll
+  for (float& y : x) y *= scale;
+  store_column(pairs + 512, x);
+  __syncwarp();
+}
+
+// M[8 J ..] = M_IJ for J < I, diagonal = D_I in fp16, and both to where the warps below look for them. products: of
+// K K^T, as store_products left them.
+template <int I>
+GD_DEVICE void begin_block_row(float* M, uint32_t (&diagonal)[4], const uint32_t* products, uint32_t below,
+                               uint32_t pairs, uint32_t exchange, uint32_t betas, int lane) {
+  uint32_t columns[2], rows[2], scaled[4];  // D11 and D22 by columns and by rows; D_I beta
+  load_pair(columns, pairs + (lane & 15) * 16);
+  load_pair_turned(rows, pairs + (lane & 15) * 16);
+  load_pair_turned(scaled, pairs + 512 + (lane & 15) * 16);
+  float y[4] = {}, z[4] = {};
+  mma_k8(y, columns[0], 0, below);                 // (K K^T_21 D11)^T
+  mma_k8(z, scaled[1], 0, pack_half(y[0], y[1]));  // D22 L21 D11
+  diagonal[0] = rows[0];
+  diagonal[1] = pack_half(-z[0], -z[1]);
+  diagonal[2] = 0;
+  diagonal[3] = rows[1];
+  if constexpr (I < 3)
+    store_matrices(exchange + I * 512 + lane * 16, diagonal[0], diagonal[1], diagonal[2], diagonal[3]);
   if constexpr (I > 0) {
+    const float2 beta = load_shared2(betas + (16 * I + 2 * (lane & 3)) * 4);
+    scaled[3] = scaled[1];
+    scaled[1] = pack_half(-z[0] * (beta.x / kProductScale), -z[1] * (beta.y / kProductScale));
+    scaled[2] = 0;
 #pragma unroll
     for (int J = 0; J < I; ++J) {
-      uint32_t b[4];
-      load_matrices_turned(b, blocks + off_diagonal_slot(I, J));
-      float* c = kk + 8 * J;
+      float* c = M + 8 * J;
 #pragma unroll
       for (int i = 0; i < 8; ++i) c[i] = 0;
-      mma_k16(c, diagonal, b[0], b[1]);
-      mma_k16(c + 4, diagonal, b[2], b[3]);
-    }
-    if constexpr (I < 3) {
-      __syncwarp();
-#pragma unroll
-      for (int J = 0; J < I; ++J) store_block(blocks + off_diagonal_slot(I, J), kk + 8 * J);
+      mma_k16(c, scaled, products[4 * J], products[4 * J + 1]);
+      mma_k16(c + 4, scaled, products[4 * J + 2], products[4 * J + 3]);
+      if constexpr (I < 3)
+        store_matrices(exchange + 3 * 512 + off_diagonal_slot(I, J) + lane * 16, pack_half(c[0], c[1]),
+                       pack_half(c[2], c[3]), pack_half(c[4], c[5]), pack_half(c[6], c[7]));
     }
   }
 }
 
-// After every warp has begun: kk[8 J ..] = T_IJ for J < I.
+// After every warp has begun: T[8 J ..], which was M_IJ, = T_IJ for J < I.
 template <int I>
-GD_DEVICE void finish_block_row(float (&kk)[32], uint32_t smem, int lane) {
-  const uint32_t diagonals = smem + PrepareSmem::kDiagonal + lane * 16;
-  const uint32_t blocks = smem + PrepareSmem::kOffDiagonal + lane * 16;
+GD_DEVICE void finish_block_row(float* T, uint32_t exchange, int lane) {
+  const uint32_t diagonals = exchange + lane * 16, blocks = exchange + 3 * 512 + lane * 16;
 #pragma unroll
   for (int K = I - 1; K >= 0; --K) {
-    float* c = kk + 8 * K;
+    float* c = T + 8 * K;
     const uint32_t a[4] = {pack_half(-c[0], -c[1]), pack_half(-c[2], -c[3]), pack_half(-c[4], -c[5]),
                            pack_half(-c[6], -c[7])};
     uint32_t b[4];
 #pragma unroll
     for (int J = 0; J < K; ++J) {
       load_matrices_turned(b, blocks + off_diagonal_slot(K, J));
-      mma_k16(kk + 8 * J, a, b[0], b[1]);
-      mma_k16(kk + 8 * J + 4, a, b[2], b[3]);
+      mma_k16(T + 8 * J, a, b[0], b[1]);
+      mma_k16(T + 8 * J + 4, a, b[2], b[3]);
     }
     load_matrices_turned(b, diagonals + K * 512);
 #pragma unroll
@@ -212,10 +216,8 @@ GD_DEVICE void finish_block_row(float (&kk)[32], uint32_t smem, int lane) {
 
 // The block row to its triangle, rows scaled by r^k.
 template <int I, class Elem>
-GD_DEVICE void store_inverse(const float (&T)[32], const uint32_t (&diagonal)[4], uint32_t triangle, uint32_t norms,
+GD_DEVICE void store_inverse(const float* T, const uint32_t (&diagonal)[4], uint32_t triangle, float r0, float r1,
                              int lane) {
-  const float r0 = load_shared(norms + (16 * I + (lane >> 2)) * 4),
-              r1 = load_shared(norms + (16 * I + (lane >> 2) + 8) * 4);
   const uint32_t at = triangle + triangle_block(I, 0) + block_offset(block_row(lane), block_column(lane));
 #pragma unroll
   for (int J = 0; J < I; ++J) {
@@ -248,34 +250,51 @@ GD_DEVICE float beta_of(const ForwardParams& p, float x) {
   return p.beta_kind == GD_BETA_LOGIT ? y : 2.0f * y;
 }
 
-// Gates and betas of the chunk to shared memory, four heads beside each other: that is how they lie in memory. Tokens
-// past the end have g = 0 and beta = 0.
+// Gates and betas of the chunk to shared memory, as they lie in memory: up to four heads beside each other. Of one head
+// alone, half of the threads take the gates and half the betas. Tokens past the end have g = 0 and beta = 0.
 GD_DEVICE void load_gates(const ForwardParams& p, int batch, int token, int rows, int first_head, uint32_t smem) {
-  const int row = static_cast<int>(threadIdx.x) / 4, lane_head = threadIdx.x % 4;
+  const int tid = static_cast<int>(threadIdx.x);
+  const auto put = [&](int v, int row, float x) {
+    store_shared(smem + PrepareSmem::kGates + (v * kChunkTokens + row) * 4, x);
+  };
+  if (p.group == 1) {
+    const int row = tid % kChunkTokens;
+    const bool is_gate = tid < kChunkTokens;
+    const Rows& from = is_gate ? p.g : p.beta;
+    float x = 0;
+    if (row < rows) {
+      x = load_number(from.data, from.dtype, from.offset(batch, token + row, first_head));
+      x = is_gate ? gate_of(p, x, first_head) * kLog2e : beta_of(p, x);
+    }
+    return put(is_gate ? 0 : 1, row, x);
+  }
+  constexpr int kStep = kChunkTokens / 2;
+  const int row = tid / 4;
 #pragma unroll 1
-  for (int v = lane_head; v < p.group; v += 4) {
+  for (int v = tid % 4; v < p.group; v += 4) {
     const int head = first_head + v;
-    const uint32_t at = smem + PrepareSmem::kGates + v * kVectorBytes + row * 4;
-    float g[2], beta[2];
+    const int64_t at_g = p.g.offset(batch, token + row, head), at_beta = p.beta.offset(batch, token + row, head);
+    float g[2] = {}, beta[2] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      g[i] = beta[i] = 0;
-      if (row + 32 * i >= rows) continue;
-      g[i] = load_number(p.g.data, p.g.dtype, p.g.offset(batch, token + row + 32 * i, head));
-      beta[i] = load_number(p.beta.data, p.beta.dtype, p.beta.offset(batch, token + row + 32 * i, head));
+      if (row + i * kStep >= rows) continue;
+      g[i] = load_number(p.g.data, p.g.dtype, at_g + i * kStep * p.g.token_stride);
+      beta[i] = load_number(p.beta.data, p.beta.dtype, at_beta + i * kStep * p.beta.token_stride);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const bool here = row + 32 * i < rows;
-      store_shared(at + i * 128, here ? gate_of(p, g[i], head) * kLog2e : 0.0f);
-      store_shared(at + p.group * kVectorBytes + i * 128, here ? beta_of(p, beta[i]) : 0.0f);
+      const bool here = row + i * kStep < rows;
+      put(v, row + i * kStep, here ? gate_of(p, g[i], head) * kLog2e : 0.0f);
+      put(p.group + v, row + i * kStep, here ? beta_of(p, beta[i]) : 0.0f);
     }
   }
 }
 
 // The vectors of one value head, by one warp, two tokens a lane.
-GD_DEVICE void prepare_vectors(const ForwardParams& p, float* vectors, ChunkDecay* decay, uint32_t smem, uint32_t gates,
+GD_DEVICE void prepare_vectors(const ForwardParams& p, int slot, int head, uint32_t smem, uint32_t gates,
                                uint32_t betas, int lane) {
+  auto* const vectors = reinterpret_cast<float*>(p.prepared_chunk(slot, head) + kInverseBytes);
+  ChunkDecay* const decay = p.decays + head * p.sequences.slots() + slot;
   const float2 g = load_shared2(gates + lane * 8), beta = load_shared2(betas + lane * 8);
   float sum = g.x + g.y;
 #pragma unroll
@@ -313,21 +332,86 @@ GD_DEVICE void prepare_vectors(const ForwardParams& p, float* vectors, ChunkDeca
   if (lane == 0) *decay = {end + growth, growth > 0 || !(written >= 0) ? -1.0f : written};
 }
 
+// The block row's part in the inverses of all heads of the group. Heads' triangles leave when every warp has come to
+// the next head's barrier.
+template <int I, class Elem>
+GD_DEVICE void invert(const ForwardParams& p, int slot, int first_head, uint32_t smem, uint32_t betas, uint32_t below,
+                      int thread_lane) {
+  uint32_t products[4 * I + 1];
+#pragma unroll
+  for (int J = 0; J < I; ++J) {
+    const uint4 v = load_shared_words(smem + PrepareSmem::kProducts + off_diagonal_slot(I, J) + thread_lane * 16);
+    products[4 * J] = v.x;
+    products[4 * J + 1] = v.y;
+    products[4 * J + 2] = v.z;
+    products[4 * J + 3] = v.w;
+  }
+  const bool sends = I == 0 && thread_lane == 0;
+  const auto send = [&](int v) {
+    store_bulk(p.prepared_chunk(slot, first_head + v), smem + PrepareSmem::kInverse + v % 2 * kInverseBytes,
+               kInverseBytes);
+    store_commit();
+  };
+#pragma unroll 1
+  for (int v = 0; v < p.group; ++v) {
+    const int lane = forgotten(thread_lane);
+    const uint32_t exchange = smem + PrepareSmem::kExchange + v % 2 * PrepareSmem::kExchangeBytes;
+    if (v % 2 == 0) substitute<I>(smem, betas + min(v + (lane >> 4), p.group - 1) * kVectorBytes, lane);
+    float M[8 * I + 1];
+    uint32_t diagonal[4];
+    begin_block_row<I>(M, diagonal, products, below, smem + PrepareSmem::kPairs + I * 1024 + v % 2 * 256, exchange,
+                       betas + v * kVectorBytes, lane);
+    if (sends) store_wait_read<0>();  // the triangle before the last one
+    __syncthreads();
+    if (sends && v > 0) send(v - 1);
+    finish_block_row<I>(M, exchange, lane);
+    const uint32_t norms = smem + PrepareSmem::kNorms + (16 * I + (lane >> 2)) * 4;
+    store_inverse<I, Elem>(M, diagonal, smem + PrepareSmem::kInverse + v % 2 * kInverseBytes, load_shared(norms),
+                           load_shared(norms + 32), lane);
+    fence_async_reads();
+  }
+  __syncthreads();
+  if (sends) {
+    send(p.group - 1);
+    store_wait_read<0>();
+  }
+}
+
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
-// The sequence a slot belongs to: the last one that begins at or before it. The warp tries 32 places at a time.
-GD_DEVICE int sequence_of_slot(const Sequences& s, int64_t slot, int lane) {
-  if (!s.offsets.data)
-    return static_cast<int>(static_cast<uint32_t>(slot) / static_cast<uint32_t>(Sequences::chunks(s.tokens)));
-  int low = 0, count = s.count + 1;  // s.count = past the last offset
-  while (count > 1) {
-    const int step = (count + 31) / 32, tried = low + lane * step;
-    const bool begins = lane * step < count && s.first_slot(tried) <= slot;
-    const int found = __popc(__ballot_sync(~0u, begins)) - 1;
+struct ChunkPlace {
+  int sequence, batch, token, rows;  // the sequence past the last one owns what is past the last offset
+};
+// The chunk of a slot: its sequence is the last one that begins at or before it. The warp tries 32 places at a time.
+GD_DEVICE ChunkPlace place_of_slot(const Sequences& s, int slot, int lane) {
+  const int tokens = static_cast<int>(s.tokens);
+  if (!s.offsets.data) {
+    const int chunks = static_cast<int>(Sequences::chunks(s.tokens));
+    const int n = static_cast<int>(static_cast<uint32_t>(slot) / static_cast<uint32_t>(chunks));
+    const int token = (slot - n * chunks) * kChunkTokens;
+    return {n, n, token, min(tokens - token, kChunkTokens)};
+  }
+  const auto first_slot = [](int begin, int n) {
+    return static_cast<int>(static_cast<uint32_t>(begin) / kChunkTokens) + n;
+  };
+  int low = 0, count = s.count + 1, step, found, begin;
+  do {
+    step = (count + 31) / 32;
+    const int tried = min(low + lane * step, s.count);
+    begin = static_cast<int>(s.offsets[tried]);
+    const bool begins = lane * step < count && first_slot(begin, tried) <= slot;
+    found = __popc(__ballot_sync(~0u, begins)) - 1;
     low += found * step;
     count = min(step, count - found * step);
-  }
-  return low;
+  } while (step > 1);
+  int end = __shfl_sync(~0u, begin, found + 1);
+  begin = __shfl_sync(~0u, begin, found);
+  if (low == s.count)
+    end = tokens;
+  else if (found == 31)
+    end = static_cast<int>(s.offsets[low + 1]);
+  const int token = begin + (slot - first_slot(begin, low)) * kChunkTokens;
+  return {low, 0, token, min(end - token, kChunkTokens)};
 }
 
 GD_DEVICE void zero_rows(const ForwardParams& p, int batch, int64_t token, int rows, int key_head) {
@@ -395,17 +479,10 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
   const int block = static_cast<int>(blockIdx.x) - kPrepareHelpers;
   const int slot = static_cast<int>(static_cast<uint32_t>(block) / static_cast<uint32_t>(p.key_heads));
   const int key_head = block - slot * p.key_heads;
-  const int n = sequence_of_slot(p.sequences, slot, lane);
-  const bool past_the_end = n == p.sequences.count;
-  const int64_t used = past_the_end ? p.sequences.offsets[n] : 0;
-  const Span span = past_the_end ? Span{0, used, p.sequences.tokens - used} : p.sequences[n];
-  const int chunk = slot - static_cast<int>(p.sequences.first_slot(n));
-  const int left = static_cast<int>(span.length) - chunk * kChunkTokens;
-  if (left <= 0) return;
-  const int rows = left < kChunkTokens ? left : kChunkTokens;
-  const int token = static_cast<int>(span.begin) + chunk * kChunkTokens;
+  const auto [n, batch, token, rows] = place_of_slot(p.sequences, slot, lane);
+  if (rows <= 0) return;
   if (p.is_nobody(n)) {
-    if (p.o.data) zero_rows(p, span.batch, token, rows, key_head);
+    if (p.o.data) zero_rows(p, batch, token, rows, key_head);
     return;
   }
 
@@ -413,23 +490,23 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
   const uint32_t barrier = smem + PrepareSmem::kBarrier, norms = smem + PrepareSmem::kNorms;
   const bool whole = rows == kChunkTokens;
   if (!whole) {
-    load_ragged_keys(p, span.batch, token, rows, key_head, smem);
+    load_ragged_keys(p, batch, token, rows, key_head, smem);
   } else if (tid == 0) {
     barrier_init(barrier, 1);
     barrier_init_fence();
     barrier_arrive_expect(barrier, 2 * kTileBytes);
     for (int half = 0; half < 2; ++half)
-      load_box(smem + PrepareSmem::kKeys + half * kTileBytes, &p.k_map, barrier, key_head, token, span.batch, half);
+      load_box(smem + PrepareSmem::kKeys + half * kTileBytes, &p.k_map, barrier, key_head, token, batch, half);
   }
   const int first_head = key_head * p.group;
-  load_gates(p, span.batch, token, rows, first_head, smem);
+  load_gates(p, batch, token, rows, first_head, smem);
   if (!p.l2norm) store_shared(norms + tid * 4, 1.0f);
   if (!whole) copy_async_wait();
   fence_async_reads();
   __syncthreads();
   if (whole) barrier_wait(barrier, 0);
   if (p.l2norm) {
-    find_norms<Elem>(p, span.batch, token, rows, key_head, smem);
+    find_norms<Elem>(p, batch, token, rows, key_head, smem);
     __syncthreads();
   }
 
@@ -443,43 +520,14 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
   mma_commit();
   mma_wait<0>();
   __syncthreads();  // K is not read any more
-  with_warp(warp, [&](auto w) {
-    store_products<decltype(w)::value>(smem + PrepareSmem::kProducts, norms, smem + PrepareSmem::kLengths, kk, lane);
-  });
+  uint32_t below;
+  with_warp(warp, [&](auto w) { below = store_products<decltype(w)::value>(kk, p.l2norm, smem, lane); });
   __syncthreads();
   const uint32_t gates = smem + PrepareSmem::kGates, betas = gates + p.group * kVectorBytes;
 #pragma unroll 1
-  for (int v = warp; v < p.group; v += 4) {
-    const int head = first_head + v;
-    prepare_vectors(p, reinterpret_cast<float*>(p.prepared_chunk(slot, head) + kInverseBytes),
-                    p.decays + head * p.sequences.slots() + slot, smem, gates + v * kVectorBytes,
-                    betas + v * kVectorBytes, lane);
-  }
-
-  const uint32_t triangle = smem + PrepareSmem::kInverse;
-#pragma unroll 1
-  for (int v = 0; v < p.group; ++v) {
-    uint32_t diagonal[4];
-    if (tid == 0) store_wait_read<0>();  // the last head's triangle; the others learn of it at the next barrier
-    with_warp(warp, [&](auto w) {
-      constexpr int I = decltype(w)::value;
-      load_products<I>(kk, smem + PrepareSmem::kProducts, lane);
-      begin_block_row<I>(kk, diagonal, smem, betas + v * kVectorBytes, lane);
-    });
-    __syncthreads();
-    with_warp(warp, [&](auto w) {
-      constexpr int I = decltype(w)::value;
-      finish_block_row<I>(kk, smem, lane);
-      store_inverse<I, Elem>(kk, diagonal, triangle, norms, lane);
-    });
-    fence_async_reads();
-    __syncthreads();
-    if (tid == 0) {
-      store_bulk(p.prepared_chunk(slot, first_head + v), triangle, kInverseBytes);
-      store_commit();
-    }
-  }
-  if (tid == 0) store_wait_read<0>();
+  for (int v = warp; v < p.group; v += 4)
+    prepare_vectors(p, slot, first_head + v, smem, gates + v * kVectorBytes, betas + v * kVectorBytes, lane);
+  with_warp(warp, [&](auto w) { invert<decltype(w)::value, Elem>(p, slot, first_head, smem, betas, below, lane); });
 }
 
 }  // namespace gatedelta::cuda

@@ -46,9 +46,10 @@ GD_HOST_DEVICE inline int rounds_of(int items, int blocks) { return quotient(ite
 enum class Pass { kForward, kStates, kBackward };
 
 enum WorkKind {
-  kOutputs,  // chunks of a sequence, perhaps after some that only move the state
-  kFactors,  // S_loc and M of a segment, S_out = M S_in + S_loc, for half of the columns of each
-  kJoin,     // the states at the ends of segments, one after the other
+  kNoWork = -1,  // the end of the list
+  kOutputs,      // chunks of a sequence, perhaps after some that only move the state
+  kFactors,      // S_loc and M of a segment, S_out = M S_in + S_loc, for half of the columns of each
+  kJoin,         // the states at the ends of segments, one after the other
 };
 enum Half { kWhole = -1, kNoValues = -2 };  // of the value columns; or 0, 1
 // Or the number of a boundary. A window's end is one of the states that the forward has kept, `pair` its number.
@@ -65,7 +66,9 @@ struct alignas(64) WorkItem {
   int origin;   // first token of the sequence
   int pair;     // of sequence and head: which counter of readers
   int readers;  // warpgroups that have to have read the initial state before the final one may be in its place
+  int unused;
 };
+static_assert(sizeof(WorkItem) == 64);
 
 // A chunk of one value head, or of half of one; or a step of a join. Chunks are walked through forwards or, for
 // gradients, backwards: then the ragged one comes first.
@@ -148,8 +151,8 @@ constexpr int kJoinImages = 3;  // that a join of half of the columns reads
 enum Ready { kFactorsReady = 4, kStateReady = 8 };
 
 // How the list of work comes to be: by a plan; or, where sequences are too many for that and work is enough, without
-// one, the longest first; or, where they are as long as each other and fill the card as they are, already during
-// prepare.
+// one, the longest first; or, where they are as long as each other and fill the card as they are, or are too short to
+// be cut, already during prepare.
 enum ListMode { kPlannedList, kSortedList, kEvenList };
 // What is planned at most.
 constexpr int kMaxPlannedSequences = 64, kMaxPlannedPairs = 1024, kMaxPlannedEntries = 6144;

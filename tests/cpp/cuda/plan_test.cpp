@@ -193,6 +193,22 @@ TEST(List, IsPlannedWhereCutsMayHelp) {
   EXPECT_EQ(list_mode(dense(0, 64, 64), 132), kEvenList);
 }
 
+// And where all sequences are short: halves of heads as long as there are blocks, and entries, for all of them.
+TEST(List, OfShortSequencesNeedsNoPlan) {
+  EXPECT_EQ(list_mode(packed(1, 64, 8), 132), kEvenList);
+  EXPECT_EQ(even_parts(packed(1, 64, 8), 132), 2);
+  EXPECT_EQ(even_parts(packed(3, kShortTokens, 32), 132), 1);
+  EXPECT_EQ(even_parts(packed(66, kShortTokens, 1), 132), 1);
+  EXPECT_LT(max_entries(packed(66, kShortTokens, 1)), 2 * 66);
+  EXPECT_EQ(list_mode(packed(1, kShortTokens + 1, 8), 132), kPlannedList);
+  EXPECT_EQ(even_parts(dense(2, kShortTokens, 8), 132), 2);
+  for (int64_t count = 0; count < 70; ++count)
+    for (int64_t heads = 1; heads < 70; ++heads) {
+      const ForwardProblem p = packed(count, kShortTokens, heads);
+      EXPECT_LE(even_parts(p, 132) * count * heads, max_entries(p)) << count << " of " << heads;
+    }
+}
+
 TEST(List, HasRoomForEveryPiece) {
   ForwardProblem p = dense(2, 6400, 8);
   EXPECT_EQ(max_entries(p), 2 * 16 + 4096);
