@@ -43,12 +43,12 @@ inline bool may_cut(const ForwardProblem& p) {
   return p.context_parallel && !p.batch_invariant && is_planned(p.in.sequences.count, p.in.value_heads);
 }
 // Of heads that are not to be cut, which can be told from shapes alone: of a dense batch that fills the card, and of
-// sequences too short for that. 0 = they are to be cut, perhaps.
+// sequences too short for that, unless a backward wants the plan. 0 = they are to be cut, perhaps.
 constexpr int64_t kShortTokens = 4 * kChunkTokens;
 inline int even_parts(const ForwardProblem& p, int blocks) {
   const int64_t pairs = p.in.sequences.count * p.in.value_heads;
   if (p.segment_chunks) return 0;
-  if (p.in.sequences.tokens <= kShortTokens)  // those of all sequences, in a pack
+  if (p.in.sequences.tokens <= kShortTokens && !p.saved)  // those of all sequences, in a pack
     return 2 * pairs <= blocks && is_planned(p.in.sequences.count, p.in.value_heads) ? 2 : 1;
   if (p.in.sequences.offsets) return 0;
   return pairs > 8 * int64_t{blocks} ? 1 : busy_parts(static_cast<int>(pairs), blocks);

@@ -23,6 +23,7 @@ namespace gatedelta::cuda {
 
 constexpr int kPrepareThreads = 128;
 constexpr int kPrepareBlocksPerSm = 7;
+constexpr int kRowsMeet = 1;  // the named barrier of warps that are at the code of their block rows
 
 struct PrepareSmem {
   static constexpr int kKeys = 0;  // two tiles [64 tokens][64]
@@ -362,7 +363,7 @@ GD_DEVICE void invert(const ForwardParams& p, int slot, int first_head, uint32_t
     begin_block_row<I>(M, diagonal, products, below, smem + PrepareSmem::kPairs + I * 1024 + v % 2 * 256, exchange,
                        betas + v * kVectorBytes, lane);
     if (sends) store_wait_read<0>();  // the triangle before the last one
-    __syncthreads();
+    meet_roles(kRowsMeet, kPrepareThreads);
     if (sends && v > 0) send(v - 1);
     finish_block_row<I>(M, exchange, lane);
     const uint32_t norms = smem + PrepareSmem::kNorms + (16 * I + (lane >> 2)) * 4;
@@ -370,7 +371,7 @@ GD_DEVICE void invert(const ForwardParams& p, int slot, int first_head, uint32_t
                            load_shared(norms + 32), lane);
     fence_async_reads();
   }
-  __syncthreads();
+  meet_roles(kRowsMeet, kPrepareThreads);
   if (sends) {
     send(p.group - 1);
     store_wait_read<0>();
