@@ -43,8 +43,8 @@ inline bool may_cut(const ForwardProblem& p) {
   return p.context_parallel && !p.batch_invariant && is_planned(p.in.sequences.count, p.in.value_heads);
 }
 // Of heads that are not to be cut, which can be told from shapes alone: of a dense batch that fills the card, and of
-// sequences too short for that, unless a backward wants the plan. 0 = they are to be cut, perhaps.
-constexpr int64_t kShortTokens = 4 * kChunkTokens;
+// sequences so short that no plan cuts them, unless a backward wants the plan. 0 = they are to be cut, perhaps.
+constexpr int64_t kShortTokens = 14 * kChunkTokens;
 inline int even_parts(const ForwardProblem& p, int blocks) {
   const int64_t pairs = p.in.sequences.count * p.in.value_heads;
   if (p.segment_chunks) return 0;

@@ -213,6 +213,24 @@ TEST(List, OfShortSequencesNeedsNoPlan) {
     }
 }
 
+// A plan would find the same.
+TEST(List, OfShortSequencesIsWhatAPlanWouldBe) {
+  for (const int count : {1, 2, 5, 8, 64})
+    for (int heads = 1; heads <= 128 && is_planned(count, heads); heads += 3)
+      for (int chunks = 1; chunks <= kShortTokens / kChunkTokens; ++chunks) {
+        const ForwardProblem p = dense(count, chunks * kChunkTokens, heads);
+        const Limits limits = {132, static_cast<int>(max_entries(p)), forward_layout(p).boundary_count};
+        const std::vector<int> lengths(count, chunks);
+        for (int share = 0; share < kShares; ++share) {
+          LengthClass classes[kMaxClasses + 1] = {};
+          const int class_count = length_classes(lengths.data(), count, heads, share, classes);
+          const Cut cut = cut_number(fastest_cut(classes, class_count, limits, true).number, 1);
+          const bool is_same = !cut.fading && !cut.lasting && even_parts(p, 132) == (cut.halves ? 2 : 1);
+          EXPECT_TRUE(is_same) << count << " of " << chunks << " chunks, " << heads << " heads";
+        }
+      }
+}
+
 TEST(List, HasRoomForEveryPiece) {
   ForwardProblem p = dense(2, 6400, 8);
   EXPECT_EQ(max_entries(p), 2 * 16 + 4096);

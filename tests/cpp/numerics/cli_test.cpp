@@ -50,10 +50,12 @@ TEST(Cli, ExplainsHowSequencesAreCut) {
   EXPECT_EQ(cut.status, 0);
   EXPECT_NE(cut.output.find("1 sequences of 8 value heads on 132 blocks"), std::string::npos) << cut.output;
   EXPECT_NE(cut.output.find("1 of 4 "), std::string::npos) << cut.output;
-  const Result even = gatedelta("bench --explain --blocks 64 B=16 T=500 Hk=4 Hv=4");
+  const Result even = gatedelta("bench --explain --blocks 64 B=16 T=1500 Hk=4 Hv=4");
   EXPECT_NE(even.output.find("not cut: heads of one length keep the card busy"), std::string::npos) << even.output;
-  EXPECT_NE(gatedelta("bench --explain lengths=100x5 Hk=1 Hv=1").output.find("longest first"), std::string::npos);
+  EXPECT_NE(gatedelta("bench --explain lengths=100x50 Hk=1 Hv=1").output.find("longest first"), std::string::npos);
   EXPECT_NE(gatedelta("bench --explain lengths=0 Hk=1 Hv=1").output.find("not cut"), std::string::npos);
+  EXPECT_NE(gatedelta("bench --explain lengths=300+500 Hk=1 Hv=1").output.find("too short for it, in halves"),
+            std::string::npos);
   EXPECT_NE(gatedelta("bench --explain T=640 segment=3").output.find("segments of 3 chunks"), std::string::npos);
   for (const char* refused : {"lengths=100x5 Hk=1 Hv=1 segment=3", "T=128000 Hk=2 Hv=4 segment=1"})
     EXPECT_NE(gatedelta(std::string("bench --explain ") + refused).output.find("refused: "), std::string::npos);
