@@ -49,7 +49,8 @@ def label_bars(axes, bars, texts: list[str]) -> None:
 
 def where(result: dict) -> str:
     machine = result["machine"]
-    return f"{machine['cpu']} ({machine['architecture']}, {machine['cpus']} CPUs)"
+    place = f"{machine['architecture']}, {machine['cpus']} CPUs"
+    return f"{machine['cpu']} ({place})" if "cpu" in machine else place  # on aarch64 Linux names no model
 
 
 def backend(timing: dict) -> str:

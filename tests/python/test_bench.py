@@ -77,9 +77,12 @@ RUN = {
 def test_plot_of_a_run(run_python, root, tmp_path):
     pytest.importorskip("matplotlib")
     results, picture = tmp_path / "run.json", tmp_path / "pictures" / "run.png"
-    results.write_text(json.dumps(RUN))
-    run_python(str(root / "bench" / "plot.py"), str(results), str(picture))
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    nameless = {"architecture": "aarch64", "cpus": 2, "best_isa": "neon"}
+    for run in (RUN, RUN | {"machine": nameless}):
+        results.write_text(json.dumps(run))
+        run_python(str(root / "bench" / "plot.py"), str(results), str(picture))
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        picture.unlink()
     results.write_text(json.dumps({"command": "something else"}))
     refused = run_python(str(root / "bench" / "plot.py"), str(results), str(picture), check=False)
     assert refused.returncode == 2 and "something else" in refused.stderr
