@@ -61,8 +61,7 @@ std::string explain_plan(const testing::Case& c, int blocks) {
     case cuda::kSortedList: return text + "  not cut: so many sequences and heads keep the card busy, longest first\n";
     case cuda::kEvenList:
       return text + "  not cut: " +
-             (p.in.sequences.tokens <= cuda::kShortTokens ? "sequences are too short for it, "
-                                                          : "heads of one length keep the card busy, ") +
+             (cuda::are_short(p) ? "sequences are too short for it, " : "heads of one length keep the card busy, ") +
              (cuda::even_parts(p, blocks) == 2 ? "in halves\n" : "whole\n");
     case cuda::kPlannedList: break;
   }

@@ -45,9 +45,6 @@ GD_DEVICE uint32_t load_shared_word(uint32_t p) {
 GD_DEVICE void store_shared(uint32_t p, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(p), "f"(v) : "memory");
 }
-GD_DEVICE void store_shared2(uint32_t p, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(p), "f"(x), "f"(y) : "memory");
-}
 GD_DEVICE void store_shared4(uint32_t p, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
@@ -166,9 +163,6 @@ GD_DEVICE void barrier_arrive(uint32_t barrier, int times) {
 }
 GD_DEVICE void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-GD_DEVICE void barrier_expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 GD_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(

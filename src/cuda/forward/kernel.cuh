@@ -124,7 +124,7 @@ struct Forward {
 
   // ---- work --------------------------------------------------------------------------------------------------------
 
-  // A number the compiler knows nothing of: what is made of it is not kept in registers through all chunks.
+  // What is made of it is not kept in registers through all chunks.
   GD_DEVICE int lane_here() const { return forgotten(lane); }
 
   // Numbers that all threads of a warp share, said so that they live in uniform registers.
@@ -711,7 +711,7 @@ struct Forward {
         load.next();
         operand.next();
       }
-      // From checkpoint to checkpoint: a jump over the code of one would cost every chunk some of its time.
+      // From checkpoint to checkpoint, so that chunks need not jump over the code of one.
       const int first = at.token;
 #pragma unroll 1
       while (at.rows > 0) {

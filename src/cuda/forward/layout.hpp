@@ -65,7 +65,11 @@ struct Sequences {
   // A chunk's place in the workspace needs no table: chunk c of sequence n is slot first_slot(n) + c, and slots of
   // different sequences never meet because every sequence brings one to spare.
   GD_HOST_DEVICE int64_t first_slot(int n) const {
-    return offsets.data ? offsets[n] / kChunkTokens + n : n * chunks(tokens);
+    return offsets.data ? first_slot_at(offsets[n], n) : n * chunks(tokens);
+  }
+  template <class Offset>
+  GD_HOST_DEVICE static Offset first_slot_at(Offset begin, int n) {
+    return begin / kChunkTokens + n;
   }
   GD_HOST_DEVICE static int64_t chunks(int64_t length) { return (length + kChunkTokens - 1) / kChunkTokens; }
   // Tokens past the last offset count as sequence N, which nobody owns.

@@ -42,14 +42,15 @@ inline bool is_planned(int64_t sequences, int64_t value_heads) {
 inline bool may_cut(const ForwardProblem& p) {
   return p.context_parallel && !p.batch_invariant && is_planned(p.in.sequences.count, p.in.value_heads);
 }
-// Of heads that are not to be cut, which can be told from shapes alone: of a dense batch that fills the card, and of
-// sequences so short that no plan cuts them, unless a backward wants the plan. 0 = they are to be cut, perhaps.
+// Sequences so short that no plan cuts them, unless a backward wants the plan. Tokens are those of all, in a pack.
 constexpr int64_t kShortTokens = 14 * kChunkTokens;
+inline bool are_short(const ForwardProblem& p) { return p.in.sequences.tokens <= kShortTokens && !p.saved; }
+// Parts of heads that are not to be cut, which can be told from shapes alone: of short sequences, and of a dense batch
+// that fills the card. 0 = they are to be cut, perhaps.
 inline int even_parts(const ForwardProblem& p, int blocks) {
   const int64_t pairs = p.in.sequences.count * p.in.value_heads;
   if (p.segment_chunks) return 0;
-  if (p.in.sequences.tokens <= kShortTokens && !p.saved)  // those of all sequences, in a pack
-    return 2 * pairs <= blocks && is_planned(p.in.sequences.count, p.in.value_heads) ? 2 : 1;
+  if (are_short(p)) return 2 * pairs <= blocks && is_planned(p.in.sequences.count, p.in.value_heads) ? 2 : 1;
   if (p.in.sequences.offsets) return 0;
   return pairs > 8 * int64_t{blocks} ? 1 : busy_parts(static_cast<int>(pairs), blocks);
 }

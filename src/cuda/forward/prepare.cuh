@@ -31,14 +31,17 @@ struct PrepareSmem {
   // in fp16, so that a head may begin before the last one's triangle has left.
   static constexpr int kInverse = 0;
   static constexpr int kExchange = kInverse + 2 * kInverseBytes;
-  static constexpr int kExchangeBytes = 6 * 512;
+  static constexpr int kExchangeBytes = 6 * kBlockBytes;
+  static constexpr int kOffDiagonal = 3 * kBlockBytes;  // where the M_IJ begin in one
   static_assert(kExchange + 2 * kExchangeBytes <= 2 * kTileBytes);
   static constexpr int kProducts = kInverse + kInverseBytes;  // K K^T off the diagonal; gone when a second head begins
-  static_assert(6 * 512 <= kInverseBytes);
+  static_assert(6 * kBlockBytes <= kInverseBytes);
   static constexpr int kPairs = kKeys + 2 * kTileBytes;  // per warp, of two heads: two 8 x 8 of D, then of D beta, fp16
-  static constexpr int kTriangles = kPairs + 4 * 1024;   // per warp: two 8 x 8 of K K^T below the diagonal, fp32
-  static constexpr int kNorms = kTriangles + 8 * 112;    // r^k, r^q
-  static constexpr int kLengths = kNorms + 2 * kVectorBytes;  // |k|^2, of the keys that are used
+  static constexpr int kPairBytes = 2 * 8 * 8 * 2, kScaled = 2 * kPairBytes, kPairsBytes = 4 * kPairBytes;
+  static constexpr int kTriangles = kPairs + 4 * kPairsBytes;  // per warp: two 8 x 8 of K K^T below the diagonal, fp32
+  static constexpr int kBelowBytes = 28 * 4;
+  static constexpr int kNorms = kTriangles + 8 * kBelowBytes;  // r^k, r^q
+  static constexpr int kLengths = kNorms + 2 * kVectorBytes;   // |k|^2, of the keys that are used
   static constexpr int kBarrier = kLengths + kVectorBytes;
   static constexpr int kGates = kBarrier + 16;  // [group] of log2 of the decay, then [group] of beta
   static constexpr int allocated(int group) { return kGates + 2 * group * kVectorBytes + kTileAlign; }
@@ -65,7 +68,7 @@ GD_DEVICE void with_warp(int warp, const F& f) {
 
 GD_DEVICE uint32_t pack_half(float first, float second) { return pack<__half>(first, second); }
 GD_DEVICE constexpr uint32_t off_diagonal_slot(int I, int J) {
-  return static_cast<uint32_t>(I * (I - 1) / 2 + J) * 512;
+  return static_cast<uint32_t>(I * (I - 1) / 2 + J) * kBlockBytes;
 }
 
 // K K^T is kept in fp16, as an eighth: keys may be far longer than 1, and so may what D beta becomes with them.
@@ -97,14 +100,15 @@ GD_DEVICE uint32_t store_products(float (&kk)[32], bool normalise, uint32_t smem
     store_shared_words(products + off_diagonal_slot(J, I), make_uint4(part(0), part(4), part(2), part(6)));
   }
   const float* const own = kk + 8 * I;
-  const uint32_t triangle = smem + PrepareSmem::kTriangles + I * 2 * 112 + (g * (g - 1) / 2 + 2 * t) * 4;
+  const uint32_t triangle =
+      smem + PrepareSmem::kTriangles + 2 * I * PrepareSmem::kBelowBytes + (g * (g - 1) / 2 + 2 * t) * 4;
   if (2 * t < g) {
     store_shared(triangle, own[0]);
-    store_shared(triangle + 112, own[6]);
+    store_shared(triangle + PrepareSmem::kBelowBytes, own[6]);
   }
   if (2 * t + 1 < g) {
     store_shared(triangle + 4, own[1]);
-    store_shared(triangle + 116, own[7]);
+    store_shared(triangle + PrepareSmem::kBelowBytes + 4, own[7]);
   }
   if (t == g / 2) {
     store_shared(smem + PrepareSmem::kLengths + row * 4, g & 1 ? own[1] : own[0]);
@@ -130,7 +134,7 @@ GD_DEVICE void store_column(uint32_t to, const float (&x)[8]) {
 template <int I>
 GD_DEVICE void substitute(uint32_t smem, uint32_t betas, int lane) {
   const int column = lane & 7, part = lane >> 3 & 1;
-  const uint32_t triangle = smem + PrepareSmem::kTriangles + (2 * I + part) * 112;
+  const uint32_t triangle = smem + PrepareSmem::kTriangles + (2 * I + part) * PrepareSmem::kBelowBytes;
   const uint32_t own_betas = betas + (16 * I + 8 * part) * 4;
   float products[28], beta[4], x[8];
 #pragma unroll
@@ -146,11 +150,11 @@ GD_DEVICE void substitute(uint32_t smem, uint32_t betas, int lane) {
     x[i] = (i == column ? 1.0f : 0.0f) - beta[i % 4] * sum;
   }
   const float scale = load_shared(own_betas + column * 4) / kProductScale;
-  const uint32_t pairs = smem + PrepareSmem::kPairs + I * 1024 + lane * 16;
+  const uint32_t pairs = smem + PrepareSmem::kPairs + I * PrepareSmem::kPairsBytes + lane * 16;
   store_column(pairs, x);
 #pragma unroll
   for (float& y : x) y *= scale;
-  store_column(pairs + 512, x);
+  store_column(pairs + PrepareSmem::kScaled, x);
   __syncwarp();
 }
 
@@ -162,7 +166,7 @@ GD_DEVICE void begin_block_row(float* M, uint32_t (&diagonal)[4], const uint32_t
   uint32_t columns[2], rows[2], scaled[4];  // D11 and D22 by columns and by rows; D_I beta
   load_pair(columns, pairs + (lane & 15) * 16);
   load_pair_turned(rows, pairs + (lane & 15) * 16);
-  load_pair_turned(scaled, pairs + 512 + (lane & 15) * 16);
+  load_pair_turned(scaled, pairs + PrepareSmem::kScaled + (lane & 15) * 16);
   float y[4] = {}, z[4] = {};
   mma_k8(y, columns[0], 0, below);                 // (K K^T_21 D11)^T
   mma_k8(z, scaled[1], 0, pack_half(y[0], y[1]));  // D22 L21 D11
@@ -171,7 +175,7 @@ GD_DEVICE void begin_block_row(float* M, uint32_t (&diagonal)[4], const uint32_t
   diagonal[2] = 0;
   diagonal[3] = rows[1];
   if constexpr (I < 3)
-    store_matrices(exchange + I * 512 + lane * 16, diagonal[0], diagonal[1], diagonal[2], diagonal[3]);
+    store_matrices(exchange + I * kBlockBytes + lane * 16, diagonal[0], diagonal[1], diagonal[2], diagonal[3]);
   if constexpr (I > 0) {
     const float2 beta = load_shared2(betas + (16 * I + 2 * (lane & 3)) * 4);
     scaled[3] = scaled[1];
@@ -185,8 +189,8 @@ GD_DEVICE void begin_block_row(float* M, uint32_t (&diagonal)[4], const uint32_t
       mma_k16(c, scaled, products[4 * J], products[4 * J + 1]);
       mma_k16(c + 4, scaled, products[4 * J + 2], products[4 * J + 3]);
       if constexpr (I < 3)
-        store_matrices(exchange + 3 * 512 + off_diagonal_slot(I, J) + lane * 16, pack_half(c[0], c[1]),
-                       pack_half(c[2], c[3]), pack_half(c[4], c[5]), pack_half(c[6], c[7]));
+        store_matrices(exchange + PrepareSmem::kOffDiagonal + off_diagonal_slot(I, J) + lane * 16,
+                       pack_half(c[0], c[1]), pack_half(c[2], c[3]), pack_half(c[4], c[5]), pack_half(c[6], c[7]));
     }
   }
 }
@@ -194,7 +198,7 @@ GD_DEVICE void begin_block_row(float* M, uint32_t (&diagonal)[4], const uint32_t
 // After every warp has begun: T[8 J ..], which was M_IJ, = T_IJ for J < I.
 template <int I>
 GD_DEVICE void finish_block_row(float* T, uint32_t exchange, int lane) {
-  const uint32_t diagonals = exchange + lane * 16, blocks = exchange + 3 * 512 + lane * 16;
+  const uint32_t diagonals = exchange + lane * 16, blocks = exchange + PrepareSmem::kOffDiagonal + lane * 16;
 #pragma unroll
   for (int K = I - 1; K >= 0; --K) {
     float* c = T + 8 * K;
@@ -207,7 +211,7 @@ GD_DEVICE void finish_block_row(float* T, uint32_t exchange, int lane) {
       mma_k16(T + 8 * J, a, b[0], b[1]);
       mma_k16(T + 8 * J + 4, a, b[2], b[3]);
     }
-    load_matrices_turned(b, diagonals + K * 512);
+    load_matrices_turned(b, diagonals + K * kBlockBytes);
 #pragma unroll
     for (int i = 0; i < 8; ++i) c[i] = 0;
     mma_k16(c, a, b[0], b[1]);
@@ -360,8 +364,9 @@ GD_DEVICE void invert(const ForwardParams& p, int slot, int first_head, uint32_t
     if (v % 2 == 0) substitute<I>(smem, betas + min(v + (lane >> 4), p.group - 1) * kVectorBytes, lane);
     float M[8 * I + 1];
     uint32_t diagonal[4];
-    begin_block_row<I>(M, diagonal, products, below, smem + PrepareSmem::kPairs + I * 1024 + v % 2 * 256, exchange,
-                       betas + v * kVectorBytes, lane);
+    begin_block_row<I>(M, diagonal, products, below,
+                       smem + PrepareSmem::kPairs + I * PrepareSmem::kPairsBytes + v % 2 * PrepareSmem::kPairBytes,
+                       exchange, betas + v * kVectorBytes, lane);
     if (sends) store_wait_read<0>();  // the triangle before the last one
     meet_roles(kRowsMeet, kPrepareThreads);
     if (sends && v > 0) send(v - 1);
@@ -393,7 +398,7 @@ GD_DEVICE ChunkPlace place_of_slot(const Sequences& s, int slot, int lane) {
     return {n, n, token, min(tokens - token, kChunkTokens)};
   }
   const auto first_slot = [](int begin, int n) {
-    return static_cast<int>(static_cast<uint32_t>(begin) / kChunkTokens) + n;
+    return static_cast<int>(Sequences::first_slot_at(static_cast<uint32_t>(begin), n));
   };
   int low = 0, count = s.count + 1, step, found, begin;
   do {

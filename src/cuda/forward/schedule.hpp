@@ -66,7 +66,7 @@ struct alignas(64) WorkItem {
   int origin;   // first token of the sequence
   int pair;     // of sequence and head: which counter of readers
   int readers;  // warpgroups that have to have read the initial state before the final one may be in its place
-  int unused;
+  int unused;   // all 64 bytes are copied, a word per lane
 };
 static_assert(sizeof(WorkItem) == 64);
 
