@@ -246,8 +246,10 @@ def test_opcheck():
     inputs = [tensors[name] for name in ("q", "k", "v", "g", "beta")]
     more = [tensors["cu_seqlens"], tensors["initial_state"], None, tensors["A_log"], tensors["dt_bias"], None]
     options = _ops.GATE_RAW | _ops.BETA_LOGIT | _ops.L2NORM
-    for operator in (_ops.chunk_fwd, _ops.chunk_fwd_save):
-        torch.library.opcheck(operator, (*inputs, options | _ops.FINAL_STATE, *more))
+    torch.library.opcheck(_ops.chunk_fwd, (*inputs, options | _ops.FINAL_STATE, *more))
+    # What is saved has room that nobody writes: the bytes of two calls may differ, so they are not compared.
+    checks = "test_schema", "test_autograd_registration", "test_faketensor"
+    torch.library.opcheck(_ops.chunk_fwd_save, (*inputs, options | _ops.FINAL_STATE, *more), test_utils=checks)
     saved = _ops.chunk_fwd_save(*inputs, options, *more)[2]
     gradients = (case.do.cuda(), case.dht.cuda())
     torch.library.opcheck(_ops.chunk_bwd, (*inputs, options, *more, *gradients, saved, 0b11111111))
