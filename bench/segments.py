@@ -59,14 +59,16 @@ def measure_all(row: dict, repeats: int) -> dict:
     inputs = gpu.make_inputs(row)
     out, final = torch.empty_like(inputs["v"]), torch.empty_like(inputs["initial_state"])
     args = arguments(inputs, out, final)
-    auto, off = measure(args, repeats), measure(args, repeats, _lib.CP_OFF)
-    forced = {}
-    for segment in regret.segments_of(row["lengths"]):
+
+    def time_of(choice: str | int) -> float | None:
+        context_parallel = _lib.CP_OFF if choice == regret.OFF else _lib.CP_AUTO
         try:
-            forced[segment] = measure(args, repeats, segment=segment)
+            return measure(args, repeats, context_parallel, choice if isinstance(choice, int) else 0)
         except _lib.UnsupportedError:  # too many pieces
-            continue
-    return regret.judged(row, auto, off, forced)
+            return None
+
+    times = regret.swept(time_of, regret.segments_of(row["lengths"]))
+    return regret.judged(row, times.pop(regret.AUTO), times.pop(regret.OFF), times)
 
 
 def main() -> None:

@@ -330,6 +330,24 @@ def test_segments_forced(bench):
 SEGMENT_ROW = {"kind": "fwd", "hk": 2, "hv": 8, "seq": "1x2048", "lengths": [2048]}
 
 
+def test_segments_measured_in_turn(bench):
+    import regret
+
+    calls, times = [], {regret.AUTO: 1.0, regret.OFF: 5.0, 2: None, 4: 1.1, 8: 1.2, 16: 1.3, 32: 1.4}
+
+    def measure(choice):
+        """Everything takes longer and longer, as on a card that gets hot."""
+        calls.append(choice)
+        return times[choice] and times[choice] + 0.01 * len(calls)
+
+    found = regret.swept(measure, [2, 4, 8, 16, 32])
+    assert set(found) == set(times) - {2}  # what is refused is left out
+    assert found[regret.OFF] == pytest.approx(5.02) and found[32] == pytest.approx(1.47)  # measured once
+    assert calls[7:] == [regret.AUTO, 4, 8, 16] * regret.ROUNDS
+    assert found[regret.AUTO] == pytest.approx(1.12) and found[4] == pytest.approx(1.23)  # in the same turn, the second
+    assert regret.swept(lambda choice: 1.0, []) == {regret.AUTO: 1.0, regret.OFF: 1.0}
+
+
 def test_segments_regret(bench):
     import regret
 
