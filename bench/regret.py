@@ -19,9 +19,9 @@ def segments_of(lengths: list[int]) -> list[int]:
 
 
 def swept(measure: Callable[[str | int], float | None], segments: list[int]) -> dict[str | int, float]:
-    """The time of every choice; none of those that are refused. A busy card's clock wanders, and the fastest of many
-    choices is also the luckiest: the automatic one and the fastest others are measured again in turn, and of them the
-    medians of that count."""
+    """The time of every choice, less forced lengths that are refused. A busy card's clock wanders, and the fastest of
+    many choices is also the luckiest: the automatic one and the fastest others are measured again in turn, and of them
+    the medians of that count."""
     first = {choice: measure(choice) for choice in (AUTO, OFF, *segments)}
     times = {choice: ms for choice, ms in first.items() if ms is not None}
     finalists = sorted((choice for choice in times if choice != AUTO), key=times.__getitem__)[:FINALISTS]

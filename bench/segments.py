@@ -64,8 +64,10 @@ def measure_all(row: dict, repeats: int) -> dict:
         context_parallel = _lib.CP_OFF if choice == regret.OFF else _lib.CP_AUTO
         try:
             return measure(args, repeats, context_parallel, choice if isinstance(choice, int) else 0)
-        except _lib.UnsupportedError:  # too many pieces
-            return None
+        except _lib.UnsupportedError:
+            if choice in (regret.AUTO, regret.OFF):
+                raise
+            return None  # too many pieces
 
     times = regret.swept(time_of, regret.segments_of(row["lengths"]))
     return regret.judged(row, times.pop(regret.AUTO), times.pop(regret.OFF), times)
