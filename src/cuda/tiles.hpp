@@ -9,6 +9,13 @@
 #else
 #define GD_HOST_DEVICE
 #endif
+#if defined(__CUDA_ARCH__)
+#define GD_UNROLL _Pragma("unroll")
+#define GD_NO_UNROLL _Pragma("unroll 1")
+#else
+#define GD_UNROLL
+#define GD_NO_UNROLL
+#endif
 
 namespace gatedelta::cuda {
 

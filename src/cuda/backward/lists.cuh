@@ -26,11 +26,10 @@ GD_DEVICE void list_both(const BackwardParams& p) {
 }
 
 // The list of the states where the forward has kept those at the ends of windows: pieces of some windows each, which
-// wait for nothing.
+// wait for nothing. After rank_sequences.
 GD_DEVICE void list_windows(const BackwardParams& p, ScheduleSmem& s) {
   constexpr int kRounds = 3;  // of all blocks
   const int tid = threadIdx.x, count = p.sequences.count;
-  rank_sequences(p, s);
   __syncthreads();
   if (tid == 0) {
     int all = 0;
@@ -67,14 +66,21 @@ GD_DEVICE void list_windows(const BackwardParams& p, ScheduleSmem& s) {
 __global__ void __launch_bounds__(kScheduleThreads, 1) backward_lists_kernel(const __grid_constant__ BackwardParams p) {
   __shared__ ScheduleSmem smem;
   allow_next_kernel();
+  if (p.list == kPlannedList) rank_sequences(p, smem);
   wait_for_previous_kernel();
-  if (p.list != kPlannedList || (!p.forced.fading && p.cuts[0].number < 0)) return list_both(p);
-  if (blockIdx.x == 0 && p.is_prepared) return list_windows(p, smem);
-  if (blockIdx.x == 0) return Scheduler<Pass::kStates>{p, smem, p.schedule, p.work}.plan();
+  if (p.list != kPlannedList) return list_both(p);
+  if (blockIdx.x == 0 && p.is_prepared) {
+    if (!p.forced.fading && p.cuts[0].number < 0) return list_both(p);
+    return list_windows(p, smem);
+  }
+  if (blockIdx.x == 0) {
+    if (!Scheduler<Pass::kStates>{p, smem, p.schedule, p.work}.plan()) list_both(p);
+    return;
+  }
   for (int i = threadIdx.x; i < p.limits.boundaries; i += kScheduleThreads) p.back_boundary_ready[i] = 0;
   if (p.is_prepared)
     for (int i = threadIdx.x; i < p.sequences.count * p.value_heads; i += kScheduleThreads) p.initial_read[i] = 0;
-  Scheduler<Pass::kBackward>{p, smem, p.back_schedule, p.back_work}.plan();
+  if (!Scheduler<Pass::kBackward>{p, smem, p.back_schedule, p.back_work}.plan()) list_both(p);
 }
 
 }  // namespace gatedelta::cuda

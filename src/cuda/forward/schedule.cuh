@@ -15,8 +15,13 @@ struct ScheduleSmem {
   WorkItem items[kMaxPlannedSequences];  // by rank: of the whole sequence and its first head
   int chunks[kMaxPlannedSequences], first_chunk[kMaxPlannedSequences];  // their number, and the first one's slot
   int first_window[kMaxPlannedSequences];
+  int segments[2][kMaxPlannedSequences];  // of heads that fade, and that last
+  PricedCut cuts[kShares * kCutParts];
   int lasting, windows_count;
-  uint8_t lasts[kMaxPlannedPairs];
+  uint32_t per_head;  // 2^32 / heads, rounded up
+  bool longest_first;
+  uint8_t lasts[kMaxPlannedPairs];    // by the chunk in the middle of the sequence
+  uint8_t endless[kMaxPlannedPairs];  // has a boundary without a window
   uint8_t windows[kMaxPlannedEntries];
   unsigned long long entry_sums[kScheduleThreads / 32];
   EntryCounts before[kMaxPlannedPairs];  // entries of the pairs before
@@ -148,9 +153,15 @@ GD_DEVICE unsigned long long sum_before(unsigned long long mine, unsigned long l
   return others + sum - mine;
 }
 
-// The sequences by rank, longest first; for all threads after the next barrier.
+// The sequences by rank, longest first; for all threads after the next barrier. From what the caller has given alone,
+// while prepare may still run.
 GD_DEVICE void rank_sequences(const ForwardParams& p, ScheduleSmem& s) {
   const int tid = threadIdx.x, count = p.sequences.count;
+  if (tid == 0) {
+    s.lasting = 0;
+    s.per_head = ~0u / p.value_heads + 1;
+  }
+  for (int pair = tid; pair < count * p.value_heads; pair += kScheduleThreads) s.endless[pair] = 0;
   WorkItem item{};
   if (tid < count) {
     item = whole_item(p, tid, 0);
@@ -158,6 +169,7 @@ GD_DEVICE void rank_sequences(const ForwardParams& p, ScheduleSmem& s) {
   }
   __syncthreads();
   int rank = 0;
+#pragma unroll 1
   for (int n = 0; n < count; ++n) rank += s.first_chunk[n] > item.rows || (s.first_chunk[n] == item.rows && n < tid);
   __syncthreads();
   if (tid >= count) return;
@@ -175,80 +187,120 @@ struct Scheduler {
   WorkItem* work;
 
   GD_DEVICE int pairs() const { return p.sequences.count * p.value_heads; }
+  GD_DEVICE int rank_of(int pair) const {
+    return p.value_heads == 1 ? pair : static_cast<int>(__umulhi(static_cast<uint32_t>(pair), s.per_head));
+  }
+  // Now, not where the compiler would rather have it: behind the exits that those before it lead to, so that every one
+  // would be waited for alone.
+  GD_DEVICE static ChunkDecay load_decay(const ChunkDecay* from) {
+    ChunkDecay decay;
+    asm volatile("ld.global.v2.f32 {%0,%1}, [%2];" : "=f"(decay.fade), "=f"(decay.written) : "l"(from));
+    return decay;
+  }
   GD_DEVICE const ChunkDecay* decays_of(int rank, int head) const {
     return p.decays + head * p.sequences.slots() + s.first_chunk[rank];
   }
+  // Where heads that fade are cut, their windows tell which ones do; elsewhere the middle of the sequence is as good.
+  GD_DEVICE bool lasts(int pair, int rank) const { return (s.segments[0][rank] > 1 ? s.endless : s.lasts)[pair] != 0; }
 
-  GD_DEVICE void plan() const {
-    const int tid = threadIdx.x;
-    rank_sequences(p, s);
-    if (tid == 0) s.lasting = 0;
-    for (int pair = tid; pair < pairs(); pair += kScheduleThreads) s.lasts[pair] = 0;
+  // After rank_sequences. False: there is nothing to cut, as was found out during prepare.
+  GD_DEVICE bool plan() const {
+    __syncthreads();
+    look_at_prepared();
     __syncthreads();
     Cut cut = p.forced;
+    if (!cut.fading && s.cuts[0].number < 0) return false;
     // What a forward has kept for its backward is the best of more cuts than may be made, perhaps.
-    if (!cut.fading && (p.may_cut || !p.is_prepared)) cut = best_cut(p.may_cut ? lasting_share() : 0);
+    if (!cut.fading && (p.may_cut || !p.is_prepared)) cut = best_cut();
+    find_segments(cut);
+    __syncthreads();
+    find_order(cut);
     find_windows(cut);
+    __syncthreads();
     write(cut);
+    return true;
   }
 
-  GD_DEVICE Cut best_cut(int share) const {
-    PricedCut best = p.cuts[share * kCutParts];
+  // In one trip to memory: the cuts, and how many of the heads last, about, by the chunk in the middle of the sequence.
+  GD_DEVICE void look_at_prepared() const {
+    const int tid = threadIdx.x;
+    if (tid < kShares * kCutParts) s.cuts[tid] = p.cuts[tid];
+#pragma unroll 1
+    for (int pair = tid; pair < pairs(); pair += kScheduleThreads) {
+      const int rank = rank_of(pair), chunks = s.chunks[rank];
+      const bool lasts =
+          chunks > 0 && decays_of(rank, pair - rank * p.value_heads)[chunks / 2].fade > usual_fade<kPass>();
+      s.lasts[pair] = lasts;
+      if (lasts) atomicAdd(&s.lasting, 1);
+    }
+  }
+
+  GD_DEVICE Cut best_cut() const {
+    const int share = p.may_cut ? quotient(s.lasting * (kShares - 1) + pairs() / 2, pairs()) : 0;
+    PricedCut best = s.cuts[share * kCutParts];
 #pragma unroll
     for (int part = 1; part < kCutParts; ++part) {
-      const PricedCut other = p.cuts[share * kCutParts + part];
+      const PricedCut other = s.cuts[share * kCutParts + part];
       if (other.price < best.price || (other.price == best.price && other.number < best.number)) best = other;
     }
     return cut_number(best.number, length_scale(s.chunks[0]));
   }
 
-  // How many of the heads last, about: by the chunk in the middle of the sequence.
-  GD_DEVICE int lasting_share() const {
-    for (int pair = threadIdx.x; pair < pairs(); pair += kScheduleThreads) {
-      const int rank = quotient(pair, p.value_heads);
-      if (s.chunks[rank] == 0 ||
-          decays_of(rank, pair - rank * p.value_heads)[s.chunks[rank] / 2].fade <= usual_fade<kPass>())
-        continue;
-      s.lasts[pair] = 1;
-      atomicAdd(&s.lasting, 1);
+  // Of every sequence, and where its windows come, by the first warp.
+  GD_DEVICE void find_segments(const Cut& cut) const {
+    const int lane = threadIdx.x;
+    if (lane >= 32) return;
+    int at = 0;
+#pragma unroll 1
+    for (int first = 0; first < p.sequences.count; first += 32) {
+      const int rank = first + lane;
+      int mine = 0;
+      if (rank < p.sequences.count) {
+        const int segments = s.segments[0][rank] = segments_of<kPass>(cut, s.chunks[rank], false);
+        s.segments[1][rank] = segments_of<kPass>(cut, s.chunks[rank], true);
+        mine = p.value_heads * (segments - 1);
+      }
+      int sum = mine;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int before = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += before;
+      }
+      if (rank < p.sequences.count) s.first_window[rank] = at + sum - mine;
+      at += __shfl_sync(~0u, sum, 31);
     }
-    __syncthreads();
-    return quotient(s.lasting * (kShares - 1) + pairs() / 2, pairs());
+    if (lane == 0) s.windows_count = at;
   }
 
-  // For every boundary of a cut for heads that fade; a head that has one without a window is none of them. Where such
-  // heads are not cut, what was found in the middle of the sequence is as good.
+  // By the last thread, which seldom has a window to find.
+  GD_DEVICE void find_order(const Cut& cut) const {
+    if (threadIdx.x == kScheduleThreads - 1) s.longest_first = is_longer_than_chain(cut, s.chunks[0]);
+  }
+
+  // For every boundary of a cut for heads that fade.
   GD_DEVICE void find_windows(const Cut& cut) const {
-    const int tid = threadIdx.x;
-    if (tid == 0) {
-      int at = 0;
-      for (int rank = 0; rank < p.sequences.count; ++rank) {
-        s.first_window[rank] = at;
-        at += p.value_heads * (segments_of(s.chunks[rank], cut.fading) - 1);
-      }
-      s.windows_count = at;
-    }
-    for (int pair = tid; pair < pairs(); pair += kScheduleThreads)
-      if (segments_of(s.chunks[quotient(pair, p.value_heads)], cut.fading) > 1) s.lasts[pair] = 0;
-    __syncthreads();
-    for (int i = tid; i < s.windows_count; i += kScheduleThreads) {
+    const int limit = window_limit<kPass>(cut.fading);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < s.windows_count; i += kScheduleThreads) {
       int rank = 0;
+#pragma unroll 1
       while (rank + 1 < p.sequences.count && s.first_window[rank + 1] <= i) ++rank;
-      const int chunks = s.chunks[rank], segments = segments_of(chunks, cut.fading);
+      const int chunks = s.chunks[rank], segments = s.segments[0][rank];
       const int within = i - s.first_window[rank], head = quotient(within, segments - 1);
       const int boundary = fading_begin(chunks, segments, within - head * (segments - 1) + 1);
       const ChunkDecay* decays = decays_of(rank, head);
-      const int window = window_before<kPass>(boundary, window_limit<kPass>(cut.fading), [&](int chunk) {
-        return decays[kPass == Pass::kBackward ? chunks - 1 - chunk : chunk];
+      const int window = window_before<kPass>(boundary, limit, [&](int chunk) {
+        return load_decay(decays + (kPass == Pass::kBackward ? chunks - 1 - chunk : chunk));
       });
       s.windows[i] = static_cast<uint8_t>(window == kNoWindow ? 0 : window);
-      if (window == kNoWindow) s.lasts[rank * p.value_heads + head] = 1;
+      if (window == kNoWindow) s.endless[rank * p.value_heads + head] = 1;
     }
-    __syncthreads();
   }
 
   GD_DEVICE EntryCounts count_pair(int pair, const Cut& cut) const {
-    return entries_of<kPass>(cut, s.chunks[quotient(pair, p.value_heads)], s.lasts[pair] != 0);
+    const int rank = rank_of(pair);
+    const bool lasting = lasts(pair, rank);
+    return entries_of(s.segments[lasting][rank], s.chunks[rank], lasting, cut.halves ? 2 : 1);
   }
 
   GD_DEVICE void write(Cut cut) const {
@@ -257,20 +309,25 @@ struct Scheduler {
     EntryCounts total{0};
     for (;;) {
       EntryCounts mine{0}, before{0};
+#pragma unroll 1
       for (int pair = begin; pair < end; ++pair) mine.all += count_pair(pair, cut).all;
       before.all = sum_before(mine.all, s.entry_sums, total.all);
+#pragma unroll 1
       for (int pair = begin; pair < end; ++pair) {
         s.before[pair] = before;
         before.all += count_pair(pair, cut).all;
       }
       if (fits(cut, total, p.limits)) break;
       __syncthreads();
+      find_segments(cut);
+      find_order(cut);
+      __syncthreads();
     }
     // Pieces may wait for others: a block that is not on the card yet must not have one of those.
     const bool is_cut = cut.fading || cut.lasting;
     if (tid == 0) *schedule = {total.entries(cut.halves ? 2 : 1), 0, is_cut ? 0 : p.main_blocks()};
     __syncthreads();
-    const ListPlan list{cut, total, p.limits.blocks, s.chunks[0], p.value_heads, p.initial.data && p.final.data};
+    const ListPlan list{cut, total, p.limits.blocks, s.longest_first, p.value_heads, p.initial.data && p.final.data};
     int log_lanes = 5;  // threads a pair gets
     while (log_lanes > 0 && pairs() << log_lanes > kScheduleThreads) --log_lanes;
 #pragma unroll 1
@@ -279,13 +336,14 @@ struct Scheduler {
   }
 
   GD_DEVICE void write_pair(const ListPlan& list, int pair, int lane, int lanes) const {
-    const int rank = quotient(pair, p.value_heads), head = pair - rank * p.value_heads, chunks = s.chunks[rank];
+    const int rank = rank_of(pair), head = pair - rank * p.value_heads, chunks = s.chunks[rank];
+    const bool lasting = lasts(pair, rank);
     WorkItem whole = s.items[rank];
     whole.head = head;
     whole.key_head = quotient(head, p.group);
     whole.prepared += head;
-    list_pair<kPass>(list, whole, pair, chunks, s.lasts[pair] != 0, s.before[pair],
-                     s.windows + s.first_window[rank] + head * (segments_of(chunks, list.cut.fading) - 1), lane, lanes,
+    list_pair<kPass>(list, whole, pair, chunks, s.segments[lasting][rank], lasting, s.before[pair],
+                     s.windows + s.first_window[rank] + head * (s.segments[0][rank] - 1), lane, lanes,
                      [&](int i, const WorkItem& item) { work[i] = item; });
   }
 };

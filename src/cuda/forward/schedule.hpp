@@ -162,56 +162,58 @@ constexpr int kMaxPlannedSequences = 64, kMaxPlannedPairs = 1024, kMaxPlannedEnt
 // What prepare notes of a chunk and value head. A state from before is at most 2^fade of itself after it (every token
 // scales it by its gate and by |1 - beta |k|^2| at most), and what the chunk writes weighs `written` at its end: the
 // sum of beta_j times the decay since j. Negative: some token may make a state grow, nothing is known of weights.
-struct ChunkDecay {
+struct alignas(8) ChunkDecay {
   float fade, written;
 };
 
 // Chunks before a boundary from which the state there can be computed to fp32's accuracy without what was before them;
-// all there are if they reach the beginning; negative if that takes more than `limit`. What is left out is below 2^-24
-// of the older state *and* of what was written since, for if little was written the little counts.
+// all there are if they reach the beginning; none if that takes more than `limit`. What is left out is below 2^-24 of
+// the older state *and* of what was written since, for if little was written the little counts.
 constexpr float kForgotten = 5.9604645e-8f, kForgottenLog = -24.0f;  // 2^-24
 // A gradient of a state has no such weight: what is added to it depends on d_o, which may be 0 for as long as it likes.
 // All that is known is what is left of the older one. Below 2^-48 of it nothing counts beside what it has led to
 // before, nor beside what came since unless that is 2^-24 of it or less.
 constexpr float kForgottenGradientLog = -48.0f;
 constexpr int kNoWindow = -1;
-constexpr int kDecaysAtOnce = 8;  // loads under way, so that none is waited for alone
 template <Pass kPass = Pass::kForward, class Decays>
 GD_HOST_DEVICE int window_before(int boundary, int limit, const Decays& decays) {
-  constexpr float kEnough = kPass == Pass::kBackward ? kForgottenGradientLog : kForgottenLog;
+  constexpr bool kGradients = kPass == Pass::kBackward;
+  constexpr float kEnough = kGradients ? kForgottenGradientLog : kForgottenLog;
+  constexpr int kAtOnce = kGradients ? 16 : 8;  // asked for before the first is looked at; for most heads these will do
+  const int last = boundary <= limit ? boundary - 1 : limit;
   float fade = 0, left = 1, written = 0;
   bool weighs = true;
-  for (int done = 0; done < limit; done += kDecaysAtOnce) {
-    ChunkDecay chunks[kDecaysAtOnce];
-    for (int i = 0; i < kDecaysAtOnce; ++i) {
+  int found = 0;
+  GD_NO_UNROLL for (int done = 0; done < last && found == 0; done += kAtOnce) {
+    ChunkDecay chunks[kAtOnce];
+    GD_UNROLL for (int i = 0; i < kAtOnce; ++i) {
       const int chunk = boundary - 1 - done - i;
       chunks[i] = decays(chunk < 0 ? 0 : chunk);
     }
-    for (int i = 0; i < kDecaysAtOnce; ++i) {
-      const int n = done + i + 1;
-      if (n == boundary || n > limit) {
-        // There silent chunks take as long as others, and all of them are only worth it if they are few, or if the
-        // boundaries after this one will have windows.
-        const bool is_worth = kPass != Pass::kBackward || 2 * n <= limit ||
-                              fade * static_cast<float>(limit) <= kEnough * static_cast<float>(n - 1);
-        return n == boundary && is_worth ? n : kNoWindow;
-      }
-      if constexpr (kPass == Pass::kBackward) {
-        fade += chunks[i].fade;
-        if (fade < kEnough) return n;
-      } else {
+    // Without a jump: threads that jump from different places take one after the other what is left to do.
+    GD_UNROLL for (int i = 0; i < kAtOnce; ++i) {
+      const bool counts = done + i < last;
+      fade += counts ? chunks[i].fade : 0.0f;
+      bool enough = fade < kEnough;
+      if constexpr (!kGradients) {
         weighs = weighs && chunks[i].written >= 0;
         written += weighs ? chunks[i].written * left : 0.0f;
-        fade += chunks[i].fade;
         left = power_of_2(fade);
-        if (left < kForgotten * (written < 1 ? written : 1.0f)) return n;
+        enough = left < kForgotten * (written < 1 ? written : 1.0f);
       }
+      found = found == 0 && counts && enough ? done + i + 1 : found;
     }
     // At this pace it would take much too long; nothing is lost by not looking further.
-    if (boundary > limit && fade * static_cast<float>(2 * limit) > kEnough * static_cast<float>(done + kDecaysAtOnce))
+    if (boundary > limit && found == 0 &&
+        fade * static_cast<float>(2 * limit) > kEnough * static_cast<float>(done + kAtOnce))
       return kNoWindow;
   }
-  return kNoWindow;
+  if (found > 0) return found;
+  // There silent chunks take as long as others, and all of them are only worth it if they are few, or if the boundaries
+  // after this one will have windows.
+  const bool is_worth = !kGradients || 2 * boundary <= limit ||
+                        fade * static_cast<float>(limit) <= kEnough * static_cast<float>(boundary - 1);
+  return boundary <= limit && is_worth ? boundary : kNoWindow;
 }
 
 // ---- cuts ----------------------------------------------------------------------------------------------------------
@@ -398,45 +400,46 @@ struct Timeline {
       for (int i = 0; i < kGroups; ++i)
         free[i] = (free[i] > ready ? free[i] : ready) + static_cast<float>(rounds) * pieces.size;
     }
-    while (left > 0) {
+    const float later = spread > 0 ? ratio(spread, static_cast<float>(pieces.number)) : 0.0f;
+    GD_NO_UNROLL while (left > 0) {
       int first = -1, there = 0;
       float time = 0;
       for (int i = 0; i < kGroups; ++i) {
-        if (blocks[i] == 0 || (first >= 0 && free[i] >= time)) continue;
-        first = i;
-        there = blocks[i];
-        time = free[i];
+        const bool is_earlier = blocks[i] > 0 && (first < 0 || free[i] < time);
+        first = is_earlier ? i : first;
+        there = is_earlier ? blocks[i] : there;
+        time = is_earlier ? free[i] : time;
       }
-      const float may =
-          ready + spread * ratio(static_cast<float>(pieces.number - left), static_cast<float>(pieces.number));
+      const float may = ready + later * static_cast<float>(pieces.number - left);
       const float done = (time > may ? time : may) + pieces.size;
       const int taken = left < there ? left : there;
       for (int i = 0; i < kGroups; ++i) blocks[i] -= i == first ? taken : 0;
       add(done, taken);
-      if (done > last) last = done;
+      last = done > last ? done : last;
       left -= taken;
     }
-    if (last > end) end = last;
+    end = last > end ? last : end;
     return last;
   }
   GD_HOST_DEVICE void add(float time, int count) {
-    int nearest = -1, empty = -1;
-    float distance = 0;
+    int nearest = -1, empty = -1, there = 0;
+    float distance = 0, theirs = 0;
     for (int i = 0; i < kGroups; ++i) {
       const float d = free[i] > time ? free[i] - time : time - free[i];
-      if (blocks[i] == 0) {
-        empty = i;
-      } else if (nearest < 0 || d < distance) {
-        nearest = i;
-        distance = d;
-      }
+      const bool is_nearer = blocks[i] > 0 && (nearest < 0 || d < distance);
+      empty = blocks[i] == 0 ? i : empty;
+      nearest = is_nearer ? i : nearest;
+      there = is_nearer ? blocks[i] : there;
+      theirs = is_nearer ? free[i] : theirs;
+      distance = is_nearer ? d : distance;
     }
     const bool joins = empty < 0 || (nearest >= 0 && distance < 0.03f * time);
+    const int group = joins ? nearest : empty;
+    const auto a = static_cast<float>(joins ? there : 0), b = static_cast<float>(count);
+    const float together = ratio(theirs * a + time * b, a + b);
     for (int i = 0; i < kGroups; ++i) {
-      if (i != (joins ? nearest : empty)) continue;
-      const auto a = static_cast<float>(joins ? blocks[i] : 0), b = static_cast<float>(count);
-      free[i] = ratio(free[i] * a + time * b, a + b);
-      blocks[i] = (joins ? blocks[i] : 0) + count;
+      free[i] = i == group ? together : free[i];
+      blocks[i] = i == group ? static_cast<int>(a + b) : blocks[i];
     }
   }
 };
@@ -464,27 +467,25 @@ GD_HOST_DEVICE inline float time_of(const Cut& cut, const LengthClass* classes, 
   const bool longest_first = firsts == 0 || is_longer_than_chain(cut, classes[0].chunks);
   int early = longest_first ? pieces : limits.blocks - firsts;  // of those who wait for nothing, how many before joins
   float factors = 0;
-  for (int pass = 0; pass < 5; ++pass) {
+  GD_NO_UNROLL for (int pass = 0; pass < 5; ++pass) {
     const bool is_first = pass == (longest_first ? 1 : 0), is_early = pass == (longest_first ? 0 : 1);
+    const bool is_one_kind = is_first || pass == 2 || pass == 4;
     int passed = 0;
-    for (int i = 0; i < count; ++i) {
-      const ClassPieces& p = memory[i];
-      if (is_first) {
-        const float end = timeline.run(p.first);
-        if (end > factors) factors = end;
-      } else if (pass == 2) {
-        timeline.run(p.joins, factors);
-      } else if (pass == 4) {
-        timeline.run(p.waiting, factors, joins);
-      } else {
-        for (int kind = 0; kind < 2; ++kind) {
-          Pieces some = kind == 0 ? p.fading : p.lasting;
-          const int before = early > passed ? early - passed : 0, now = some.number < before ? some.number : before;
-          passed += some.number;
-          some.number = is_early ? now : some.number - now;
-          timeline.run(some);
-        }
+    GD_NO_UNROLL for (int i = 0; i < (is_one_kind ? count : 2 * count); ++i) {
+      const ClassPieces& p = memory[is_one_kind ? i : i / 2];
+      Pieces some = is_first     ? p.first
+                    : pass == 2  ? p.joins
+                    : pass == 4  ? p.waiting
+                    : i % 2 == 0 ? p.fading
+                                 : p.lasting;
+      if (!is_one_kind) {
+        const int before = early > passed ? early - passed : 0, now = some.number < before ? some.number : before;
+        passed += some.number;
+        some.number = is_early ? now : some.number - now;
       }
+      const bool waits = pass == 2 || pass == 4;
+      const float end = timeline.run(some, waits ? factors : 0.0f, pass == 4 ? joins : 0.0f);
+      factors = is_first && end > factors ? end : factors;
     }
   }
   return timeline.end;
@@ -560,10 +561,12 @@ struct EntryCounts {
 };
 static_assert(kMaxPlannedEntries < 1 << 16);
 
+// Segments of a sequence's heads that last or fade.
 template <Pass kPass>
-GD_HOST_DEVICE EntryCounts entries_of(const Cut& cut, int chunks, bool lasts) {
-  const int per_head = cut.halves ? 2 : 1;
-  const int segments = lasts ? lasting_segments<kPass>(chunks, cut.lasting) : segments_of(chunks, cut.fading);
+GD_HOST_DEVICE int segments_of(const Cut& cut, int chunks, bool lasts) {
+  return lasts ? lasting_segments<kPass>(chunks, cut.lasting) : segments_of(chunks, cut.fading);
+}
+GD_HOST_DEVICE inline EntryCounts entries_of(int segments, int chunks, bool lasts, int per_head) {
   EntryCounts counts{0};
   if (lasts && segments > 2) {
     counts.add(EntryCounts::kFirst, per_head + 2 * (segments - 2));
@@ -590,7 +593,8 @@ GD_HOST_DEVICE inline bool fits(Cut& cut, const EntryCounts& total, const Limits
 struct ListPlan {
   Cut cut;
   EntryCounts total;
-  int blocks, longest;  // chunks of the longest sequence
+  int blocks;
+  bool longest_first;  // see is_longer_than_chain
   int value_heads;
   bool in_place;  // a final state may come in the initial one's place
 };
@@ -599,18 +603,18 @@ struct ListPlan {
 // the item of all of its chunks, in the forward's order; `before` are entries of the pairs before it; windows[i] is
 // that of boundary i + 1, if the head fades.
 template <Pass kPass, class Put>
-GD_HOST_DEVICE void list_pair(const ListPlan& plan, const WorkItem& whole, int pair, int chunks, bool lasts,
-                              const EntryCounts& before, const uint8_t* windows, int lane, int lanes, const Put& put) {
+GD_HOST_DEVICE void list_pair(const ListPlan& plan, const WorkItem& whole, int pair, int chunks, int segments,
+                              bool lasts, const EntryCounts& before, const uint8_t* windows, int lane, int lanes,
+                              const Put& put) {
   if (chunks == 0) return;
   const Cut& cut = plan.cut;
   const int per_head = cut.halves ? 2 : 1;
-  const int segments = lasts ? lasting_segments<kPass>(chunks, cut.lasting) : segments_of(chunks, cut.fading);
   const int boundary = before[EntryCounts::kBoundaries];
   const int firsts = plan.total[EntryCounts::kFirst], frees = plan.total[EntryCounts::kFree],
             joins = plan.total[EntryCounts::kJoins];
   // Joins come when the first of what they wait for may have ended; until then there is other work. Where that is
   // long, it comes before all.
-  const bool longest_first = is_longer_than_chain(cut, plan.longest);
+  const bool longest_first = plan.longest_first;
   const int idle = plan.blocks > firsts ? plan.blocks - firsts : 0;
   const int frees_first = longest_first || frees < idle ? frees : idle;
   const int first_at = longest_first ? frees : 0;
@@ -628,7 +632,7 @@ GD_HOST_DEVICE void list_pair(const ListPlan& plan, const WorkItem& whole, int p
   };
   if (lasts && segments > 2) {
     const int first = first_at + before[EntryCounts::kFirst], waiting = firsts + frees + joins + per_head * boundary;
-    for (int i = lane; i < per_head * segments; i += lanes) {
+    GD_NO_UNROLL for (int i = lane; i < per_head * segments; i += lanes) {
       const int segment = i >> (per_head - 1);
       WorkItem item = item_of(cut.halves ? i % 2 : kWhole);
       cut_item<kPass>(item, begin_of(segment), begin_of(segment + 1), chunks, plan.value_heads);
@@ -640,7 +644,7 @@ GD_HOST_DEVICE void list_pair(const ListPlan& plan, const WorkItem& whole, int p
         put(waiting + i - per_head, item);
       }
     }
-    for (int i = lane; i < 2 * (segments - 2); i += lanes) {
+    GD_NO_UNROLL for (int i = lane; i < 2 * (segments - 2); i += lanes) {
       const int segment = 1 + i / 2;
       WorkItem item = item_of(i % 2);
       item.kind = kFactors;
@@ -650,7 +654,7 @@ GD_HOST_DEVICE void list_pair(const ListPlan& plan, const WorkItem& whole, int p
       item.to = boundary + segment;
       put(first + per_head + i, item);
     }
-    for (int i = lane; i < 2; i += lanes) {
+    GD_NO_UNROLL for (int i = lane; i < 2; i += lanes) {
       WorkItem item = item_of(kNoValues);
       item.kind = kJoin;
       item.key_head = i;
@@ -662,7 +666,7 @@ GD_HOST_DEVICE void list_pair(const ListPlan& plan, const WorkItem& whole, int p
     }
     return;
   }
-  for (int i = lane; i < per_head * segments; i += lanes) {
+  GD_NO_UNROLL for (int i = lane; i < per_head * segments; i += lanes) {
     const int segment = i >> (per_head - 1), begin = begin_of(segment);
     const int window = segment == 0 ? 0 : lasts ? begin : windows[segment - 1];
     WorkItem item = item_of(cut.halves ? i % 2 : kWhole);
@@ -672,7 +676,8 @@ GD_HOST_DEVICE void list_pair(const ListPlan& plan, const WorkItem& whole, int p
     item.pair = pair;
     if (segment == segments - 1 && segment > 0 && plan.in_place) {
       item.readers = 2;
-      for (int other = 1; other < segment; ++other) item.readers += windows[other - 1] == begin_of(other) ? 2 : 0;
+      GD_NO_UNROLL for (int other = 1; other < segment && begin_of(other) <= window_limit<kPass>(cut.fading); ++other)
+          item.readers += windows[other - 1] == begin_of(other) ? 2 : 0;
     }
     put_free(i, item);
   }

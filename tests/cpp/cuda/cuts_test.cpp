@@ -1,6 +1,7 @@
 // How sequences are cut into pieces (src/cuda/forward/schedule.hpp): windows, segments, and what a cut takes.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <queue>
@@ -50,6 +51,39 @@ TEST(Window, KnowsNothingOfStatesThatGrow) {
   EXPECT_EQ(window(chunks, 50, 12), kNoWindow);
   for (ChunkDecay& chunk : chunks) chunk.fade = std::nanf("");
   EXPECT_EQ(window(chunks, 50, 12), kNoWindow);
+}
+
+TEST(Window, IsWhatItsDefinitionSays) {
+  std::mt19937 random(7);
+  int windows = 0, missed = 0;
+  for (int trial = 0; trial < 20000; ++trial) {
+    std::vector<ChunkDecay> chunks(70);
+    const int pace = static_cast<int>(random() % 9);
+    for (ChunkDecay& chunk : chunks) {
+      chunk.fade = 1 - static_cast<float>(random() % (pace + 2));
+      chunk.written = random() % 40 == 0 ? -1.0f : std::ldexp(1.0f, -static_cast<int>(random() % 12));
+    }
+    const int boundary = 1 + static_cast<int>(random() % 69), limit = 1 + static_cast<int>(random() % 30);
+    double left = 1, written = 0;
+    bool weighs = true;
+    int expected = boundary <= limit ? boundary : kNoWindow;
+    for (int n = 1; n < boundary && n <= limit; ++n) {
+      const ChunkDecay& chunk = chunks[boundary - n];
+      weighs = weighs && chunk.written >= 0;
+      if (weighs) written += chunk.written * left;
+      left *= std::exp2(chunk.fade);
+      if (left >= std::ldexp(std::min(written, 1.0), -24)) continue;
+      expected = n;
+      break;
+    }
+    windows += expected > 0 && expected < boundary;
+    const int found = window(chunks, boundary, limit);
+    if (found == expected) continue;
+    ASSERT_EQ(found, kNoWindow) << "trial " << trial;  // it looked unlikely, at the pace of the first chunks
+    ++missed;
+  }
+  EXPECT_GT(windows, 2000);
+  EXPECT_LT(missed, windows / 20);
 }
 
 // What is written to a gradient of a state is not known: fading alone counts, and more of it.

@@ -76,17 +76,21 @@ List list_of(const Batch& batch, Cut cut, const Limits& limits, int lanes) {
   do {
     total.all = 0;
     for (int pair = 0; pair < batch.pairs(); ++pair) {
+      const int chunks = batch.chunks(pair / batch.heads);
       before[pair] = total;
-      total.all += entries_of<kPass>(cut, batch.chunks(pair / batch.heads), lasts[pair]).all;
+      total.all +=
+          entries_of(segments_of<kPass>(cut, chunks, lasts[pair]), chunks, lasts[pair], cut.halves ? 2 : 1).all;
     }
   } while (!fits(cut, total, limits));
   List list{cut, std::vector<WorkItem>(total.entries(cut.halves ? 2 : 1)), total[EntryCounts::kBoundaries]};
   std::vector<int> puts(list.items.size(), 0);
-  const ListPlan plan{cut, total, limits.blocks, batch.chunks(0), batch.heads, kPass == Pass::kForward};
+  const ListPlan plan{
+      cut, total, limits.blocks, is_longer_than_chain(cut, batch.chunks(0)), batch.heads, kPass == Pass::kForward};
   for (int pair = 0; pair < batch.pairs(); ++pair) {
+    const int chunks = batch.chunks(pair / batch.heads), segments = segments_of<kPass>(cut, chunks, lasts[pair]);
     for (int lane = 0; lane < lanes; ++lane) {
-      list_pair<kPass>(plan, batch.whole(pair), pair, batch.chunks(pair / batch.heads), lasts[pair], before[pair],
-                       windows[pair].data(), lane, lanes, [&](int i, const WorkItem& item) {
+      list_pair<kPass>(plan, batch.whole(pair), pair, chunks, segments, lasts[pair], before[pair], windows[pair].data(),
+                       lane, lanes, [&](int i, const WorkItem& item) {
                          list.items.at(i) = item;
                          ++puts[i];
                        });
