@@ -227,6 +227,7 @@ inline ForwardParams forward_params(const ForwardProblem& problem, char* workspa
     p.order = reinterpret_cast<int*>(saved + kept.order);
     p.first_checkpoint = reinterpret_cast<int64_t*>(saved + kept.first_checkpoint);
     p.cuts = reinterpret_cast<PricedCut*>(saved + kept.cuts);
+    p.kept = reinterpret_cast<KeptList*>(saved + kept.list);
     p.checkpoints = {saved + kept.states, in.value_heads * kStateBytes / 4, kStateBytes / 4, GD_F32, {}};
     p.checkpoint_every = kWindowTokens;
   }
@@ -239,6 +240,7 @@ inline ForwardParams forward_params(const ForwardProblem& problem, char* workspa
   p.even_parts = even_parts(problem, multiprocessors);
   p.may_cut = may_cut(problem);
   if (p.may_cut) p.forced = {static_cast<int>(problem.segment_chunks), static_cast<int>(problem.segment_chunks), false};
+  p.keeps_list = p.kept && p.list == kPlannedList && p.may_cut && !p.forced.fading;
   p.limits = {multiprocessors, static_cast<int>(max_entries(problem)), layout.boundary_count};
   return p;
 }

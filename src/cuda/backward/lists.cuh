@@ -63,24 +63,39 @@ GD_DEVICE void list_windows(const BackwardParams& p, ScheduleSmem& s) {
   }
 }
 
+// The list of the gradients of states, if the forward has made it for what is asked for now.
+GD_DEVICE bool take_kept_list(const BackwardParams& p) {
+  if (!p.keeps_list) return false;
+  const Schedule kept = p.kept->schedule;
+  const Limits limits = p.kept->limits;
+  if (kept.count == KeptList::kNone || !(limits == p.limits)) return false;
+  const auto* from = reinterpret_cast<const uint4*>(p.kept->items());
+  auto* to = reinterpret_cast<uint4*>(p.back_work);
+  for (int i = threadIdx.x; i < kept.count * static_cast<int>(sizeof(WorkItem) / 16); i += kScheduleThreads)
+    to[i] = from[i];
+  if (threadIdx.x == 0) *p.back_schedule = {kept.count, 0, kept.dealt};
+  return true;
+}
+
 __global__ void __launch_bounds__(kScheduleThreads, 1) backward_lists_kernel(const __grid_constant__ BackwardParams p) {
   __shared__ ScheduleSmem smem;
   allow_next_kernel();
+  if (p.list == kPlannedList && blockIdx.x == 1) {
+    for (int i = threadIdx.x; i < p.limits.boundaries; i += kScheduleThreads) p.back_boundary_ready[i] = 0;
+    if (p.is_prepared)
+      for (int i = threadIdx.x; i < p.sequences.count * p.value_heads; i += kScheduleThreads) p.initial_read[i] = 0;
+    if (take_kept_list(p)) return;
+  }
+  const bool is_uncut = p.is_prepared && !p.forced.fading && p.cuts[0].number < 0;  // on its way meanwhile
   if (p.list == kPlannedList) rank_sequences(p, smem);
   wait_for_previous_kernel();
   if (p.list != kPlannedList) return list_both(p);
-  if (blockIdx.x == 0 && p.is_prepared) {
-    if (!p.forced.fading && p.cuts[0].number < 0) return list_both(p);
-    return list_windows(p, smem);
-  }
+  if (blockIdx.x == 0 && p.is_prepared) return is_uncut ? list_both(p) : list_windows(p, smem);
   if (blockIdx.x == 0) {
-    if (!Scheduler<Pass::kStates>{p, smem, p.schedule, p.work}.plan()) list_both(p);
+    if (!Scheduler<Pass::kStates>{p, smem, p.schedule, p.work, p.limits.entries}.plan()) list_both(p);
     return;
   }
-  for (int i = threadIdx.x; i < p.limits.boundaries; i += kScheduleThreads) p.back_boundary_ready[i] = 0;
-  if (p.is_prepared)
-    for (int i = threadIdx.x; i < p.sequences.count * p.value_heads; i += kScheduleThreads) p.initial_read[i] = 0;
-  if (!Scheduler<Pass::kBackward>{p, smem, p.back_schedule, p.back_work}.plan()) list_both(p);
+  if (!Scheduler<Pass::kBackward>{p, smem, p.back_schedule, p.back_work, p.limits.entries}.plan()) list_both(p);
 }
 
 }  // namespace gatedelta::cuda

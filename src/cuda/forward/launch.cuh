@@ -20,7 +20,8 @@ cudaError_t launch_prepare(const ForwardParams& p, int device, cudaStream_t stre
 }
 
 inline cudaError_t launch_schedule(const ForwardParams& p, cudaStream_t stream) {
-  return launch_early(schedule_kernel, p.list == kPlannedList ? 1 : kScheduleBlocks, kScheduleThreads, 0, stream, p);
+  const int blocks = p.list != kPlannedList ? kScheduleBlocks : p.keeps_list ? 2 : 1;
+  return launch_early(schedule_kernel, blocks, kScheduleThreads, 0, stream, p);
 }
 
 template <class Elem>

@@ -28,6 +28,8 @@ struct ForwardParams {
   int64_t* first_checkpoint;  // [N]
   ChunkDecay* decays;         // [value_heads][slots]
   PricedCut* cuts;            // [kShares][kCutParts]
+  KeptList* kept;             // in what is saved; null = nothing is
+  bool keeps_list;            // the forward makes one, the backward takes it if it is there
   Schedule* schedule;
   WorkItem* work;       // [schedule->count]
   uint8_t* boundaries;  // [limits.boundaries][kBoundaryBytes]

@@ -85,6 +85,7 @@ struct SavedLayout {
   size_t order = 0;     // these as in the workspace
   size_t first_checkpoint = 0;
   size_t cuts = 0;
+  size_t list = 0;    // KeptList
   size_t states = 0;  // fp32 [windows][Hv][K][V], or [V][K]
   size_t bytes = 0;
 };
@@ -103,6 +104,7 @@ inline SavedLayout saved_layout(const Layer& in) {
   saved.order = take(in.sequences.count * int64_t{sizeof(int)});
   saved.first_checkpoint = take(in.sequences.count * int64_t{sizeof(int64_t)});
   saved.cuts = take(kCutsBytes);
+  saved.list = take(kKeptListBytes);
   saved.states = take(windows * in.value_heads * kStateBytes);
   return saved;
 }

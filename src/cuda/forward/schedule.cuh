@@ -85,6 +85,7 @@ GD_DEVICE void sort_sequences(const ForwardParams& p) {
       total += p.sequences[n].length / p.checkpoint_every;
     }
   }
+  if (p.kept && !p.is_prepared && threadIdx.x == 0) p.kept->schedule.count = KeptList::kNone;
   if (p.list != kPlannedList) return;
   for (int i = threadIdx.x; i < p.limits.boundaries; i += kThreads) p.boundary_ready[i] = 0;
   for (int i = threadIdx.x; i < count * p.value_heads; i += kThreads) p.initial_read[i] = 0;
@@ -185,6 +186,7 @@ struct Scheduler {
   ScheduleSmem& s;
   Schedule* schedule;
   WorkItem* work;
+  int room;  // for entries, of a list that may be left out
 
   GD_DEVICE int pairs() const { return p.sequences.count * p.value_heads; }
   GD_DEVICE int rank_of(int pair) const {
@@ -323,11 +325,15 @@ struct Scheduler {
       find_order(cut);
       __syncthreads();
     }
+    const int entries = total.entries(cut.halves ? 2 : 1);
+    if (entries > room) return;
     // Pieces may wait for others: a block that is not on the card yet must not have one of those.
     const bool is_cut = cut.fading || cut.lasting;
-    if (tid == 0) *schedule = {total.entries(cut.halves ? 2 : 1), 0, is_cut ? 0 : p.main_blocks()};
+    if (tid == 0) *schedule = {entries, 0, is_cut ? 0 : p.main_blocks()};
     __syncthreads();
-    const ListPlan list{cut, total, p.limits.blocks, s.longest_first, p.value_heads, p.initial.data && p.final.data};
+    // Gradients of states are tensors of their own.
+    const bool in_place = kPass != Pass::kBackward && p.initial.data && p.final.data;
+    const ListPlan list{cut, total, p.limits.blocks, s.longest_first, p.value_heads, in_place};
     int log_lanes = 5;  // threads a pair gets
     while (log_lanes > 0 && pairs() << log_lanes > kScheduleThreads) --log_lanes;
 #pragma unroll 1

@@ -141,6 +141,25 @@ struct Schedule {
   int dealt;  // and those before, of which each block has the one with its number
 };
 
+struct Limits {
+  int blocks, entries, boundaries;
+  GD_HOST_DEVICE bool operator==(const Limits& other) const {
+    return blocks == other.blocks && entries == other.entries && boundaries == other.boundaries;
+  }
+};
+
+// The list of the gradients of states as a forward has made it for its backward, which then need not; under the limits
+// of which it was made. Entries come behind it.
+struct alignas(64) KeptList {
+  static constexpr int kNone = -1, kEntries = 1023;
+  Schedule schedule;  // its count: kNone if there is no list, or if it would have been longer
+  Limits limits;
+  GD_HOST_DEVICE WorkItem* items() { return reinterpret_cast<WorkItem*>(this + 1); }
+  GD_HOST_DEVICE const WorkItem* items() const { return reinterpret_cast<const WorkItem*>(this + 1); }
+};
+constexpr int kKeptListBytes = sizeof(KeptList) + KeptList::kEntries * sizeof(WorkItem);
+static_assert(kKeptListBytes == 65536);
+
 // A boundary between segments: M of the segment before it as two 16-bit parts, each a wgmma operand, and its S_loc,
 // in whose place the state at its end comes.
 constexpr int kImageBytes = 128 * 128 * 2;
@@ -332,10 +351,6 @@ GD_HOST_DEVICE inline int length_classes(const int* chunks, int count, int heads
   }
   return classes_count;
 }
-
-struct Limits {
-  int blocks, entries, boundaries;
-};
 
 // ---- how long a cut takes ------------------------------------------------------------------------------------------
 

@@ -13,7 +13,12 @@ __global__ void __launch_bounds__(kScheduleThreads, 1) schedule_kernel(const __g
   if (p.list == kSortedList)
     return list_all(p, static_cast<int>(blockIdx.x) * kScheduleThreads + static_cast<int>(threadIdx.x),
                     static_cast<int>(gridDim.x) * kScheduleThreads, 1, [&](int rank) { return p.order[rank]; });
-  Scheduler<Pass::kForward>{p, smem, p.schedule, p.work}.plan();
+  if (blockIdx.x == 0) {
+    Scheduler<Pass::kForward>{p, smem, p.schedule, p.work, p.limits.entries}.plan();
+  } else {
+    Scheduler<Pass::kBackward>{p, smem, &p.kept->schedule, p.kept->items(), KeptList::kEntries}.plan();
+    if (threadIdx.x == 0) p.kept->limits = p.limits;
+  }
 }
 
 }  // namespace gatedelta::cuda

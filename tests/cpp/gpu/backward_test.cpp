@@ -1,5 +1,6 @@
 #include <cstring>
 #include <iterator>
+#include <utility>
 
 #include "device.hpp"
 
@@ -58,7 +59,8 @@ TEST_F(Backward, CutsLongSequences) {
 }
 
 // From what a forward has kept.
-std::string from_saved(gd_forward_args forward, gd_backward_args host, bool cuts) {
+std::string from_saved(gd_forward_args forward, gd_backward_args host, gd_context_parallel kept,
+                       gd_context_parallel taken) {
   forward.final_state = forward.final_indices = forward.checkpoints = forward.checkpoint_indices = {};
   forward.checkpoint_every = 0;
   gd_forward_args question = forward;
@@ -69,11 +71,12 @@ std::string from_saved(gd_forward_args forward, gd_backward_args host, bool cuts
   const DeviceMemory saved(bytes, 64);
   forward.saved = saved.data();
   forward.saved_bytes = bytes;
+  forward.context_parallel = kept;
   DeviceForward training(forward);
   if (std::string error = training.run(); !error.empty()) return error;
   host.saved = saved.data();
   host.saved_bytes = bytes;
-  host.context_parallel = cuts ? GD_CP_AUTO : GD_CP_OFF;
+  host.context_parallel = taken;
   DeviceBackward device(host);
   if (std::string error = device.run(); !error.empty()) return error;
   std::string error = device.download(host);
@@ -87,9 +90,10 @@ TEST_F(Backward, FromWhatTheForwardKept) {
               "T=4097 Hk=1 Hv=2 gate=spiky beta=zeros"},
              kTypes)) {
     Judge judge(parse_case(spec));
-    for (const bool cuts : {true, false}) {
+    for (const auto& [kept, taken] :
+         {std::pair{GD_CP_AUTO, GD_CP_AUTO}, {GD_CP_AUTO, GD_CP_OFF}, {GD_CP_OFF, GD_CP_AUTO}}) {
       const Judgement judgement = judge.backward(Compute::tensor_cores, [&](const gd_backward_args& host) {
-        return from_saved(judge.problem().forward, host, cuts);
+        return from_saved(judge.problem().forward, host, kept, taken);
       });
       expect_ok(judgement, judge.problem().spec);
     }
