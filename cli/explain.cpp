@@ -75,12 +75,14 @@ std::string explain_plan(const testing::Case& c, int blocks) {
 
   add(text, "  %-16s %14s %15s %7s %8s %11s %10s\n", "heads that last", "others every", "those every", "heads",
       "pieces", "about", "uncut");
-  const int scale = cuda::length_scale(*std::max_element(chunks.begin(), chunks.end()));
+  const int longest = *std::max_element(chunks.begin(), chunks.end());
   for (int share = 0; share < cuda::kShares; ++share) {
     const int class_count = classes_of(share);
-    cuda::ClassPieces memory[cuda::kMaxClasses];
-    const cuda::PricedCut best = cuda::fastest_cut(classes, class_count, limits, cuda::may_cut(p));
-    const cuda::Cut cut = cuda::cut_number(best.number, scale);
+    const cuda::PricedCut best = cuda::fastest_cut(classes, class_count, longest, limits, cuda::may_cut(p));
+    const cuda::Cut cut = cuda::cut_number(best.number, cuda::length_scale(longest));
+    const auto time_of = [&](const cuda::Cut& c) {
+      return cuda::time_of(c, cuda::PiecesOf(c, classes, class_count).classes, class_count, longest, limits);
+    };
     int pieces = 0;
     for (int i = 0; i < class_count; ++i) {
       const cuda::ClassPieces of = cuda::pieces_of(cut, classes[i]);
@@ -88,8 +90,7 @@ std::string explain_plan(const testing::Case& c, int blocks) {
     }
     add(text, "  %d of %-11d %14s %15s %7s %8d %8.0f us %7.0f us\n", share, cuda::kShares - 1,
         length_text(cut.fading).c_str(), length_text(cut.lasting).c_str(), cut.halves ? "halves" : "whole", pieces,
-        microseconds(cuda::time_of(cut, classes, class_count, limits, memory)),
-        microseconds(cuda::time_of(cuda::cut_number(0, 1), classes, class_count, limits, memory)));
+        microseconds(time_of(cut)), microseconds(time_of(cuda::cut_number(0, 1))));
   }
   return text;
 }

@@ -85,7 +85,7 @@ def _cuda_saved_bytes(o: Tensor, cu_seqlens: Tensor | None) -> int:
         count, chunks, windows = batch, batch * ((tokens + 63) // 64), batch * (tokens // 1024)
     else:
         count, chunks, windows = cu_seqlens.shape[0] - 1, tokens // 64 + cu_seqlens.shape[0], tokens // 1024
-    parts = chunks * heads * 6912, chunks * heads * 8, count * 4, count * 8, 40 * 8, 65536, windows * heads * 65536
+    parts = chunks * heads * 6912, chunks * heads * 8, count * 4, count * 8, 80 * 8, 65536, windows * heads * 65536
     return sum((part + 63) // 64 * 64 for part in parts)
 
 

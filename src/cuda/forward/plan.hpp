@@ -43,7 +43,7 @@ inline bool may_cut(const ForwardProblem& p) {
   return p.context_parallel && !p.batch_invariant && is_planned(p.in.sequences.count, p.in.value_heads);
 }
 // Sequences so short that no plan cuts them, unless a backward wants the plan. Tokens are those of all, in a pack.
-constexpr int64_t kShortTokens = 14 * kChunkTokens;
+constexpr int64_t kShortTokens = 10 * kChunkTokens;
 inline bool are_short(const ForwardProblem& p) { return p.in.sequences.tokens <= kShortTokens && !p.saved; }
 // Parts of heads that are not to be cut, which can be told from shapes alone: of short sequences, and of a dense batch
 // that fills the card. 0 = they are to be cut, perhaps.
@@ -52,7 +52,9 @@ inline int even_parts(const ForwardProblem& p, int blocks) {
   if (p.segment_chunks) return 0;
   if (are_short(p)) return 2 * pairs <= blocks && is_planned(p.in.sequences.count, p.in.value_heads) ? 2 : 1;
   if (p.in.sequences.offsets) return 0;
-  return pairs > 8 * int64_t{blocks} ? 1 : busy_parts(static_cast<int>(pairs), blocks);
+  return pairs > 8 * int64_t{blocks}
+             ? 1
+             : busy_parts(static_cast<int>(pairs), Sequences::chunks(p.in.sequences.tokens), blocks);
 }
 inline ListMode list_mode(const ForwardProblem& p, int blocks) {
   if (even_parts(p, blocks) > 0) return kEvenList;

@@ -47,7 +47,7 @@ struct PrepareSmem {
   static constexpr int allocated(int group) { return kGates + 2 * group * kVectorBytes + kTileAlign; }
 };
 static_assert(sizeof(CutSmem) <= PrepareSmem::allocated(1));
-static_assert(kCuts / kCutParts <= kPrepareThreads && kMaxPlannedSequences <= kPrepareThreads);
+static_assert(kMaxPlannedSequences <= kPrepareThreads);
 
 GD_DEVICE float load_number(const void* data, int dtype, int64_t i) {
   if (dtype == GD_F32) return static_cast<const float*>(data)[i];

@@ -93,25 +93,48 @@ GD_DEVICE void sort_sequences(const ForwardParams& p) {
 
 struct CutSmem {
   int chunks[kMaxPlannedSequences];
-  LengthClass classes[kMaxClasses + 1];
+  Lengths lengths;
+  LengthClass classes[kMaxClasses];
   int class_count;
   int parts;  // of a head, if nothing is cut
-  ClassPieces memory[kCuts / kCutParts][kMaxClasses];
+  ClassPieces pieces[kCuts / kCutParts][kMaxClasses];
   unsigned long long best;
 };
+
+// What there is to cut, for all threads after the next barrier.
+GD_DEVICE void find_classes(const ForwardParams& p, int share, CutSmem& s) {
+  const int tid = threadIdx.x, count = p.sequences.count;
+  const int chunks =
+      tid < count && !p.is_nobody(tid) ? static_cast<int>(Sequences::chunks(p.sequences[tid].length)) : 0;
+  if (tid < count) s.chunks[tid] = chunks;
+  if (tid == 0) s.lengths = {};
+  __syncthreads();
+  if (chunks > 0) {
+    atomicMax(&s.lengths.longest, chunks);
+    if (is_first_of_its_length(s.chunks, tid)) {
+      const int at = atomicAdd(&s.lengths.count, 1);
+      if (at < kMaxClasses) s.lengths.different[at] = chunks;
+    }
+  }
+  __syncthreads();
+  if (chunks > 0) {
+    const int mine = s.lengths.class_of(chunks);
+    atomicAdd(&s.lengths.chunks[mine], chunks);
+    atomicAdd(&s.lengths.sequences[mine], 1);
+  }
+  __syncthreads();
+  if (tid != 0) return;
+  s.class_count = s.lengths.classes(p.value_heads, share, s.classes);
+  s.parts = p.forced.fading ? 0 : busy_parts(s.classes, s.class_count, p.limits.blocks);
+  s.best = ~0ull;
+}
 
 // The fastest of a part of the cuts, if `share` of kShares - 1 parts of all heads last. Or, if sequences keep the card
 // busy as they are, a part of the list of work, which then is complete: all blocks come to the same conclusion.
 template <int kThreads>
 GD_DEVICE void choose_cut(const ForwardParams& p, int helper, CutSmem& s) {
-  const int tid = threadIdx.x, count = p.sequences.count, share = helper / kCutParts, part = helper % kCutParts;
-  if (tid < count) s.chunks[tid] = p.is_nobody(tid) ? 0 : static_cast<int>(Sequences::chunks(p.sequences[tid].length));
-  __syncthreads();
-  if (tid == 0) {
-    s.class_count = length_classes(s.chunks, count, p.value_heads, share, s.classes);
-    s.parts = p.forced.fading ? 0 : busy_parts(s.classes, s.class_count, p.limits.blocks);
-    s.best = ~0ull;
-  }
+  const int tid = threadIdx.x, share = helper / kCutParts, part = helper % kCutParts;
+  find_classes(p, share, s);
   __syncthreads();
   PricedCut& best = p.cuts[helper];
   if (s.parts > 0) {
@@ -119,10 +142,20 @@ GD_DEVICE void choose_cut(const ForwardParams& p, int helper, CutSmem& s) {
     if (tid == 0) best.number = -s.parts;
     return;
   }
+  // Four threads look at a cut, each at one of the classes; then they all do the same. Cuts that are alike share a
+  // warp, and few do: it takes as long as all that its threads do differently.
+  constexpr int kEach = kCuts / kCutParts;
+  static_assert(kMaxClasses == 4 && kEach * kMaxClasses <= kThreads);
+  const int index = tid / kMaxClasses, number = part * kEach + index;
+  const bool is_priced = index < kEach && number < (p.may_cut ? kCuts : 2);
+  const int longest = s.lengths.longest;
+  const Cut cut = cut_number(number, length_scale(longest));
+  if (is_priced && tid % kMaxClasses < s.class_count)
+    s.pieces[index][tid % kMaxClasses] = pieces_of(cut, s.classes[tid % kMaxClasses]);
+  __syncwarp();
   unsigned long long mine = ~0ull;
-  const int number = part + tid * kCutParts;
-  if (number < (p.may_cut ? kCuts : 2) && tid < kCuts / kCutParts) {
-    const float price = price_of(number, s.classes, s.class_count, p.limits, s.memory[tid]);
+  if (is_priced) {
+    const float price = price_of(cut, s.pieces[index], s.class_count, longest, p.limits);
     mine = static_cast<unsigned long long>(__float_as_uint(price)) << 32 | static_cast<unsigned>(number);
   }
   atomicMin(&s.best, mine);
@@ -237,15 +270,15 @@ struct Scheduler {
     }
   }
 
+  // Every warp finds it. Prices are positive: as numbers without sign they are in the same order.
   GD_DEVICE Cut best_cut() const {
     const int share = p.may_cut ? quotient(s.lasting * (kShares - 1) + pairs() / 2, pairs()) : 0;
-    PricedCut best = s.cuts[share * kCutParts];
-#pragma unroll
-    for (int part = 1; part < kCutParts; ++part) {
-      const PricedCut other = s.cuts[share * kCutParts + part];
-      if (other.price < best.price || (other.price == best.price && other.number < best.number)) best = other;
-    }
-    return cut_number(best.number, length_scale(s.chunks[0]));
+    static_assert(kCutParts <= 32);
+    const int lane = threadIdx.x & 31;
+    const PricedCut mine = s.cuts[share * kCutParts + lane % kCutParts];
+    const uint32_t price = __float_as_uint(mine.price), best = __reduce_min_sync(~0u, price);
+    const int number = __reduce_min_sync(~0u, price == best ? mine.number : kCuts);
+    return cut_number(number, length_scale(s.chunks[0]));
   }
 
   // Of every sequence, and where its windows come, by the first warp.

@@ -203,7 +203,9 @@ GD_HOST_DEVICE int window_before(int boundary, int limit, const Decays& decays) 
   float fade = 0, left = 1, written = 0;
   bool weighs = true;
   int found = 0;
-  GD_NO_UNROLL for (int done = 0; done < last && found == 0; done += kAtOnce) {
+  int done = 0;
+  bool is_slow = false;  // at this pace it would take much too long; nothing is lost by not looking further
+  GD_NO_UNROLL for (; done < last && found == 0 && !is_slow; done += kAtOnce) {
     ChunkDecay chunks[kAtOnce];
     GD_UNROLL for (int i = 0; i < kAtOnce; ++i) {
       const int chunk = boundary - 1 - done - i;
@@ -222,16 +224,14 @@ GD_HOST_DEVICE int window_before(int boundary, int limit, const Decays& decays) 
       }
       found = found == 0 && counts && enough ? done + i + 1 : found;
     }
-    // At this pace it would take much too long; nothing is lost by not looking further.
-    if (boundary > limit && found == 0 &&
-        fade * static_cast<float>(2 * limit) > kEnough * static_cast<float>(done + kAtOnce))
-      return kNoWindow;
+    const int counted = done + kAtOnce < last ? done + kAtOnce : last;
+    is_slow = fade * static_cast<float>(2 * limit) > kEnough * static_cast<float>(counted);
   }
   if (found > 0) return found;
-  // There silent chunks take as long as others, and all of them are only worth it if they are few, or if the boundaries
-  // after this one will have windows.
+  // Then it is all there are, if they are not too many. For gradients silent chunks take as long as others: that is
+  // only worth it if they are few, or if the boundaries after this one will have windows.
   const bool is_worth = !kGradients || 2 * boundary <= limit ||
-                        fade * static_cast<float>(limit) <= kEnough * static_cast<float>(boundary - 1);
+                        (!is_slow && fade * static_cast<float>(limit) <= kEnough * static_cast<float>(last));
   return boundary <= limit && is_worth ? boundary : kNoWindow;
 }
 
@@ -254,11 +254,11 @@ GD_HOST_DEVICE inline int segments_of(int chunks, int length) {
 struct Costs {
   static constexpr float kPerMicrosecond = 1700;
   static constexpr float kChunk = 3090, kHalfChunk = 2440;
-  static constexpr float kSilent = 2030, kHalfSilent = 1280;  // without outputs
-  static constexpr float kFactors = 2010;                     // of half of the columns
-  static constexpr float kJoin = 4000;
-  static constexpr float kItem = 8740, kFactorsItem = 10700;  // until the first chunk is there, and for the state
-  static constexpr float kCut = 25000;  // where anything is cut: its list takes longer, and pieces wait for each other
+  static constexpr float kSilent = 2100, kHalfSilent = 1250;  // without outputs
+  static constexpr float kFactors = 1850;                     // of half of the columns
+  static constexpr float kJoin = 4400;
+  static constexpr float kItem = 15400, kFactorsItem = 7500;  // until the first chunk is there, and for the state
+  static constexpr float kCut = 14000;  // where anything is cut: its list takes longer, and pieces wait for each other
 };
 
 // Where segment i of a sequence begins. Heads that fade: equal ones.
@@ -275,16 +275,31 @@ GD_HOST_DEVICE int lasting_segments(int chunks, int length) {
   const int segments = segments_of(chunks, length);
   return kPass == Pass::kForward || segments != 2 ? segments : chunks < kWorthJoining ? 1 : 3;
 }
-template <Pass kPass = Pass::kForward>
-GD_HOST_DEVICE int lasting_begin(int chunks, int segments, int i) {
-  if constexpr (kPass != Pass::kForward) return fading_begin(chunks, segments, i);
-  if (i == 0) return 0;
-  if (i == segments) return chunks;
+// Where the segments of one head begin: the first may be another length than the rest, of which some are a chunk
+// longer.
+struct Borders {
+  int first, each, longer;  // chunks of the first; of the rest, of which so many have one more
+  GD_HOST_DEVICE Borders(int chunks, int segments, int first_chunks) : first(first_chunks) {
+    const int rest = first > 0 ? segments - 1 : segments;
+    each = quotient(chunks - first, rest);
+    longer = chunks - first - each * rest;
+  }
+  GD_HOST_DEVICE int operator[](int i) const {
+    const int before = first > 0 && i > 0 ? i - 1 : i;
+    return (i > 0 ? first : 0) + each * before + (before < longer ? before : longer);
+  }
+};
+template <Pass kPass>
+GD_HOST_DEVICE Borders lasting_borders(int chunks, int segments) {
+  if (kPass != Pass::kForward || segments == 1) return {chunks, segments, 0};
   const float first = segments == 2
                           ? static_cast<float>(chunks) * (Costs::kChunk / (2 * Costs::kChunk - Costs::kSilent))
                           : static_cast<float>(chunks) * ratio(0.56f, static_cast<float>(segments) - 0.44f);
-  const int begin = first < 1 ? 1 : static_cast<int>(first);
-  return begin + fading_begin(chunks - begin, segments - 1, i - 1);
+  return {chunks, segments, first < 1 ? 1 : static_cast<int>(first)};
+}
+template <Pass kPass = Pass::kForward>
+GD_HOST_DEVICE int lasting_begin(int chunks, int segments, int i) {
+  return lasting_borders<kPass>(chunks, segments)[i];
 }
 
 // A window that would take longer than what it saves is none. Gradients need four times as much to be forgotten; twice
@@ -316,40 +331,55 @@ struct LengthClass {
   int chunks, fading, lasting;
 };
 constexpr int kMaxClasses = 4;
-constexpr int kShares = 5;    // 0, a quarter, a half, three quarters and all of the heads last
-constexpr int kCutParts = 8;  // blocks that look for the best cut for one share
+constexpr int kShares = 5;     // 0, a quarter, a half, three quarters and all of the heads last
+constexpr int kCutParts = 16;  // blocks that look for the best cut for one share
 constexpr int kPrepareHelpers = 1 + kShares * kCutParts;  // blocks of prepare that sort and choose cuts
 
-// Of sequences of these lengths. More lengths than classes: those that are alike share one.
-GD_HOST_DEVICE inline int length_classes(const int* chunks, int count, int heads, int share, LengthClass* classes) {
-  int classes_count = 0, longest = 0;
-  const int lasting = quotient(heads * share + (kShares - 1) / 2, kShares - 1);
+// Sequences put together by length, one after the other or by many threads at once: nothing depends on their order.
+struct Lengths {
+  int longest = 0, count = 0;       // count: of different ones
+  int different[kMaxClasses] = {};  // the first of them
+  int chunks[kMaxClasses] = {}, sequences[kMaxClasses] = {};
+
+  // Few lengths: a class for each, the longest first. Many: those that are alike share one, above 3/4 of the longest,
+  // above 1/2, above 1/4, and the rest.
+  GD_HOST_DEVICE int class_of(int length) const {
+    if (count > kMaxClasses) return quotient((longest - length) * kMaxClasses, longest);
+    int longer = 0;
+    GD_UNROLL for (int i = 0; i < kMaxClasses; ++i) longer += i < count && different[i] > length;
+    return longer;
+  }
+  GD_HOST_DEVICE int classes(int heads, int share, LengthClass* classes) const {
+    const int lasting = quotient(heads * share + (kShares - 1) / 2, kShares - 1);
+    int found = 0;
+    for (int i = 0; i < kMaxClasses; ++i)
+      if (sequences[i] > 0)
+        classes[found++] = {quotient(chunks[i] + sequences[i] / 2, sequences[i]), sequences[i] * (heads - lasting),
+                            sequences[i] * lasting};
+    return found;
+  }
+};
+GD_HOST_DEVICE inline bool is_first_of_its_length(const int* chunks, int n) {
+  bool is_first = true;
+  for (int before = 0; before < n; ++before) is_first = is_first && chunks[before] != chunks[n];
+  return is_first;
+}
+// (On the device a thread looks at each.)
+inline int length_classes(const int* chunks, int count, int heads, int share, LengthClass* classes) {
+  Lengths lengths;
   for (int n = 0; n < count; ++n) {
-    if (chunks[n] > longest) longest = chunks[n];
-    if (chunks[n] == 0 || classes_count > kMaxClasses) continue;
-    int i = 0;
-    while (i < classes_count && classes[i].chunks != chunks[n]) ++i;
-    if (i < kMaxClasses) {
-      if (i == classes_count) classes[classes_count++] = {chunks[n], 0, 0};
-      classes[i].fading += heads - lasting;
-      classes[i].lasting += lasting;
-    } else {
-      classes_count = kMaxClasses + 1;
-    }
+    if (chunks[n] == 0 || !is_first_of_its_length(chunks, n)) continue;
+    if (lengths.count < kMaxClasses) lengths.different[lengths.count] = chunks[n];
+    ++lengths.count;
+    if (chunks[n] > lengths.longest) lengths.longest = chunks[n];
   }
-  if (classes_count <= kMaxClasses) return classes_count;
-  classes_count = 0;
-  for (int part = 0; part < kMaxClasses; ++part) {  // above 3/4 of the longest, above 1/2, above 1/4, the rest
-    int total = 0, number = 0;
-    for (int n = 0; n < count; ++n) {
-      if (chunks[n] == 0 || quotient((longest - chunks[n]) * kMaxClasses, longest) != part) continue;
-      total += chunks[n];
-      ++number;
-    }
-    if (number == 0) continue;
-    classes[classes_count++] = {quotient(total + number / 2, number), number * (heads - lasting), number * lasting};
+  for (int n = 0; n < count; ++n) {
+    if (chunks[n] == 0) continue;
+    const int i = lengths.class_of(chunks[n]);
+    lengths.chunks[i] += chunks[n];
+    ++lengths.sequences[i];
   }
-  return classes_count;
+  return lengths.classes(heads, share, classes);
 }
 
 // ---- how long a cut takes ------------------------------------------------------------------------------------------
@@ -369,13 +399,20 @@ GD_HOST_DEVICE inline ClassPieces pieces_of(const Cut& cut, const LengthClass& c
   const float chunk = cut.halves ? Costs::kHalfChunk : Costs::kChunk;
   const float silent = cut.halves ? Costs::kHalfSilent : Costs::kSilent;
   const auto chunks = static_cast<float>(c.chunks);
-  const int pieces = segments_of(c.chunks, cut.fading), segments = segments_of(c.chunks, cut.lasting);
+  const int pieces = segments_of(c.chunks, cut.fading);
+  // Where every boundary is so near to the beginning that a window may reach it, heads that last are cut alike.
+  const int last = c.chunks - quotient(c.chunks, pieces);
+  const bool are_alike = pieces > 1 && last <= window_limit(cut.fading);
+  const int segments = are_alike ? 1 : segments_of(c.chunks, cut.lasting);
   ClassPieces p;
   const float early = kWindow * ratio(static_cast<float>(pieces - 1), static_cast<float>(pieces));
   p.fading = {c.fading * pieces * per_head,
               ratio(chunks, static_cast<float>(pieces)) * chunk + early * silent + Costs::kItem};
   const int begin = segments > 1 ? lasting_begin(c.chunks, segments, 1) : c.chunks;
-  if (segments <= 2) {
+  if (are_alike) {
+    p.lasting = {c.lasting * pieces * per_head,
+                 ratio(chunks, static_cast<float>(pieces)) * chunk + static_cast<float>(last) * silent + Costs::kItem};
+  } else if (segments <= 2) {
     p.lasting = {c.lasting * segments * per_head, static_cast<float>(begin) * chunk + Costs::kItem};
   } else {
     const float rest = ratio(chunks - static_cast<float>(begin), static_cast<float>(segments - 1));
@@ -389,19 +426,27 @@ GD_HOST_DEVICE inline ClassPieces pieces_of(const Cut& cut, const LengthClass& c
   return p;
 }
 
+struct PiecesOf {
+  ClassPieces classes[kMaxClasses];
+  PiecesOf(const Cut& cut, const LengthClass* lengths, int count) {
+    for (int i = 0; i < count; ++i) classes[i] = pieces_of(cut, lengths[i]);
+  }
+};
+
 // What happens when blocks take pieces of work one after the other. Blocks that come free at about the same time are
-// taken together, in at most kGroups groups; loops over them have constant bounds, so that all of it stays in
-// registers.
+// taken together, in at most kGroups groups, the earliest first. Loops over groups have constant bounds, and what is
+// done for one is a choice between values, not a jump: all of it stays in registers and threads stay together.
 struct Timeline {
-  static constexpr int kGroups = 4;
-  float free[kGroups];  // when they are
+  static constexpr int kGroups = 3;
+  static constexpr float kNone = 1e30f;
+  float free[kGroups];  // when they are; kNone: there is no such group
   int blocks[kGroups];
   int all;
   float end = 0;
 
   GD_HOST_DEVICE explicit Timeline(int count) : all(count) {
     for (int i = 0; i < kGroups; ++i) {
-      free[i] = 0;
+      free[i] = i == 0 ? 0.0f : kNone;
       blocks[i] = i == 0 ? count : 0;
     }
   }
@@ -412,95 +457,121 @@ struct Timeline {
     if (left >= 2 * all) {  // rounds of all blocks
       const int rounds = quotient(left, all) - 1;
       left -= rounds * all;
-      for (int i = 0; i < kGroups; ++i)
-        free[i] = (free[i] > ready ? free[i] : ready) + static_cast<float>(rounds) * pieces.size;
+      for (int i = 0; i < kGroups; ++i) free[i] = fmaxf(free[i], ready) + static_cast<float>(rounds) * pieces.size;
     }
-    const float later = spread > 0 ? ratio(spread, static_cast<float>(pieces.number)) : 0.0f;
+    const float later = ratio(spread, static_cast<float>(pieces.number));
+    float may = ready + later * static_cast<float>(pieces.number - left);
     GD_NO_UNROLL while (left > 0) {
-      int first = -1, there = 0;
-      float time = 0;
-      for (int i = 0; i < kGroups; ++i) {
-        const bool is_earlier = blocks[i] > 0 && (first < 0 || free[i] < time);
-        first = is_earlier ? i : first;
-        there = is_earlier ? blocks[i] : there;
-        time = is_earlier ? free[i] : time;
-      }
-      const float may = ready + later * static_cast<float>(pieces.number - left);
-      const float done = (time > may ? time : may) + pieces.size;
-      const int taken = left < there ? left : there;
-      for (int i = 0; i < kGroups; ++i) blocks[i] -= i == first ? taken : 0;
-      add(done, taken);
-      last = done > last ? done : last;
+      const int taken = left < blocks[0] ? left : blocks[0];
+      const float next = may + later * static_cast<float>(taken);
+      const float done = fmaxf(free[0], may) + pieces.size, last_done = fmaxf(free[0], next - later) + pieces.size;
+      take(taken);
+      add(0.5f * (done + last_done), taken);
+      last = fmaxf(last, last_done);
       left -= taken;
+      may = next;
     }
-    end = last > end ? last : end;
+    end = fmaxf(end, last);
     return last;
   }
-  GD_HOST_DEVICE void add(float time, int count) {
-    int nearest = -1, empty = -1, there = 0;
-    float distance = 0, theirs = 0;
+  // Blocks of the first group; when none of them is left, the others move up.
+  GD_HOST_DEVICE void take(int count) {
+    const bool is_all = count == blocks[0];
+    blocks[0] -= count;
     for (int i = 0; i < kGroups; ++i) {
-      const float d = free[i] > time ? free[i] - time : time - free[i];
-      const bool is_nearer = blocks[i] > 0 && (nearest < 0 || d < distance);
-      empty = blocks[i] == 0 ? i : empty;
+      const float next = i + 1 < kGroups ? free[(i + 1) % kGroups] : kNone;
+      const int next_blocks = i + 1 < kGroups ? blocks[(i + 1) % kGroups] : 0;
+      free[i] = is_all ? next : free[i];
+      blocks[i] = is_all ? next_blocks : blocks[i];
+    }
+  }
+  // They join the nearest group, or are one of their own if there is room for it and that is too far away.
+  GD_HOST_DEVICE void add(float time, int count) {
+    int nearest = 0, there = blocks[0];
+    float theirs = free[0], distance = fabsf(free[0] - time);
+    for (int i = 1; i < kGroups; ++i) {
+      const float d = fabsf(free[i] - time);
+      const bool is_nearer = d < distance;
       nearest = is_nearer ? i : nearest;
       there = is_nearer ? blocks[i] : there;
       theirs = is_nearer ? free[i] : theirs;
       distance = is_nearer ? d : distance;
     }
-    const bool joins = empty < 0 || (nearest >= 0 && distance < 0.03f * time);
-    const int group = joins ? nearest : empty;
-    const auto a = static_cast<float>(joins ? there : 0), b = static_cast<float>(count);
-    const float together = ratio(theirs * a + time * b, a + b);
+    const bool is_near = distance<0.03f * time, is_full = blocks[kGroups - 1]> 0, joins = is_near | is_full;
+    const float share = ratio(static_cast<float>(count), static_cast<float>(there + count));
+    const float together = theirs + (time - theirs) * share;
+    float times[kGroups];
+    int counts[kGroups];
     for (int i = 0; i < kGroups; ++i) {
-      free[i] = i == group ? together : free[i];
-      blocks[i] = i == group ? static_cast<int>(a + b) : blocks[i];
+      const float before = i > 0 ? free[(i + kGroups - 1) % kGroups] : 0.0f;
+      const int blocks_before = i > 0 ? blocks[(i + kGroups - 1) % kGroups] : 0;
+      const bool is_mine = i == nearest, is_earlier = free[i] <= time, is_after = before > time;
+      const float joined = is_mine ? together : free[i], inserted = fminf(fmaxf(before, time), free[i]);
+      const int joined_blocks = is_mine ? there + count : blocks[i];
+      int inserted_blocks = is_after ? blocks_before : count;
+      inserted_blocks = is_earlier ? blocks[i] : inserted_blocks;
+      times[i] = joins ? joined : inserted;
+      counts[i] = joins ? joined_blocks : inserted_blocks;
+    }
+    for (int i = 0; i < kGroups; ++i) {
+      free[i] = times[i];
+      blocks[i] = counts[i];
     }
   }
 };
 
-// How long a cut takes, about: its list of work, taken in the order that it will have.
+// How long a cut takes, about, given the pieces of every class: its list of work, taken in the order that it will have.
+// What waits, and what it waits for, are of about the same size in all classes and counted as one.
 constexpr float kNever = 1e30f;
-constexpr int kMostRounds = 6;  // more pieces than that are not worth a thought
-GD_HOST_DEVICE inline float time_of(const Cut& cut, const LengthClass* classes, int count, const Limits& limits,
-                                    ClassPieces* memory) {
-  int entries = 0, boundaries = 0, firsts = 0, pieces = 0;
-  float joins = 0;
-  for (int i = 0; i < count; ++i) {
-    const ClassPieces p = memory[i] = pieces_of(cut, classes[i]);
+// More pieces than that on a block are not worth a thought. Pieces in halves are for cards that have blocks to spare:
+// both halves read K and Q, and where all blocks do, that takes longer than what is saved.
+constexpr float kMostRounds = 6, kMostHalves = 0.6f;
+GD_HOST_DEVICE inline float time_of(const Cut& cut, const ClassPieces* classes, int count, int longest,
+                                    const Limits& limits) {
+  int entries = 0, boundaries = 0, pieces = 0;
+  Pieces first, joins, waiting;
+  GD_NO_UNROLL for (int i = 0; i < count; ++i) {
+    const ClassPieces p = classes[i];
     entries += p.most;
     boundaries += p.boundaries;
-    firsts += p.first.number;
     pieces += p.fading.number + p.lasting.number + p.waiting.number;
-    if (p.joins.number > 0 && p.joins.size > joins) joins = p.joins.size;
+    first.number += p.first.number;
+    first.size += static_cast<float>(p.first.number) * p.first.size;
+    waiting.number += p.waiting.number;
+    waiting.size += static_cast<float>(p.waiting.number) * p.waiting.size;
+    joins.number += p.joins.number;
+    if (p.joins.number > 0 && p.joins.size > joins.size) joins.size = p.joins.size;
   }
   const bool is_cut = cut.fading || cut.lasting;
-  if (is_cut && (entries > limits.entries || boundaries > limits.boundaries || pieces > kMostRounds * limits.blocks))
-    return kNever;
+  const bool is_crowded = static_cast<float>(first.number + pieces - waiting.number) >
+                          (cut.halves ? kMostHalves : kMostRounds) * static_cast<float>(limits.blocks);
+  if (is_cut && (entries > limits.entries || boundaries > limits.boundaries || is_crowded)) return kNever;
+  if (first.number > 0) {
+    first.size = ratio(first.size, static_cast<float>(first.number));
+    waiting.size = ratio(waiting.size, static_cast<float>(waiting.number));
+  }
 
   Timeline timeline(limits.blocks);
-  const bool longest_first = firsts == 0 || is_longer_than_chain(cut, classes[0].chunks);
-  int early = longest_first ? pieces : limits.blocks - firsts;  // of those who wait for nothing, how many before joins
+  const bool longest_first = first.number == 0 || is_longer_than_chain(cut, longest);
+  // Of those who wait for nothing, how many come before joins.
+  const int early = longest_first ? pieces : limits.blocks - first.number;
   float factors = 0;
   GD_NO_UNROLL for (int pass = 0; pass < 5; ++pass) {
     const bool is_first = pass == (longest_first ? 1 : 0), is_early = pass == (longest_first ? 0 : 1);
     const bool is_one_kind = is_first || pass == 2 || pass == 4;
     int passed = 0;
-    GD_NO_UNROLL for (int i = 0; i < (is_one_kind ? count : 2 * count); ++i) {
-      const ClassPieces& p = memory[is_one_kind ? i : i / 2];
-      Pieces some = is_first     ? p.first
-                    : pass == 2  ? p.joins
-                    : pass == 4  ? p.waiting
-                    : i % 2 == 0 ? p.fading
-                                 : p.lasting;
+    GD_NO_UNROLL for (int i = 0; i < (is_one_kind ? 1 : 2 * count); ++i) {
+      Pieces some = is_first ? first : pass == 2 ? joins : waiting;
       if (!is_one_kind) {
+        some = i % 2 == 0 ? classes[i / 2].fading : classes[i / 2].lasting;
         const int before = early > passed ? early - passed : 0, now = some.number < before ? some.number : before;
         passed += some.number;
         some.number = is_early ? now : some.number - now;
       }
+      if (some.number == 0) continue;
       const bool waits = pass == 2 || pass == 4;
-      const float end = timeline.run(some, waits ? factors : 0.0f, pass == 4 ? joins : 0.0f);
-      factors = is_first && end > factors ? end : factors;
+      const float end = timeline.run(some, waits ? factors : 0.0f, pass == 4 ? joins.size : 0.0f);
+      factors = is_first ? end : factors;
     }
   }
   return timeline.end;
@@ -526,38 +597,38 @@ GD_HOST_DEVICE inline Cut cut_number(int i, int scale) {
 }
 // The estimate is not that good: a cut has to be better by more than this.
 constexpr float kWorthCutting = 1.03f;
-GD_HOST_DEVICE inline float price_of(int number, const LengthClass* classes, int count, const Limits& limits,
-                                     ClassPieces* memory) {
-  int longest = 0;
-  for (int i = 0; i < count; ++i) longest = classes[i].chunks > longest ? classes[i].chunks : longest;
-  const Cut cut = cut_number(number, length_scale(longest));
-  const float time = time_of(cut, classes, count, limits, memory);
-  return number == 0 ? time : time * kWorthCutting + (cut.fading || cut.lasting ? Costs::kCut : 0.0f);
+GD_HOST_DEVICE inline float price_of(const Cut& cut, const ClassPieces* classes, int count, int longest,
+                                     const Limits& limits) {
+  const float time = time_of(cut, classes, count, longest, limits);
+  return cut.fading || cut.lasting ? time * kWorthCutting + Costs::kCut : time;
 }
 
 // The fastest of them all. (On the device many threads price one each.)
-inline PricedCut fastest_cut(const LengthClass* classes, int count, const Limits& limits, bool may_cut) {
-  ClassPieces memory[kMaxClasses];
+inline PricedCut fastest_cut(const LengthClass* classes, int count, int longest, const Limits& limits, bool may_cut) {
   PricedCut best{kNever, 0};
   for (int number = 0; number < (may_cut ? kCuts : 2); ++number) {
-    const float price = price_of(number, classes, count, limits, memory);
+    const Cut cut = cut_number(number, length_scale(longest));
+    const float price = price_of(cut, PiecesOf(cut, classes, count).classes, count, longest, limits);
     if (price < best.price) best = {price, number};
   }
   return best;
 }
 
 // Whether sequences, all of one length, keep the card busy as they are, so that cutting them gains nothing: 1 with
-// whole heads, 2 with halves of heads that all run at once, 0 if not.
+// whole heads, 2 with halves of heads that all run at once, if they are short, 0 if not. (Two halves take longer than
+// one whole; where sequences are long, pieces of whole heads win.)
 constexpr float kBusy = 0.9f;
+constexpr int kShortChunks = 64;
 GD_HOST_DEVICE inline bool are_busy(int items, int blocks) {
   return static_cast<float>(items) >= kBusy * static_cast<float>(rounds_of(items, blocks) * blocks);
 }
-GD_HOST_DEVICE inline int busy_parts(int heads, int blocks) {
-  return are_busy(heads, blocks) ? 1 : 2 * heads <= blocks && are_busy(2 * heads, blocks) ? 2 : 0;
+GD_HOST_DEVICE inline int busy_parts(int heads, int64_t chunks, int blocks) {
+  if (are_busy(heads, blocks)) return 1;
+  return chunks <= kShortChunks && 2 * heads <= blocks && are_busy(2 * heads, blocks) ? 2 : 0;
 }
 GD_HOST_DEVICE inline int busy_parts(const LengthClass* classes, int count, int blocks) {
   if (count != 1) return count == 0;
-  return busy_parts(classes[0].fading + classes[0].lasting, blocks);
+  return busy_parts(classes[0].fading + classes[0].lasting, classes[0].chunks, blocks);
 }
 
 // ---- the list of work ----------------------------------------------------------------------------------------------
@@ -614,9 +685,9 @@ struct ListPlan {
   bool in_place;  // a final state may come in the initial one's place
 };
 
-// The entries of a pair, of which a thread puts every `lanes`th of each kind: put(number in the list, item). `whole` is
-// the item of all of its chunks, in the forward's order; `before` are entries of the pairs before it; windows[i] is
-// that of boundary i + 1, if the head fades.
+// The entries of a pair, of which a thread puts every `lanes`th: put(number in the list, item). `whole` is the item of
+// all of its chunks, in the forward's order; `before` are entries of the pairs before it; windows[i] is that of
+// boundary i + 1, if the head fades. All kinds in one loop, so that threads have different ones at the same time.
 template <Pass kPass, class Put>
 GD_HOST_DEVICE void list_pair(const ListPlan& plan, const WorkItem& whole, int pair, int chunks, int segments,
                               bool lasts, const EntryCounts& before, const uint8_t* windows, int lane, int lanes,
@@ -629,72 +700,58 @@ GD_HOST_DEVICE void list_pair(const ListPlan& plan, const WorkItem& whole, int p
             joins = plan.total[EntryCounts::kJoins];
   // Joins come when the first of what they wait for may have ended; until then there is other work. Where that is
   // long, it comes before all.
-  const bool longest_first = plan.longest_first;
   const int idle = plan.blocks > firsts ? plan.blocks - firsts : 0;
-  const int frees_first = longest_first || frees < idle ? frees : idle;
-  const int first_at = longest_first ? frees : 0;
-  const auto put_free = [&](int i, const WorkItem& item) {
-    const int at = before[EntryCounts::kFree] + i;
-    put(longest_first ? at : firsts + at + (at < frees_first ? 0 : joins), item);
-  };
-  const auto item_of = [&](int half) {
+  const int frees_first = plan.longest_first || frees < idle ? frees : idle;
+  const int first = (plan.longest_first ? frees : 0) + before[EntryCounts::kFirst];
+  const int waiting = firsts + frees + joins + per_head * boundary;
+
+  const bool is_joined = lasts && segments > 2;
+  const Borders begins = lasts ? lasting_borders<kPass>(chunks, segments) : Borders(chunks, segments, 0);
+  const int outputs = per_head * segments, factors = is_joined ? 2 * (segments - 2) : 0;
+  GD_NO_UNROLL for (int i = lane; i < outputs + factors + (is_joined ? 2 : 0); i += lanes) {
+    const int more = i - outputs;  // from here on: factors, two of each segment, then joins, two
     WorkItem item = whole;
-    item.half = half;
-    return item;
-  };
-  const auto begin_of = [&](int i) {
-    return lasts ? lasting_begin<kPass>(chunks, segments, i) : fading_begin(chunks, segments, i);
-  };
-  if (lasts && segments > 2) {
-    const int first = first_at + before[EntryCounts::kFirst], waiting = firsts + frees + joins + per_head * boundary;
-    GD_NO_UNROLL for (int i = lane; i < per_head * segments; i += lanes) {
-      const int segment = i >> (per_head - 1);
-      WorkItem item = item_of(cut.halves ? i % 2 : kWhole);
-      cut_item<kPass>(item, begin_of(segment), begin_of(segment + 1), chunks, plan.value_heads);
-      if (segment == 0) {
-        item.to = boundary;
-        put(first + i, item);
-      } else {
-        item.from = boundary + segment - 1;
-        put(waiting + i - per_head, item);
-      }
-    }
-    GD_NO_UNROLL for (int i = lane; i < 2 * (segments - 2); i += lanes) {
-      const int segment = 1 + i / 2;
-      WorkItem item = item_of(i % 2);
-      item.kind = kFactors;
-      cut_item<kPass>(item, begin_of(segment), begin_of(segment + 1), chunks, plan.value_heads);
-      item.silent = item.rows;
-      item.from = kFromZero;
-      item.to = boundary + segment;
-      put(first + per_head + i, item);
-    }
-    GD_NO_UNROLL for (int i = lane; i < 2; i += lanes) {
-      WorkItem item = item_of(kNoValues);
+    if (more >= factors) {
       item.kind = kJoin;
-      item.key_head = i;
+      item.half = kNoValues;
+      item.key_head = more - factors;
       item.rows = item.silent = kJoinImages * kChunkTokens * (segments - 2);
       item.from = boundary;
       item.to = boundary + 1;
       item.prepared = (boundary + 1) * kBoundaryImages;
-      put(firsts + frees_first + before[EntryCounts::kJoins] + i, item);
+      put(firsts + frees_first + before[EntryCounts::kJoins] + more - factors, item);
+      continue;
     }
-    return;
-  }
-  GD_NO_UNROLL for (int i = lane; i < per_head * segments; i += lanes) {
-    const int segment = i >> (per_head - 1), begin = begin_of(segment);
-    const int window = segment == 0 ? 0 : lasts ? begin : windows[segment - 1];
-    WorkItem item = item_of(cut.halves ? i % 2 : kWhole);
-    cut_item<kPass>(item, begin - window, begin_of(segment + 1), chunks, plan.value_heads);
-    item.silent = window * kChunkTokens;
-    if (window < begin) item.from = kFromZero;
-    item.pair = pair;
-    if (segment == segments - 1 && segment > 0 && plan.in_place) {
-      item.readers = 2;
-      GD_NO_UNROLL for (int other = 1; other < segment && begin_of(other) <= window_limit<kPass>(cut.fading); ++other)
-          item.readers += windows[other - 1] == begin_of(other) ? 2 : 0;
+    const bool is_output = more < 0;
+    const int segment = is_output ? i >> (per_head - 1) : 1 + (more >> 1), begin = begins[segment];
+    const bool has_window = !is_joined && segment > 0;
+    const int window = !has_window ? 0 : lasts ? begin : windows[segment - 1];
+    cut_item<kPass>(item, begin - window, begins[segment + 1], chunks, plan.value_heads);
+    item.half = !is_output ? more & 1 : cut.halves ? i & 1 : kWhole;
+    int at;
+    if (!is_output) {
+      item.kind = kFactors;
+      item.silent = item.rows;
+      item.from = kFromZero;
+      item.to = boundary + segment;
+      at = first + per_head + more;
+    } else if (is_joined) {
+      item.from = segment > 0 ? boundary + segment - 1 : item.from;
+      item.to = segment > 0 ? item.to : boundary;
+      at = segment > 0 ? waiting + i - per_head : first + i;
+    } else {
+      item.silent = window * kChunkTokens;
+      item.from = window < begin ? kFromZero : item.from;
+      item.pair = pair;
+      if (segment == segments - 1 && segment > 0 && plan.in_place) {
+        item.readers = 2;
+        GD_NO_UNROLL for (int other = 1; other < segment && begins[other] <= window_limit<kPass>(cut.fading); ++other)
+            item.readers += windows[other - 1] == begins[other] ? 2 : 0;
+      }
+      const int free = before[EntryCounts::kFree] + i;
+      at = plan.longest_first ? free : firsts + free + (free < frees_first ? 0 : joins);
     }
-    put_free(i, item);
+    put(at, item);
   }
 }
 

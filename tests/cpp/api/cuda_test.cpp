@@ -208,9 +208,9 @@ TEST_F(Cuda, SavedSize) {
     return;
   }
   EXPECT_EQ(status, GD_OK) << gd_last_error();
-  // And what was found out of the lengths: two numbers per sequence, in 64 bytes each, the prices of 40 cuts, and a
+  // And what was found out of the lengths: two numbers per sequence, in 64 bytes each, the prices of 80 cuts, and a
   // list of work.
-  EXPECT_EQ(bytes, kHv * (2 * 33 * (6912 + 8) + 2 * 2 * size_t{65536}) + 2 * 64 + 40 * 8 + 65536);
+  EXPECT_EQ(bytes, kHv * (2 * 33 * (6912 + 8) + 2 * 2 * size_t{65536}) + 2 * 64 + 80 * 8 + 65536);
   EXPECT_EQ(gd_forward_saved_size(&c, nullptr), GD_INVALID_ARGUMENT);
 }
 

@@ -79,7 +79,8 @@ TEST(Window, IsWhatItsDefinitionSays) {
     windows += expected > 0 && expected < boundary;
     const int found = window(chunks, boundary, limit);
     if (found == expected) continue;
-    ASSERT_EQ(found, kNoWindow) << "trial " << trial;  // it looked unlikely, at the pace of the first chunks
+    // It looked unlikely, at the pace of the first chunks. All there are will do as well.
+    ASSERT_EQ(found, boundary <= limit ? boundary : kNoWindow) << "trial " << trial;
     ++missed;
   }
   EXPECT_GT(windows, 2000);
@@ -162,7 +163,7 @@ TEST(Segments, OfABackwardAreNeverTwo) {
 }
 
 TEST(Classes, AreOfLengths) {
-  LengthClass classes[kMaxClasses + 1];
+  LengthClass classes[kMaxClasses];
   const int chunks[] = {100, 7, 100, 0, 7, 7};
   ASSERT_EQ(length_classes(chunks, 6, 8, 1, classes), 2);
   EXPECT_EQ(classes[0].chunks, 100);
@@ -214,11 +215,11 @@ TEST(Timeline, IsCloseToTheTruth) {
 }
 
 Cut best_cut(const std::vector<int>& chunks, int heads, int share, const Limits& limits = {132, 6000, 384}) {
-  LengthClass classes[kMaxClasses + 1];
+  LengthClass classes[kMaxClasses];
   const int count = length_classes(chunks.data(), static_cast<int>(chunks.size()), heads, share, classes);
   int longest = 0;
   for (const int c : chunks) longest = std::max(longest, c);
-  return cut_number(fastest_cut(classes, count, limits, true).number, length_scale(longest));
+  return cut_number(fastest_cut(classes, count, longest, limits, true).number, length_scale(longest));
 }
 
 TEST(Choice, CutsWhereThereAreFewHeads) {
@@ -236,7 +237,7 @@ TEST(Choice, CutsWhereThereAreFewHeads) {
 }
 
 int busy_parts(const std::vector<int>& chunks, int heads) {
-  LengthClass classes[kMaxClasses + 1] = {};
+  LengthClass classes[kMaxClasses] = {};
   const int count = length_classes(chunks.data(), static_cast<int>(chunks.size()), heads, 0, classes);
   return busy_parts(classes, count, 132);
 }
@@ -245,7 +246,8 @@ TEST(Choice, LeavesAloneWhatKeepsTheCardBusy) {
   EXPECT_EQ(busy_parts({128, 128, 128, 128}, 64), 1);
   EXPECT_EQ(busy_parts(std::vector<int>(8, 16), 16), 1);
   EXPECT_EQ(busy_parts(std::vector<int>(40, 20), 24), 1);
-  EXPECT_EQ(busy_parts({512}, 64), 2);
+  EXPECT_EQ(busy_parts({64}, 64), 2);
+  EXPECT_EQ(busy_parts({512}, 64), 0);  // pieces of whole heads are faster
   EXPECT_EQ(busy_parts({32, 32}, 32), 2);
   EXPECT_EQ(busy_parts({128, 128, 128, 128}, 48), 0);
   EXPECT_EQ(busy_parts({512}, 48), 0);
@@ -270,7 +272,7 @@ TEST(Choice, KeepsWithinItsLimits) {
     const Limits limits = {132, 2 * heads * static_cast<int>(chunks.size()) + 500, static_cast<int>(random() % 100)};
     const Cut cut = best_cut(chunks, heads, share, limits);
     if (!cut.fading && !cut.lasting) continue;
-    LengthClass classes[kMaxClasses + 1];
+    LengthClass classes[kMaxClasses];
     const int count = length_classes(chunks.data(), static_cast<int>(chunks.size()), heads, share, classes);
     int entries = 0, boundaries = 0;
     for (int i = 0; i < count; ++i) {

@@ -66,7 +66,7 @@ TEST(Workspace, PartsFollowEachOther) {
   EXPECT_EQ(w.first_checkpoint, w.order + 128);
   EXPECT_EQ(w.decays, w.first_checkpoint + 128);
   EXPECT_EQ(w.cuts, w.decays + 21 * 3 * 8 + 8);
-  EXPECT_EQ(w.schedule, w.cuts + kShares * kCutParts * 8 + 64);
+  EXPECT_EQ(w.schedule, w.cuts + kShares * kCutParts * 8);
   EXPECT_EQ(w.work, w.schedule + 128);
   EXPECT_EQ(w.initial_read, w.work + (2 * 15 + 3 * 21 * 3) * 64 + 64);
   EXPECT_EQ(w.boundary_ready, w.initial_read + 128);
@@ -222,9 +222,9 @@ TEST(List, OfShortSequencesIsWhatAPlanWouldBe) {
         const Limits limits = {132, static_cast<int>(max_entries(p)), forward_layout(p).boundary_count};
         const std::vector<int> lengths(count, chunks);
         for (int share = 0; share < kShares; ++share) {
-          LengthClass classes[kMaxClasses + 1] = {};
+          LengthClass classes[kMaxClasses] = {};
           const int class_count = length_classes(lengths.data(), count, heads, share, classes);
-          const Cut cut = cut_number(fastest_cut(classes, class_count, limits, true).number, 1);
+          const Cut cut = cut_number(fastest_cut(classes, class_count, chunks, limits, true).number, 1);
           const bool is_same = !cut.fading && !cut.lasting && even_parts(p, 132) == (cut.halves ? 2 : 1);
           EXPECT_TRUE(is_same) << count << " of " << chunks << " chunks, " << heads << " heads";
         }
