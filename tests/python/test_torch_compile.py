@@ -85,7 +85,7 @@ def test_fake_sizes_on_cuda(dynamic):
     assert state.is_cuda and state.dtype == torch.float32 and state.shape == (2, 4, 128, 128)
     assert saved.is_cuda and saved.dtype == torch.uint8 and saved.dim() == 1
     if not dynamic:  # two sequences of two chunks, four heads; what is known of the lengths; a list; no window is full
-        assert saved.shape == (2 * 2 * 4 * (6912 + 8) + 64 + 64 + 320 + 65536,)
+        assert saved.shape == (2 * 2 * 4 * (6912 + 8) + 64 + 64 + 640 + 65536,)
     assert all(x.is_cuda and x.shape == y.shape for x, y in zip(gradients, (q, q, v, g, g), strict=False))
 
 

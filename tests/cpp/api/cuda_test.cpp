@@ -353,7 +353,7 @@ TYPED_TEST(CudaRules, ChunksTimesHeads) {
   this->c.set_heads(256, 256);
   this->set_tokens(1, int64_t{1} << 29);
   EXPECT_TRUE(
-      this->c.unsupported("the call has 2147483648 chunks times key heads, must have at most 2147483606 on CUDA"));
+      this->c.unsupported("the call has 2147483648 chunks times key heads, must have at most 2147483566 on CUDA"));
 }
 
 TYPED_TEST(CudaRules, AlignmentOfRows) {

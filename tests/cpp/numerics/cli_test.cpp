@@ -54,7 +54,7 @@ TEST(Cli, ExplainsHowSequencesAreCut) {
   EXPECT_NE(even.output.find("not cut: heads of one length keep the card busy"), std::string::npos) << even.output;
   EXPECT_NE(gatedelta("bench --explain lengths=100x50 Hk=1 Hv=1").output.find("longest first"), std::string::npos);
   EXPECT_NE(gatedelta("bench --explain lengths=0 Hk=1 Hv=1").output.find("not cut"), std::string::npos);
-  EXPECT_NE(gatedelta("bench --explain lengths=300+500 Hk=1 Hv=1").output.find("too short for it, in halves"),
+  EXPECT_NE(gatedelta("bench --explain lengths=200+400 Hk=1 Hv=1").output.find("too short for it, in halves"),
             std::string::npos);
   EXPECT_NE(gatedelta("bench --explain T=640 segment=3").output.find("segments of 3 chunks"), std::string::npos);
   for (const char* refused : {"lengths=100x5 Hk=1 Hv=1 segment=3", "T=128000 Hk=2 Hv=4 segment=1"})
