@@ -21,13 +21,6 @@ struct BackwardChain : Forward<Elem, Pass::kBackward> {
   using typename Base::State;
   using Mma64 = Wgmma<Elem, 64>;
 
-  // It takes longer than the states' chain, which needs nothing of this, and may begin where a block has nothing left
-  // to do.
-  GD_DEVICE static void begin() {
-    wait_for_previous_kernel();
-    allow_next_kernel();
-  }
-
   GD_DEVICE void run_chain(int m) const {
     Ring<kLoadSlots> load;
     Ring<kOperandSlots> operand;
@@ -36,7 +29,6 @@ struct BackwardChain : Forward<Elem, Pass::kBackward> {
     state.columns = forgotten(8 * (this->lane & 3));
     int leaving = -1;
     WorkRing work;
-    this->copy_empty(state, m);
     for (int i = this->next_work(work); i != Base::kNoMore; i = this->next_work(work)) {
       const WorkItem& it = this->item(i);
       if (it.kind == kJoin) {
@@ -81,7 +73,13 @@ struct BackwardChain : Forward<Elem, Pass::kBackward> {
         this->send_last_out(m, at.before(), load.previous());
         leaving = load.previous();
       }
-      if (is_identity) {
+      if (it.kind == kRehearsal) {
+        wait_for_previous_kernel();
+        // This takes longer than the states' chain, which needs nothing of it, and may begin where a block has nothing
+        // left to do.
+        allow_next_kernel();
+        this->copy_empty(state, m);
+      } else if (is_identity) {
         this->store_transition(state, m, half, load.previous(), it.to);
       } else {
         this->end_state(state.s, m, it, half);

@@ -26,35 +26,69 @@ GD_DEVICE void list_both(const BackwardParams& p) {
 }
 
 // The list of the states where the forward has kept those at the ends of windows: pieces of some windows each, which
-// wait for nothing. After rank_sequences.
-GD_DEVICE void list_windows(const BackwardParams& p, ScheduleSmem& s) {
-  constexpr int kRounds = 3;  // of all blocks
-  const int tid = threadIdx.x, count = p.sequences.count;
-  __syncthreads();
-  if (tid == 0) {
-    int all = 0;
-    for (int rank = 0; rank < count; ++rank) all += rounds_of(s.chunks[rank], kWindowChunks) * p.value_heads;
-    s.lasting = max(1, all / (kRounds * p.limits.blocks)) * kWindowChunks;  // chunks of a piece
-    all = 0;
-    for (int rank = 0; rank < count; ++rank) {
-      s.first_window[rank] = all;
-      all += rounds_of(s.chunks[rank], s.lasting) * p.value_heads;
+// wait for nothing. They go from the last chunk to the first, all heads of some chunks and then those before them: the
+// gradients begin with the first chunk, and what is written last they find in the second-level cache. What is left of
+// a sequence, less than a piece, comes at the end, so that all blocks are done at about the same time.
+struct WindowPieces {
+  int rank_of[kMaxPlannedSequences];     // a sequence
+  int first[kMaxPlannedSequences];       // piece of a sequence, from the first chunk on
+  int first_rest[kMaxPlannedSequences];  // by rank
+  int length, count, count_with_rests;   // length in chunks
+
+  GD_DEVICE void find(const BackwardParams& p, const ScheduleSmem& s) {
+    constexpr int kRounds = 6;  // of all blocks
+    const int sequences = p.sequences.count;
+    int windows = 0;
+    for (int rank = 0; rank < sequences; ++rank) {
+      windows += rounds_of(s.chunks[rank], kWindowChunks) * p.value_heads;
+      rank_of[s.items[rank].sequence] = rank;
     }
-    s.windows_count = all;
-    *p.schedule = {all, 0, p.main_blocks()};
+    length = max(1, windows / (kRounds * p.limits.blocks)) * kWindowChunks;
+    int pieces = 0;
+    for (int n = 0; n < sequences; ++n) {
+      first[n] = pieces;
+      pieces += quotient(s.chunks[rank_of[n]], length) * p.value_heads;
+    }
+    count = pieces;
+    for (int rank = 0; rank < sequences; ++rank) {
+      first_rest[rank] = pieces;
+      if (s.chunks[rank] % length != 0) pieces += p.value_heads;
+    }
+    count_with_rests = pieces;
+  }
+  struct Piece {
+    int rank, head, begin;
+  };
+  GD_DEVICE Piece piece(const BackwardParams& p, const ScheduleSmem& s, int i) const {
+    int at = 0;
+    if (i >= count) {
+      while (at + 1 < p.sequences.count && first_rest[at + 1] <= i) ++at;
+      return {at, i - first_rest[at], quotient(s.chunks[at], length) * length};
+    }
+    const int from_first = count - 1 - i;
+    while (at + 1 < p.sequences.count && first[at + 1] <= from_first) ++at;
+    const int within = from_first - first[at], number = quotient(within, p.value_heads);
+    return {rank_of[at], within - number * p.value_heads, number * length};
+  }
+};
+
+// After rank_sequences.
+GD_DEVICE void list_windows(const BackwardParams& p, const ScheduleSmem& s) {
+  __shared__ WindowPieces pieces;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    pieces.find(p, s);
+    *p.schedule = {pieces.count_with_rests, 0, p.main_blocks()};
   }
   __syncthreads();
-  const int length = s.lasting;
-  for (int i = tid; i < s.windows_count; i += kScheduleThreads) {
-    int rank = 0;
-    while (rank + 1 < count && s.first_window[rank + 1] <= i) ++rank;
-    const int within = i - s.first_window[rank], pieces = rounds_of(s.chunks[rank], length);
-    const int head = quotient(within, pieces), begin = (within - head * pieces) * length;
+  for (int i = threadIdx.x; i < pieces.count_with_rests; i += kScheduleThreads) {
+    const auto [rank, head, begin] = pieces.piece(p, s, i);
+    const int chunks = s.chunks[rank];
     WorkItem item = s.items[rank];
     item.head = head;
     item.key_head = quotient(head, p.group);
     item.prepared += head;
-    cut_item<Pass::kStates>(item, begin, min(begin + length, s.chunks[rank]), s.chunks[rank], p.value_heads);
+    cut_item<Pass::kStates>(item, begin, min(begin + pieces.length, chunks), chunks, p.value_heads);
     if (begin > 0) {
       item.from = kFromWindow;
       item.pair = static_cast<int>(p.first_checkpoint[item.sequence]) + begin / kWindowChunks - 1;

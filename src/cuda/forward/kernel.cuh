@@ -100,8 +100,13 @@ struct Forward {
     barrier_init_fence();
   }
 
+  // Blocks are there before their list is. Meanwhile they go through a chunk that has no data, so that the code of the
+  // first one need not be fetched when it counts. The states' blocks have their list when they come.
+  static constexpr bool kRehearses = kPass != Pass::kStates;
   // Before anything is read from memory, and after all is done.
-  GD_DEVICE static void begin() { wait_for_previous_kernel(); }
+  GD_DEVICE static void begin() {
+    if constexpr (!kRehearses) wait_for_previous_kernel();
+  }
   GD_DEVICE static void end() {}
 
   // Half of Q's columns and under it half of K's: one operand of 128 rows for Q S and K S.
@@ -188,10 +193,11 @@ struct Forward {
     int count, dealt;
     Asked asked;
     int number, word;  // of every lane; they may still be on their way
+    int ask_rows;      // the next item is asked for when no more than these are left
   };
   static constexpr int kWords = sizeof(WorkItem) / sizeof(int);
-  GD_DEVICE Loader first_chunk() const {
-    Loader loader{};
+  GD_DEVICE void find_first(Loader& loader) const {
+    loader.lead = 0;
     loader.count = p.schedule->count;
     loader.dealt = p.schedule->dealt;
     if (loader.dealt > 0) {
@@ -199,7 +205,23 @@ struct Forward {
       loader.asked = kNumber;
     }
     find_item(loader);
-    return loader;
+  }
+  // Its only chunk is there.
+  GD_DEVICE void rehearse(Loader& loader) const {
+    int word = 0;
+    const auto tell = [&](size_t offset, int value) {
+      word = lane == static_cast<int>(offset / sizeof(int)) ? value : word;
+    };
+    tell(offsetof(WorkItem, kind), kRehearsal);
+    tell(offsetof(WorkItem, half), kWhole);
+    tell(offsetof(WorkItem, rows), kChunkTokens);
+    tell(offsetof(WorkItem, silent), kReverse ? kChunkTokens : 0);  // gradients are kept, if it is not
+    tell(offsetof(WorkItem, from), kFromZero);
+    tell(offsetof(WorkItem, to), kToNowhere);
+    tell(offsetof(WorkItem, origin), -1);  // no checkpoint comes after it
+    tell_work(word, loader.next.works);
+    barrier_arrive(loads.full(0));
+    loader.lead = 1;
   }
   GD_DEVICE void ask_number(Loader& loader) const {
     loader.number = count_up(&p.schedule->taken, lane == 0);
@@ -229,12 +251,16 @@ struct Forward {
       cursor.key_head = told(offsetof(WorkItem, key_head));
       cursor.prepared = told(offsetof(WorkItem, prepared));
     } while (!ends && cursor.at.rows <= 0);
+    // An item that waits for its state asks for no other meanwhile, which would have to wait for it though a block may
+    // be free: there are slots for three chunks, and there is a fourth when the first is done.
+    const bool waits = told(offsetof(WorkItem, from)) >= 0 && told(offsetof(WorkItem, kind)) == kOutputs;
+    loader.ask_rows = waits ? min(3 * kChunkTokens, cursor.at.rows - kLoadSlots * kChunkTokens) : 3 * kChunkTokens;
     tell_work(loader.word, cursor.works);
   }
   GD_DEVICE void next_chunk(Loader& loader) const {
     Cursor& cursor = loader.next;
     if (loader.asked == kNothing) {
-      if (cursor.at.rows <= 3 * kChunkTokens) ask_number(loader);
+      if (cursor.at.rows <= loader.ask_rows) ask_number(loader);
     } else if (loader.asked == kNumber) {
       ask_entry(loader);
     }
@@ -492,15 +518,27 @@ struct Forward {
     Ring<kOperandSlots> operand;
     Ring<kScoreSlots> score;
     Loader loader{};
-    if (warp == 0) loader = first_chunk();
+    if (warp == 0) {
+      if constexpr (kRehearses) {
+        rehearse(loader);
+      } else {
+        find_first(loader);
+      }
+    }
     WorkRing work;
     for (int i = next_work(work); i != kNoMore; i = next_work(work)) {
-      const bool joins = item(i).kind == kJoin;
+      const bool joins = item(i).kind == kJoin, rehearses = kRehearses && item(i).kind == kRehearsal;
       int plain = plain_rows(item(i)), silent = item(i).silent;
 #pragma unroll 1
       for (int rows = item(i).rows; rows > 0; rows -= kChunkTokens, plain -= kChunkTokens, silent -= kChunkTokens) {
         if (warp == 0) load_ahead(loader, load, joins ? 3 : 2);
-        if (warp == 1) load_values(Chunk::of(item(i), rows), load);
+        if (warp == 1) {
+          if (rehearses) {
+            barrier_arrive(values.full(load.slot));
+          } else {
+            load_values(Chunk::of(item(i), rows), load);
+          }
+        }
         if (kPass == Pass::kStates && silent <= 0) {
           build_writes(load, operand);
         } else if (kPass == Pass::kStates || plain > 0) {
@@ -517,6 +555,10 @@ struct Forward {
         }
         load.next();
         if (!joins) operand.next();
+      }
+      if (rehearses) {
+        wait_for_previous_kernel();
+        if (warp == 0) find_first(loader);
       }
     }
   }
@@ -680,7 +722,6 @@ struct Forward {
     state.columns = forgotten(8 * (lane & 3));
     int leaving = -1;  // the slot that O is being sent from
     WorkRing work;
-    copy_empty(state, m);
     for (int i = next_work(work); i != kNoMore; i = next_work(work)) {
       const WorkItem& it = item(i);
       if (it.kind == kJoin) {
@@ -730,7 +771,11 @@ struct Forward {
         send_last_out(m, at.before(), load.previous());
         leaving = load.previous();
       }
-      if (is_identity) {
+      if (it.kind == kRehearsal) {
+        leaving = load.previous();
+        wait_for_previous_kernel();
+        copy_empty(state, m);
+      } else if (is_identity) {
         store_transition(state, m, half, load.previous(), it.to);
       } else {
         end_state(state.s, m, it, half);

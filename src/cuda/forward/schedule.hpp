@@ -50,6 +50,7 @@ enum WorkKind {
   kOutputs,      // chunks of a sequence, perhaps after some that only move the state
   kFactors,      // S_loc and M of a segment, S_out = M S_in + S_loc, for half of the columns of each
   kJoin,         // the states at the ends of segments, one after the other
+  kRehearsal,    // a chunk of nothing, of which nothing comes
 };
 enum Half { kWhole = -1, kNoValues = -2 };  // of the value columns; or 0, 1
 // Or the number of a boundary. A window's end is one of the states that the forward has kept, `pair` its number.
