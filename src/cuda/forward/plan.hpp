@@ -42,8 +42,9 @@ inline bool is_planned(int64_t sequences, int64_t value_heads) {
 inline bool may_cut(const ForwardProblem& p) {
   return p.context_parallel && !p.batch_invariant && is_planned(p.in.sequences.count, p.in.value_heads);
 }
-// Sequences so short that no plan cuts them, unless a backward wants the plan. Tokens are those of all, in a pack.
-constexpr int64_t kShortTokens = 10 * kChunkTokens;
+// Sequences so short that a plan takes longer than it gains, unless a backward wants it. Tokens are those of all, in a
+// pack.
+constexpr int64_t kShortTokens = 14 * kChunkTokens;
 inline bool are_short(const ForwardProblem& p) { return p.in.sequences.tokens <= kShortTokens && !p.saved; }
 // Parts of heads that are not to be cut, which can be told from shapes alone: of short sequences, and of a dense batch
 // that fills the card. 0 = they are to be cut, perhaps.

@@ -213,8 +213,9 @@ TEST(List, OfShortSequencesNeedsNoPlan) {
     }
 }
 
-// A plan would find the same.
-TEST(List, OfShortSequencesIsWhatAPlanWouldBe) {
+// A plan would find the same, or gain less than it takes: about 5 us on an H200.
+TEST(List, OfShortSequencesIsAsGoodAsAPlan) {
+  constexpr float kPlan = 5000 * 1.7f;  // Costs are in units of 1/1.7 ns
   for (const int count : {1, 2, 5, 8, 64})
     for (int heads = 1; heads <= 128 && is_planned(count, heads); heads += 3)
       for (int chunks = 1; chunks <= kShortTokens / kChunkTokens; ++chunks) {
@@ -224,9 +225,11 @@ TEST(List, OfShortSequencesIsWhatAPlanWouldBe) {
         for (int share = 0; share < kShares; ++share) {
           LengthClass classes[kMaxClasses] = {};
           const int class_count = length_classes(lengths.data(), count, heads, share, classes);
-          const Cut cut = cut_number(fastest_cut(classes, class_count, chunks, limits, true).number, 1);
-          const bool is_same = !cut.fading && !cut.lasting && even_parts(p, 132) == (cut.halves ? 2 : 1);
-          EXPECT_TRUE(is_same) << count << " of " << chunks << " chunks, " << heads << " heads";
+          const PricedCut uncut = fastest_cut(classes, class_count, chunks, limits, false);
+          const PricedCut best = fastest_cut(classes, class_count, chunks, limits, true);
+          EXPECT_EQ(even_parts(p, 132), cut_number(uncut.number, 1).halves ? 2 : 1)
+              << count << " of " << chunks << " chunks, " << heads << " heads";
+          EXPECT_LT(uncut.price - best.price, kPlan) << count << " of " << chunks << " chunks, " << heads << " heads";
         }
       }
 }
