@@ -150,7 +150,8 @@ def mebibytes(size: int) -> str:
 
 def h200_heading(header: dict) -> str:
     commit = header["commit"][:10] + (" with changes" if header["modified"] else "")
-    return f"**{header['gpu']}**, driver {header['driver']}, torch {header['torch']}, {header['date']}, {commit}"
+    driver = f"driver {header['driver']}, " if "driver" in header else ""
+    return f"**{header['gpu']}**, {driver}torch {header['torch']}, {header['date']}, {commit}"
 
 
 def name_of(row: dict) -> str:
@@ -332,6 +333,30 @@ def h200_accuracy() -> str:
     return "\n\n".join([h200_heading(result["header"]), table(["gates", "error of o", "of the state"], cells)])
 
 
+def h200_gradients() -> str:
+    path = H200 / "gradients.json"
+    if not path.exists():
+        return NOTHING
+    result = json.loads(path.read_text())
+    libraries = result["libraries"]
+    columns = [f"{name} {library['version']}" for name, library in libraries.items()]
+    names = list(libraries["gatedelta"]["errors"]["benchmark"])
+    kinds = libraries["gatedelta"]["errors"]
+    errors = [
+        [f"{kind}, {name}", *(f"{library['errors'][kind][name]:.1e}" for library in libraries.values())]
+        for kind in kinds
+        for name in names
+    ]
+    memory = [
+        [what, *(mebibytes(library["memory"][name]) for library in libraries.values())]
+        for what, name in (("kept by the forward", "saved_bytes"), ("taken by the backward", "backward_bytes"))
+    ]
+    return "\n\n".join([
+        h200_heading(result["header"]), table(["error of the worst head", *columns], errors),
+        table(["MiB", *columns], memory),
+    ])  # fmt: skip
+
+
 def h200_long() -> str:
     result = load_h200()
     found = result and result["header"].get("long")
@@ -381,7 +406,7 @@ TABLES = {
     "cpu-speed": cpu_speed, "cpu-isas": cpu_isas, "accuracy": accuracy,
     "h200-forward": h200_forward, "h200-rows": h200_rows, "h200-profile": h200_profile,
     "h200-backward": h200_backward, "h200-backward-rows": h200_backward_rows, "h200-segments": h200_segments,
-    "h200-accuracy": h200_accuracy, "h200-long": h200_long,
+    "h200-accuracy": h200_accuracy, "h200-gradients": h200_gradients, "h200-long": h200_long,
 }  # fmt: skip
 
 
