@@ -124,10 +124,19 @@ def run_backward(
     return dict(zip(GRADIENTS, (dq, dk, dv, dg, dbeta, dh0)))
 
 
-def train(inputs: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def with_leaves(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same inputs, of which LEAVES require gradients."""
+    return inputs | {name: inputs[name].detach().requires_grad_() for name in LEAVES}
+
+
+def train(
+    inputs: dict[str, torch.Tensor],
+    gradients: dict[str, torch.Tensor],
+    function: Callable[..., tuple[torch.Tensor, ...]] = gd.chunk_gated_delta_rule,
+) -> tuple[torch.Tensor, ...]:
     """Forward and backward by autograd: the gradients of LEAVES, which require them already."""
     with torch.enable_grad():
-        outputs = gd.chunk_gated_delta_rule(**inputs, output_final_state=True)
+        outputs = function(**inputs, output_final_state=True)
         return torch.autograd.grad(outputs, [inputs[name] for name in LEAVES], list(gradients.values()))
 
 
@@ -147,7 +156,7 @@ def measure_backward(inputs: dict[str, torch.Tensor], repeats: int) -> dict:
         saved = run_forward(inputs)
     workspace = peak_bytes(lambda: run_backward(inputs, gradients, saved))
     ms = replay_ms(lambda: run_backward(inputs, gradients, saved), repeats)
-    leaves = inputs | {name: inputs[name].detach().requires_grad_() for name in LEAVES}
+    leaves = with_leaves(inputs)
     train_ms = replay_ms(lambda: train(leaves, gradients), repeats)
     return {"ms": ms, "train_ms": train_ms, "workspace_bytes": workspace, "saved_bytes": saved.nbytes}
 
@@ -310,8 +319,8 @@ def eager_call_us() -> float:
         return host_us(lambda: gd.chunk_gated_delta_rule(**inputs, output_final_state=True), 10, torch.cuda.synchronize)
 
 
-def describe(repeats: int) -> dict:
-    """The header: machine, versions, commit. The clock is read just after the rows, before it falls."""
+def machine() -> dict:
+    """And versions and commit."""
     fields = ("driver_version", "clocks.max.sm", "clocks.sm")
     try:
         text = subprocess.run(
@@ -325,9 +334,13 @@ def describe(repeats: int) -> dict:
     return {
         "gpu": torch.cuda.get_device_name(), "driver": driver or None, "sm_clock_max_mhz": clock_max,
         "sm_clock_mhz": clock, "cuda": torch.version.cuda, "torch": torch.__version__,
-        "python": platform.python_version(), "gatedelta": gatedelta.info()["version"], **stamp(), "repeats": repeats,
-        "verified_heads": VERIFIED_HEADS, "eager_call_us": eager_call_us(),
+        "python": platform.python_version(), "gatedelta": gatedelta.info()["version"], **stamp(),
     }  # fmt: skip
+
+
+def describe(repeats: int) -> dict:
+    """The header. The clock is read just after the rows, before it falls."""
+    return machine() | {"repeats": repeats, "verified_heads": VERIFIED_HEADS, "eager_call_us": eager_call_us()}
 
 
 def profiles() -> dict:

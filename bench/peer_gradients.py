@@ -4,7 +4,7 @@ Each library is called as its users call it, through autograd, and compared with
 head by head. A library is imported only if it is asked for; the outcome of one call replaces what the output file has
 of that library, and leaves the others alone. results/SCHEMA.md describes what is written.
 
-Usage: python bench/peer_gradients.py --library gatedelta|flash_qla|fla [--output FILE]
+Usage: python bench/peer_gradients.py --package gatedelta|flash_qla|fla [--output FILE]
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 
 import gpu  # first: finds the package
 import torch
-from repo_files import stamp
 
 ROW = {"hk": 4, "hv": 8, "lengths": [600, 300, 64, 33, 27]}
 MEMORY_ROW = {"hk": 4, "hv": 8, "lengths": [32768]}
@@ -65,11 +64,8 @@ KINDS: dict[str, Callable[[dict], dict]] = {
 }
 
 
-def differentiate(function: Callable, inputs: dict, gradients: dict, **options: object) -> dict[str, torch.Tensor]:
-    leaves = {name: inputs[name].detach().requires_grad_() for name in gpu.LEAVES}
-    rest = {"cu_seqlens": inputs["cu_seqlens"].long()}
-    outputs = function(**leaves, **rest, output_final_state=True, **options)[:2]
-    return dict(zip(gpu.GRADIENTS, torch.autograd.grad(outputs, list(leaves.values()), list(gradients.values()))))
+def leaves_of(inputs: dict) -> dict:
+    return gpu.with_leaves(inputs) | {"cu_seqlens": inputs["cu_seqlens"].long()}  # as FLA and FlashQLA want them
 
 
 def worst_head(name: str, x: torch.Tensor, truth: torch.Tensor) -> float:
@@ -83,9 +79,9 @@ def errors(function: Callable) -> dict[str, dict[str, float]]:
     for kind, change in KINDS.items():
         inputs = change(gpu.make_inputs(ROW))
         gradients = gpu.make_gradients(inputs)
-        ours = differentiate(function, inputs, gradients)
+        its = dict(zip(gpu.GRADIENTS, gpu.train(leaves_of(inputs), gradients, function)))
         truth = gpu.true_gradients(ROW, inputs, gradients, ROW["hv"])
-        found[kind] = {name: worst_head(name, ours[name], true) for name, true in truth.items()}
+        found[kind] = {name: worst_head(name, its[name], true) for name, true in truth.items()}
         print(f"{kind}:", ", ".join(f"{name} {error:.3g}" for name, error in found[kind].items()), flush=True)
         del truth
         torch.cuda.empty_cache()
@@ -95,19 +91,17 @@ def errors(function: Callable) -> dict[str, dict[str, float]]:
 def memory(function: Callable) -> dict[str, int]:
     """What a forward holds for the backward beyond inputs and outputs, and what the backward takes at most beyond that,
     its six gradients included."""
-    inputs = gpu.make_inputs(MEMORY_ROW)
+    inputs = leaves_of(gpu.make_inputs(MEMORY_ROW))
     gradients = gpu.make_gradients(inputs)
-    leaves = {name: inputs[name].detach().requires_grad_() for name in gpu.LEAVES}
-    rest = {"cu_seqlens": inputs["cu_seqlens"].long()}
 
     def once() -> dict[str, int]:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        outputs = function(**leaves, **rest, output_final_state=True)[:2]
+        outputs = function(**inputs, output_final_state=True)
         torch.cuda.synchronize()
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        torch.autograd.grad(outputs, list(leaves.values()), list(gradients.values()))
+        torch.autograd.grad(outputs, [inputs[name] for name in gpu.LEAVES], list(gradients.values()))
         torch.cuda.synchronize()
         return {
             "saved_bytes": held - before - sum(x.nbytes for x in outputs),
@@ -118,13 +112,13 @@ def memory(function: Callable) -> dict[str, int]:
     return once()
 
 
-def write(output: Path | None, library: str, result: dict) -> None:
+def write(output: Path | None, package: str, result: dict) -> None:
     if not output:
         return
     whole = json.loads(output.read_text()) if output.exists() else {"libraries": {}}
-    whole["header"] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__} | stamp()
+    whole["header"] = gpu.machine()
     whole |= {"row": ROW, "memory_row": MEMORY_ROW}
-    whole["libraries"][library] = result
+    whole["libraries"][package] = result
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(whole, indent=1) + "\n")
     print(f"written: {output}", flush=True)
@@ -132,20 +126,19 @@ def write(output: Path | None, library: str, result: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--library", choices=PACKAGES, required=True)
+    parser.add_argument("--package", choices=PACKAGES, required=True)
     parser.add_argument("--output", type=Path, help="JSON file")
     args = parser.parse_args()
     os.environ["FLA_FLASH_QLA"] = "0"
-    distribution, module = PACKAGES[args.library]
+    distribution, module = PACKAGES[args.package]
     function = importlib.import_module(module).chunk_gated_delta_rule
-    version = (
-        gpu.gatedelta.info()["version"] if args.library == "gatedelta" else importlib.metadata.version(distribution)
-    )
+    is_ours = args.package == "gatedelta"  # perhaps built, but not installed
+    version = gpu.gatedelta.info()["version"] if is_ours else importlib.metadata.version(distribution)
     result = {"version": version, "errors": errors(function)}
-    write(args.output, args.library, result)  # what comes next may be compiled for minutes
+    write(args.output, args.package, result)  # what comes next may be compiled for minutes
     result["memory"] = memory(function)
     print(json.dumps(result["memory"]), flush=True)
-    write(args.output, args.library, result)
+    write(args.output, args.package, result)
 
 
 if __name__ == "__main__":

@@ -340,12 +340,10 @@ def h200_gradients() -> str:
     result = json.loads(path.read_text())
     libraries = result["libraries"]
     columns = [f"{name} {library['version']}" for name, library in libraries.items()]
-    names = list(libraries["gatedelta"]["errors"]["benchmark"])
-    kinds = libraries["gatedelta"]["errors"]
     errors = [
         [f"{kind}, {name}", *(f"{library['errors'][kind][name]:.1e}" for library in libraries.values())]
-        for kind in kinds
-        for name in names
+        for kind, gradients in libraries["gatedelta"]["errors"].items()
+        for name in gradients
     ]
     memory = [
         [what, *(mebibytes(library["memory"][name]) for library in libraries.values())]
