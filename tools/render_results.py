@@ -292,12 +292,15 @@ def h200_backward_rows() -> str:
                 three_digits(row["train_ms"]),
                 mebibytes(row["workspace_bytes"]),
                 mebibytes(row["saved_bytes"]),
+                three_digits(row["small_ms"]),
+                mebibytes(row["small_workspace_bytes"]),
                 *errors_of(row),
                 *peers_of(row, peers),
             ]
             for row in rows
         ]
-        columns = ["GateDelta", "speedup", "with the forward", "workspace, MiB", "saved, MiB", *names, *peers]
+        columns = ["GateDelta", "speedup", "with the forward", "workspace, MiB", "saved, MiB", "in a small workspace"]
+        columns += ["of MiB", *names, *peers]
         parts += [
             table([f"{hk}/{hv} heads, ms", *columns], cells),
             *picture(f"backward-{hk}x{hv}", f"Backward, {hk}/{hv} heads", "../"),
@@ -349,6 +352,8 @@ def h200_gradients() -> str:
         [what, *(mebibytes(library["memory"][name]) for library in libraries.values())]
         for what, name in (("kept by the forward", "saved_bytes"), ("taken by the backward", "backward_bytes"))
     ]
+    small = [libraries[name]["memory"].get("small_backward_bytes") for name in libraries]
+    memory += [["with `small_workspace`", *(mebibytes(x) if x else "" for x in small)]]
     return "\n\n".join([
         h200_heading(result["header"]), table(["error of the worst head", *columns], errors),
         table(["MiB", *columns], memory),

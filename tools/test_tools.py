@@ -245,7 +245,8 @@ def bench_folder(tmp_path) -> Path:
               "commit": "0123456789abcdef", "modified": False, "kernels": {"forward_kernel": {"digest": "0"}},
               "profile": {"16/64 8192x4": {"forward_kernel": {"duration_us": 510.0, "tensor_pct": 66.4}}}}  # fmt: skip
     _, peers = render_results.ratios.load_peers()
-    more = {"fwd": {}, "bwd": {"train_ms": 4.0, "workspace_bytes": 1500 * 2**20, "saved_bytes": 2**19}}
+    more = {"fwd": {}, "bwd": {"train_ms": 4.0, "workspace_bytes": 1500 * 2**20, "saved_bytes": 2**19,
+                               "small_ms": 3.0, "small_workspace_bytes": 2**30}}  # fmt: skip
     rows = []
     for row in (row for every in render_results.KINDS.values() for row in every()):
         del row["lengths"]

@@ -335,6 +335,7 @@ enum Option : int64_t {
   kFinalState = 1 << 5,  // is to be returned
   kUncut = 1 << 6,       // GD_CP_OFF
   kBatchInvariant = 1 << 7,
+  kSmallWorkspace = 1 << 8,  // of a backward
   kInputOptions = kFinalState - 1,
   kSchedule = kUncut | kBatchInvariant,
 };
@@ -502,8 +503,9 @@ void chunk_bwd(StableIValue* stack, uint64_t, uint64_t) {
 
   auto args = new_args<gd_backward_args>();
   const Device device(inputs.q);
-  args.in = inputs.describe(device, kSchedule);
+  args.in = inputs.describe(device, kSchedule | kSmallWorkspace);
   inputs.schedule(args);
+  args.small_workspace = inputs.has(kSmallWorkspace);
   args.d_o = device.input(d_o, "do", 1);
   args.d_final_state = device.input(d_final_state, "dht", 2);
   if (saved) {

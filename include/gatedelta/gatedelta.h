@@ -179,7 +179,7 @@ typedef struct gd_backward_args {
   int32_t context_parallel;  /* this and the next two as in gd_forward_args */
   int32_t segment_chunks;
   int32_t batch_invariant;
-  int32_t reserved_flags;
+  int32_t small_workspace; /* nonzero: less scratch memory, more time, the same bits; on CUDA it needs `saved` */
   uint64_t reserved[4];
 } gd_backward_args;
 

@@ -121,7 +121,7 @@ class BackwardArgs(_Args):
         ("context_parallel", c_int32),
         ("segment_chunks", c_int32),
         ("batch_invariant", c_int32),
-        ("reserved_flags", c_int32),
+        ("small_workspace", c_int32),
         _RESERVED,
     ]
 

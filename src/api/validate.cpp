@@ -576,7 +576,7 @@ gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProbl
 gd_status validate_shapes(const gd_backward_args& args, Stage stage, BackwardProblem& p) {
   Checker check(stage);
   const Layer& in = p.in;
-  GD_TRY(check_reserved("gd_backward_args", args.reserved, args.reserved_flags));
+  GD_TRY(check_reserved("gd_backward_args", args.reserved));
   GD_TRY(check_segments(args));
   GD_TRY(check.layer(args.in, p.in));
   GD_TRY(check.rows("d_o", args.d_o, value_rows(in), Need::required, Role::input, p.d_o));
@@ -596,11 +596,16 @@ gd_status validate_shapes(const gd_backward_args& args, Stage stage, BackwardPro
   p.context_parallel = args.context_parallel == GD_CP_AUTO;
   p.batch_invariant = args.batch_invariant != 0;
   p.segment_chunks = args.segment_chunks;
+  p.small_workspace = args.small_workspace != 0;
   p.saved = args.saved;
-  if (stage == Stage::query) {
-    if (args.saved_bytes) p.saved = &args;  // any pointer: there will be a buffer
-    return GD_OK;
-  }
+  if (stage == Stage::query && args.saved_bytes) p.saved = &args;  // any pointer: there will be a buffer
+  if (p.small_workspace && !p.saved && args.exec.device == GD_CUDA)
+    return refuse(GD_UNSUPPORTED,
+                  "small_workspace is %" PRId32
+                  ", but saved is null: on CUDA only states that a forward has kept can be "
+                  "made again a part at a time",
+                  args.small_workspace);
+  if (stage == Stage::query) return GD_OK;
   GD_TRY(check_saved(args.saved, args.saved_bytes));
   check.memory("saved", args.saved, args.saved_bytes, Role::input);
   check.memory("workspace", args.exec.workspace, args.exec.workspace_bytes, Role::output);

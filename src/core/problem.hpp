@@ -142,6 +142,7 @@ struct BackwardProblem {
   bool context_parallel = true;  // as in the forward
   bool batch_invariant = false;
   int64_t segment_chunks = 0;
+  bool small_workspace = false;
 };
 
 struct RecurrentProblem {

@@ -92,6 +92,7 @@ CHUNK_REFUSALS = [
     ({"cu_seqlens_cpu": torch.tensor([0, 70])}, ValueError, "cu_seqlens_cpu"),
     ({"chunk_indices": torch.zeros(2, 2)}, ValueError, "chunk_indices"),
     ({"state_v_first": True, "transpose_state_layout": True}, ValueError, "transpose_state_layout"),
+    ({"small_workspace": True, "recompute": True}, ValueError, "small_workspace needs what the forward keeps"),
     ({"final_state_indices": torch.tensor([0])}, ValueError, "final_state_indices needs final_state="),
 ]
 

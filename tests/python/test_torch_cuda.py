@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import pytest
@@ -180,6 +181,40 @@ def test_gradients_repeat_bit_for_bit():
     for _ in range(20):
         again = torch.autograd.grad(outputs, list(leaves.values()), d_outputs, retain_graph=True)
         assert all(torch.equal(x, y) for x, y in zip(again, first, strict=True))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "B=2 T=4500 Hk=2 Hv=4 K=128 V=128 dtype=bf16",
+        "lengths=2100+0+65+3000+64+1+40 pad=37 Hk=1 Hv=4 K=128 V=128 dtype=bf16 gate=raw beta=logit l2norm=1",
+        "lengths=70x64 Hk=2 Hv=4 K=128 V=128 dtype=fp16 layout=vk",  # too many to be gone through in slices
+    ],
+)
+@pytest.mark.parametrize("auto_cp", [False, True])
+def test_small_workspace_changes_no_bit(spec, auto_cp):
+    tensors = on_gpu(Case(spec))
+    leaves = leaves_of(tensors)
+
+    def run(small_workspace: bool) -> tuple[torch.Tensor, ...]:
+        outputs = gd.chunk_gated_delta_rule(
+            **tensors, output_final_state=True, auto_cp=auto_cp, small_workspace=small_workspace
+        )
+        return torch.autograd.grad(outputs, list(leaves.values()), [torch.ones_like(x) for x in outputs])
+
+    assert all(torch.equal(x, y) for x, y in zip(run(True), run(False), strict=True))
+
+
+def test_small_workspace_is_smaller():
+    row = {"hk": 4, "hv": 8, "lengths": [16384]}
+    inputs = gpu.with_leaves(gpu.make_inputs(row))
+    gradients = gpu.make_gradients(inputs)
+
+    def peak(**more: bool) -> int:
+        function = functools.partial(gd.chunk_gated_delta_rule, **more)
+        return gpu.peak_bytes(lambda: gpu.train(inputs, gradients, function))
+
+    assert peak(small_workspace=True) < 0.75 * peak()
 
 
 def test_low_level():

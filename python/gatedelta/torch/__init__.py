@@ -59,6 +59,7 @@ def chunk_gated_delta_rule(
     enable_fwd_cp_cache: bool = True,
     recompute: bool = False,
     batch_invariant: bool = False,
+    small_workspace: bool = False,
     out: Tensor | None = None,
     initial_state_indices: Tensor | None = None,
     final_state: Tensor | None = None,
@@ -90,6 +91,7 @@ def chunk_gated_delta_rule(
     Beyond them:
         recompute: keep nothing but the inputs for the backward, which then computes the rest again.
         batch_invariant: a sequence's bits do not depend on its neighbours (always so on the CPU).
+        small_workspace: the backward takes less memory and more time, for the same bits (CUDA). Not with recompute.
         out: buffer for o.
         initial_state_indices ``[N]``: initial_state is a pool ``[slots, HV, ...]``, and this the slot each sequence
             starts from; negative = from zero.
@@ -113,6 +115,8 @@ def chunk_gated_delta_rule(
         state_v_first = _state_layout(state_v_first, transpose_state_layout)
     options = _options(use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
                        use_qk_l2norm_in_kernel, auto_cp, batch_invariant)  # fmt: skip
+    if small_workspace and recompute:
+        raise ValueError("small_workspace needs what the forward keeps, and with recompute it keeps nothing")
     needs_grad = torch.is_grad_enabled() and _requires_grad(q, k, v, g, beta, A_log, dt_bias, initial_state)
 
     if (
@@ -140,6 +144,8 @@ def chunk_gated_delta_rule(
         options |= _ops.FINAL_STATE
     if needs_grad:
         _check_gradient(initial_state, initial_state_indices)
+        if small_workspace:
+            options |= _ops.SMALL_WORKSPACE
         o, states, _ = _GatedDeltaRule.apply(q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log,
                                              dt_bias, initial_state_indices, True, recompute)  # fmt: skip
     elif scale is None and A_log is None and dt_bias is None and initial_state_indices is None:
@@ -296,14 +302,19 @@ def chunk_gated_delta_rule_bwd(
     cu_seqlens: Tensor | None = None,
     state_v_first: bool = False,
     auto_cp: bool = True,
+    *,
+    small_workspace: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The backward alone, called as FlashQLA's. Returns (dq, dk, dv, dbeta, dg, dh0 or None).
 
     Where FlashQLA takes g_cumsum and A, this takes g itself and ``saved`` of the forward; saved None computes it again.
-    Each gradient has the dtype of what it is the gradient of; dh0 is None without initial_state.
+    Each gradient has the dtype of what it is the gradient of; dh0 is None without initial_state. small_workspace: less
+    memory, more time, the same bits (CUDA, with ``saved``).
     """
     wanted = 0b00011111 | (initial_state is not None) << 7
     options = _options(state_v_first=state_v_first, auto_cp=auto_cp)
+    if small_workspace:
+        options |= _ops.SMALL_WORKSPACE
     with torch.no_grad():
         dq, dk, dv, dg, dbeta, _, _, dh0 = _ops.chunk_bwd(
             q, k, v, g, beta, options, cu_seqlens, initial_state, scale, None, None, None, do, dht, saved, wanted
@@ -347,6 +358,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias, initial_indices, chunked,
         recompute,
     ):  # fmt: skip
+        options &= ~_ops.SMALL_WORKSPACE  # of the backward alone
         inputs = (q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias, initial_indices)
         if not recompute:
             return _ops.chunk_fwd_save(*inputs)

@@ -33,6 +33,7 @@ L2NORM = 1 << 4
 FINAL_STATE = 1 << 5  # is to be returned
 UNCUT = 1 << 6  # auto_cp=False
 BATCH_INVARIANT = 1 << 7
+SMALL_WORKSPACE = 1 << 8  # of a backward
 
 # Order of chunk_bwd's results, and of the bits of its `wanted`.
 GRADIENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")

@@ -1,4 +1,4 @@
-// The backward on CUDA: a validated problem becomes four to six kernels on the caller's stream.
+// The backward on CUDA: a validated problem becomes four to eight kernels on the caller's stream.
 #include <algorithm>
 
 #include "cuda/backend.hpp"
@@ -42,9 +42,28 @@ BackwardParams params_of(const BackwardProblem& problem, char* workspace, int mu
   };
   p.dv = problem.dv ? rows_of(problem.dv) : rows_at(layout.dv);
   p.u = rows_at(layout.u);
+  const Slices& slices = layout.slices;
+  p.piece_chunks = static_cast<int>(slices.piece_chunks);
+  p.split = static_cast<int>(slices.split);
+  p.slice = {0, p.split};
+  if (slices.count > 1) {
+    p.later_schedule = reinterpret_cast<Schedule*>(at(layout.later_schedule));
+    p.later_work = reinterpret_cast<WorkItem*>(at(layout.later_work));
+  }
   p.d_final = states_of(problem.d_final, {}, base);
   p.d_initial = states_of(problem.d_initial, {}, base);
   return p;
+}
+
+// What the second slice has otherwise.
+BackwardParams later_params(const BackwardParams& p, const Slices& slices) {
+  BackwardParams later = p;
+  later.slice = {p.split, static_cast<int>(p.sequences.slots())};
+  later.schedule = p.later_schedule;
+  later.work = p.later_work;
+  later.states -= slices.split * p.value_heads * kImageBytes;
+  later.u.data = static_cast<char*>(p.u.data) - slices.split_token * p.u.token_stride * 2;
+  return later;
 }
 
 // The chains are the forward's with other tensors.
@@ -77,8 +96,9 @@ cudaError_t launch_after(int64_t blocks, int threads, int bytes, int device, cud
   return launch_early(kKernel, blocks, threads, bytes, stream, args...);
 }
 
+// `later`: the second slice, if there is one.
 template <class Elem>
-Outcome launch(const BackwardParams& p, int device, cudaStream_t stream) {
+Outcome launch(const BackwardParams& p, const BackwardParams* later, int device, cudaStream_t stream) {
   Outcome outcome;
   const auto ran = [&](cudaError_t error, const char* what) {
     if (error) outcome = failure(error, what);
@@ -88,24 +108,30 @@ Outcome launch(const BackwardParams& p, int device, cudaStream_t stream) {
   if (!p.is_prepared &&
       !ran(launch_prepare(p, std::is_same_v<Elem, __nv_bfloat16>, device, stream), "launch the prepare kernel"))
     return outcome;
+  const int chain_blocks = p.main_blocks();
+  constexpr int kBytes = ForwardSmem::kAllocated;
   if (p.sequences.count > 0) {
-    const int lists = p.list == kPlannedList ? kPlannedLists : kScheduleBlocks, blocks = p.main_blocks();
-    constexpr int kBytes = ForwardSmem::kAllocated;
-    const bool all =
-        ran(launch_kernel(!p.is_prepared, backward_lists_kernel, lists, kScheduleThreads, 0, stream, p),
-            "launch the lists of work") &&
-        ran(launch_after<backward_chain_kernel<Elem>>(blocks, kForwardThreads, kBytes, device, stream, chain_params(p)),
-            "launch the chain of gradients") &&
-        ran(launch_after<states_kernel<Elem>>(blocks, kForwardThreads, kBytes, device, stream, states_params(p),
-                                              p.states),
-            "launch the states kernel");
+    const int lists = p.list == kPlannedList ? kPlannedLists : kScheduleBlocks;
+    const bool all = ran(launch_kernel(!p.is_prepared, backward_lists_kernel, lists, kScheduleThreads, 0, stream, p),
+                         "launch the lists of work") &&
+                     ran(launch_after<backward_chain_kernel<Elem>>(chain_blocks, kForwardThreads, kBytes, device,
+                                                                   stream, chain_params(p)),
+                         "launch the chain of gradients");
     if (!all) return outcome;
   }
-  const int64_t units = p.sequences.slots() * p.key_heads, blocks = std::min<int64_t>(units, p.limits.blocks);
-  if (blocks > 0 &&
-      !ran(launch_after<gradients_kernel<Elem>>(blocks, kGradientThreads, GradientSmem::kAllocated, device, stream, p),
-           "launch the gradients kernel"))
-    return outcome;
+  for (const BackwardParams* of : {&p, later}) {
+    if (!of) continue;
+    if (p.sequences.count > 0 &&
+        !ran(launch_after<states_kernel<Elem>>(chain_blocks, kForwardThreads, kBytes, device, stream,
+                                               states_params(*of), of->states, later != nullptr),
+             "launch the states kernel"))
+      return outcome;
+    const int64_t units = p.sequences.slots() * p.key_heads, blocks = std::min<int64_t>(units, p.limits.blocks);
+    if (blocks > 0 && !ran(launch_after<gradients_kernel<Elem>>(blocks, kGradientThreads, GradientSmem::kAllocated,
+                                                                device, stream, *of),
+                           "launch the gradients kernel"))
+      return outcome;
+  }
   if (p.head_sums)
     ran(launch_after<head_sums_kernel>(p.value_heads, 256, 0, device, stream, p), "launch the sums over tokens");
   return outcome;
@@ -130,8 +156,19 @@ Outcome backward(const BackwardProblem& problem, const Context& context) {
         if (t.rows.data)
           if (Outcome outcome = encode_map(t, p.sequences, bf16); outcome.status != GD_OK) return outcome;
     }
+    const Slices slices = slices_of(problem);
+    BackwardParams of_later;
+    const BackwardParams* later = nullptr;
+    if (slices.count > 1) {
+      of_later = later_params(p, slices);
+      if (Outcome outcome = encode_map({"u", &of_later.u_map, of_later.u, p.value_heads}, p.sequences, bf16);
+          outcome.status != GD_OK)
+        return outcome;
+      later = &of_later;
+    }
     const auto stream = static_cast<cudaStream_t>(context.stream);
-    return bf16 ? launch<__nv_bfloat16>(p, context.device, stream) : launch<__half>(p, context.device, stream);
+    return bf16 ? launch<__nv_bfloat16>(p, later, context.device, stream)
+                : launch<__half>(p, later, context.device, stream);
   });
 }
 

@@ -3,12 +3,15 @@
 // dQ and dK add up in registers, in a fixed order. Per value head, S the state before the chunk, U what the chunk
 // writes and G the gradient of the state after it (docs/math.md); r^q, r^k are 1 unless keys are normalised, and all
 // rows of dQ and dK come scaled by them, which is half of the way back through the norm:
-//   F = s Gamma o tril(dO U^T)                       E = -Gamma o stril(dV U^T)
-//   dQ = s gamma o (dO S^T) + F K                    dK^read = -gamma o (dV S^T) + E K
-//   dK^written = delta o (U G^T) + F^T Q + E^T K
+//   F = s Gamma o stril(dO U^T)                      E = -Gamma o stril(dV U^T)        f_i = s <dO_i, U_i>
+//   dQ = s gamma o (dO S^T) + F K + f o K            dK^read = -gamma o (dV S^T) + E K
+//   dK^written = delta o (U G^T) + F^T Q + E^T K + f o Q
 //   dg_t = gamma_L <G, S> + sum_{j<t} kappa_j + sum_{i>=t} rho_i
-//   kappa_i = k_i . delta_i (U G^T)_i                rho_i = q_i . dQ_i + k_i . dK^read_i - (k_i . dK^written_i -
-//   kappa_i) dbeta_i = <dV_i, U_i> / beta_i^2, or <Z_i, v_i> + k_i . dK^read_i / beta_i where beta is small
+//   kappa_i = k_i . delta_i (U G^T)_i
+//   rho_i = q_i . (dQ - f o K)_i + k_i . dK^read_i - (k_i . (dK^written - f o Q)_i - kappa_i)
+//   dbeta_i = <dV_i, U_i> / beta_i^2, or <Z_i, v_i> + k_i . dK^read_i / beta_i where beta is small
+// What a token has with itself, f, has no part in dg: it would cancel, but only up to rounding, and under strong gates
+// dg is smaller than that.
 // The chain leaves dV = beta o Z, but Z itself in rows whose beta is small (stores_plain): with beta = 0 there still is
 // a gradient of beta. Warpgroups and their roles:
 //   queries   F, dQ
@@ -43,7 +46,7 @@ struct GradientSmem {
   static constexpr int kE = kF + kTileBytes;                                      // one tile
   static constexpr int kPlainE = kE + kTileBytes;                                 // likewise, of rows as they come
   static constexpr int kVectors = kPlainE + kTileBytes;                           // [kRowSlots]
-  enum Sum { kQueryDot, kReadDot, kWriteDot, kKappa, kUpdateDot, kSumCount };
+  enum Sum { kQueryDot, kReadDot, kWriteDot, kKappa, kUpdateDot, kOutputDot, kSumCount };
   static constexpr int kSums = kVectors + kRowSlots * kVectorsBytes;              // [kRowSlots], by row
   static constexpr int kProducts = kSums + kRowSlots * kSumCount * kVectorBytes;  // [kRowSlots] of <G, S> by warp
   static constexpr int kUnitSlots = 2;
@@ -177,9 +180,9 @@ struct Gradients {
 
   GD_DEVICE void run_loads() const {
     Cursor at;
-    const int count = static_cast<int>(p.sequences.slots()) * p.key_heads;
+    const int end = min(p.slice.end + p.piece_chunks - 1, static_cast<int>(p.sequences.slots())) * p.key_heads;
 #pragma unroll 1
-    for (int i = blockIdx.x; i < count; i += gridDim.x) {
+    for (int i = p.slice.begin * p.key_heads + static_cast<int>(blockIdx.x); i < end; i += gridDim.x) {
       const Unit unit = find_unit(i);
       if (unit.rows <= 0) continue;
       publish(unit, at);
@@ -197,10 +200,12 @@ struct Gradients {
     const int slot = static_cast<int>(static_cast<uint32_t>(i) / static_cast<uint32_t>(p.key_heads));
     const int key_head = i - slot * p.key_heads;
     const ChunkPlace at = place_of_slot(p.sequences, slot, lane);
-    const int rows = at.sequence < p.sequences.count ? at.rows : 0;
+    int rows = at.sequence < p.sequences.count ? at.rows : 0;
     if (rows <= 0 && p.head_sums)
       for (int v = lane; v < p.group; v += 32)
         p.head_sums[int64_t{slot} * p.value_heads + key_head * p.group + v] = make_float2(0, 0);
+    const int piece = slot - at.chunk % p.piece_chunks;
+    if (piece < p.slice.begin || piece >= p.slice.end) rows = 0;
     return {slot, key_head, at.batch, at.token, rows};
   }
   GD_DEVICE void publish(const Unit& unit, const Cursor& at) const {
@@ -325,9 +330,9 @@ struct Gradients {
 #pragma unroll
     for (int i = 0; i < 64; ++i) x[i] *= i / 2 % 2 ? second : first;
   }
-  // <x_i, y_i> of this thread's rows, y in tiles; every thread of a row has it.
-  GD_DEVICE float2 dots(const float (&x)[64], uint32_t tiles) const {
-    float2 d = make_float2(0, 0);
+  // Calls f with the place of two numbers of an accumulator and what is there in tiles.
+  template <class F>
+  GD_DEVICE void for_rows(uint32_t tiles, const F& f) const {
     uint32_t at = tiles + tile_offset(16 * warp + block_row(lane), block_column(lane));
     asm volatile("" : "+r"(at));  // what is made of it is not kept in registers from one call to the next
 #pragma unroll
@@ -335,12 +340,21 @@ struct Gradients {
       uint32_t y[4];
       load_matrices(y, (at + J / 4 * kTileBytes) ^ (J % 4 * 32));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 z = unpack<Elem>(y[i]);
-        float& sum = i % 2 ? d.y : d.x;
-        sum += x[8 * J + 2 * i] * z.x + x[8 * J + 2 * i + 1] * z.y;
-      }
+      for (int i = 0; i < 4; ++i) f(8 * J + 2 * i, unpack<Elem>(y[i]));
     }
+  }
+  // x += factor o y, y in tiles.
+  GD_DEVICE void add_rows(float (&x)[64], float2 factor, uint32_t tiles) const {
+    for_rows(tiles, [&](int i, float2 y) {
+      const float of_row = i / 2 % 2 ? factor.y : factor.x;
+      x[i] += of_row * y.x;
+      x[i + 1] += of_row * y.y;
+    });
+  }
+  // <x_i, y_i> of this thread's rows, y in tiles; every thread of a row has it.
+  GD_DEVICE float2 dots(const float (&x)[64], uint32_t tiles) const {
+    float2 d = make_float2(0, 0);
+    for_rows(tiles, [&](int i, float2 y) { (i / 2 % 2 ? d.y : d.x) += x[i] * y.x + x[i + 1] * y.y; });
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {
       d.x += __shfl_xor_sync(~0u, d.x, step);
@@ -353,11 +367,11 @@ struct Gradients {
     store_shared(to + row(0) * 4, x.x);
     store_shared(to + row(1) * 4, x.y);
   }
-  // Gamma_ij r^k_j times x, what is above the diagonal, or above one of those below it, left out by selection.
-  GD_DEVICE void gate(float (&x)[32], int below, const Cursor& at) const {
+  // Gamma_ij r^k_j times x, all but what is below the diagonal left out by selection.
+  GD_DEVICE void gate(float (&x)[32], const Cursor& at) const {
     const uint32_t log_gamma = vector(at, kLogGamma), norms = vector(at, kKeyNorm);
     const float b[2] = {of_row(at, kLogGamma, 0), of_row(at, kLogGamma, 1)};
-    const int last[2] = {row(0) - below, row(1) - below};
+    const int rows[2] = {row(0), row(1)};
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const int column = 8 * n + 2 * (lane & 3);
@@ -365,8 +379,8 @@ struct Gradients {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float* y = x + 4 * n + 2 * i;
-        y[0] = column <= last[i] ? y[0] * r.x * exp2_approx(b[i] - c.x) : 0.0f;
-        y[1] = column < last[i] ? y[1] * r.y * exp2_approx(b[i] - c.y) : 0.0f;
+        y[0] = column < rows[i] ? y[0] * r.x * exp2_approx(b[i] - c.x) : 0.0f;
+        y[1] = column + 1 < rows[i] ? y[1] * r.y * exp2_approx(b[i] - c.y) : 0.0f;
       }
     }
   }
@@ -413,7 +427,7 @@ struct Gradients {
     float total[64];
 #pragma unroll 1
     while (begin_unit(at)) {
-      float2 norm = make_float2(1, 1);
+      float2 norm = make_float2(1, 1), own = make_float2(0, 0);
       clear(total);
 #pragma unroll 1
       for (int v = 0; v < p.group; ++v) {
@@ -456,9 +470,11 @@ struct Gradients {
           }
           store_sums(sum(at, stage == 0 ? Smem::kKappa : sum_of_role), dots(x, dotted));
         }
+        if (!reads) add_own_scores(own, at);
         report_head(at);
         add(total, x, missing);
       }
+      if (!reads) add_rows(total, own, smem + (queries ? Smem::kKeys : Smem::kQueries));
       meet_roles(kUnitEnd, 3 * 128);
       if (reads) {
         hand_over(total);
@@ -485,8 +501,8 @@ struct Gradients {
     const float2 scale = make_float2(sign * of_row(at, scales, 0), sign * of_row(at, scales, 1));
     sums.wait_empty(at.row);
     mma_wait<0>();
-    if (reads) store_diagonal(x, sum(at, Smem::kUpdateDot));
-    gate(x, reads ? 1 : 0, at);
+    store_diagonal(x, sum(at, reads ? Smem::kUpdateDot : Smem::kOutputDot));
+    gate(x, at);
     barrier_wait(empty, at.head.parity ^ 1);
     store_tile(tile, x, scale.x, scale.y);
     if (reads) {
@@ -509,7 +525,15 @@ struct Gradients {
   GD_DEVICE float2 missing_of_rows(const Cursor& at) const {
     return make_float2(missing_of(of_row(at, kBeta, 0)), missing_of(of_row(at, kBeta, 1)));
   }
-  // <dV_i, U_i>, as the products have it.
+  // What tokens have with themselves: f, which adds up over heads.
+  GD_DEVICE void add_own_scores(float2& own, const Cursor& at) const {
+    const auto of = [&](int i) {
+      return load_shared(sum(at, Smem::kOutputDot) + row(i) * 4) * of_row(at, kScoreScale, i) * of_row(at, kKeyNorm, i);
+    };
+    own.x += of(0);
+    own.y += of(1);
+  }
+  // <dV_i, U_i> or <dO_i, U_i>, as the products have it.
   GD_DEVICE void store_diagonal(const float (&e)[32], uint32_t to) const {
     const int g = lane >> 2;
     if ((lane & 3) != g / 2) return;
@@ -807,6 +831,7 @@ __global__ void __launch_bounds__(kGradientThreads, 1) gradients_kernel(const __
   const Gradients<Elem> of(p, __shfl_sync(~0u, smem, 0));
   if (threadIdx.x == 0) of.init_barriers();
   __syncthreads();
+  allow_next_kernel();
   wait_for_previous_kernel();
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 3) {
@@ -818,7 +843,7 @@ __global__ void __launch_bounds__(kGradientThreads, 1) gradients_kernel(const __
     } else {
       of.run_products(of.warp - 1);
     }
-    of.zero_rest();
+    if (p.slice.begin == 0) of.zero_rest();
     return;
   }
   grow_registers<Registers::kProducts>();

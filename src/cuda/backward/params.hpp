@@ -3,6 +3,7 @@
 
 #include <vector_types.h>
 
+#include "cuda/backward/windows.hpp"
 #include "cuda/forward/params.hpp"
 
 namespace gatedelta::cuda {
@@ -17,8 +18,13 @@ struct BackwardParams : ForwardParams {
   Rows u;  // what chunks write: beta o (v - k S), token by token
   HeadScalars dA_log, d_dt_bias;
   States d_final, d_initial;
-  uint8_t* states;    // [slots][value_heads][kImageBytes], before each chunk
+  uint8_t* states;    // [slots][value_heads][kImageBytes], before each chunk; what there is of it is that of a slice
   float2* head_sums;  // [slots][value_heads], of dA_log and d_dt_bias; null = not wanted
+  // The states are listed in pieces of so many chunks, and in two slices if `split` is one of the slots.
+  int piece_chunks, split;
+  Slice slice;  // that of the gradients
+  Schedule* later_schedule;
+  WorkItem* later_work;
   // The second list of work, of gradients of states, and the counters of its boundaries.
   Schedule* back_schedule;
   WorkItem* back_work;

@@ -15,12 +15,18 @@ struct StateChain : Forward<Elem, Pass::kStates> {
   using typename Base::State;
 
   uint8_t* states;
+  bool waits;
 
-  GD_DEVICE StateChain(const ForwardParams& params, uint32_t base, uint8_t* to) : Base(params, base), states(to) {}
+  GD_DEVICE StateChain(const ForwardParams& params, uint32_t base, uint8_t* to, bool waits_for_place)
+      : Base(params, base), states(to), waits(waits_for_place) {}
 
   // The kernel before is the chain of gradients, of which this one reads nothing: what this one reads was there before
-  // that began. Only who comes next has to wait for both.
-  GD_DEVICE static void begin() { __threadfence(); }
+  // that began. Only who comes next has to wait for both. Unless what this one writes has the place of what that one
+  // reads, as in slices.
+  GD_DEVICE void begin() const {
+    if (waits) wait_for_previous_kernel();
+    __threadfence();
+  }
   GD_DEVICE static void end() { wait_for_previous_kernel(); }
 
   // A state is kept for each chunk that is not silent: over all items, for each chunk once.
@@ -138,9 +144,9 @@ struct StateChain : Forward<Elem, Pass::kStates> {
 
 template <class Elem>
 __global__ void __launch_bounds__(kForwardThreads, 1)
-    states_kernel(const __grid_constant__ ForwardParams p, uint8_t* states) {
+    states_kernel(const __grid_constant__ ForwardParams p, uint8_t* states, bool waits) {
   run_roles<StateChain<Elem>>(
-      p, [](const StateChain<Elem>& chain, int m) { chain.run_states(m); }, states);
+      p, [](const StateChain<Elem>& chain, int m) { chain.run_states(m); }, states, waits);
 }
 
 }  // namespace gatedelta::cuda

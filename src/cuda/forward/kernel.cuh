@@ -197,7 +197,6 @@ struct Forward {
   };
   static constexpr int kWords = sizeof(WorkItem) / sizeof(int);
   GD_DEVICE void find_first(Loader& loader) const {
-    loader.lead = 0;
     loader.count = p.schedule->count;
     loader.dealt = p.schedule->dealt;
     if (loader.dealt > 0) {

@@ -386,7 +386,7 @@ GD_DEVICE void invert(const ForwardParams& p, int slot, int first_head, uint32_t
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
 struct ChunkPlace {
-  int sequence, batch, token, rows;  // the sequence past the last one owns what is past the last offset
+  int sequence, batch, token, rows, chunk;  // the sequence past the last one owns what is past the last offset
 };
 // The chunk of a slot: its sequence is the last one that begins at or before it. The warp tries 32 places at a time.
 GD_DEVICE ChunkPlace place_of_slot(const Sequences& s, int slot, int lane) {
@@ -394,8 +394,8 @@ GD_DEVICE ChunkPlace place_of_slot(const Sequences& s, int slot, int lane) {
   if (!s.offsets.data) {
     const int chunks = static_cast<int>(Sequences::chunks(s.tokens));
     const int n = static_cast<int>(static_cast<uint32_t>(slot) / static_cast<uint32_t>(chunks));
-    const int token = (slot - n * chunks) * kChunkTokens;
-    return {n, n, token, min(tokens - token, kChunkTokens)};
+    const int chunk = slot - n * chunks, token = chunk * kChunkTokens;
+    return {n, n, token, min(tokens - token, kChunkTokens), chunk};
   }
   const auto first_slot = [](int begin, int n) {
     return static_cast<int>(Sequences::first_slot_at(static_cast<uint32_t>(begin), n));
@@ -416,8 +416,8 @@ GD_DEVICE ChunkPlace place_of_slot(const Sequences& s, int slot, int lane) {
     end = tokens;
   else if (found == 31)
     end = static_cast<int>(s.offsets[low + 1]);
-  const int token = begin + (slot - first_slot(begin, low)) * kChunkTokens;
-  return {low, 0, token, min(end - token, kChunkTokens)};
+  const int chunk = slot - first_slot(begin, low), token = begin + chunk * kChunkTokens;
+  return {low, 0, token, min(end - token, kChunkTokens), chunk};
 }
 
 GD_DEVICE void zero_rows(const ForwardParams& p, int batch, int64_t token, int rows, int key_head) {
@@ -485,7 +485,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
   const int block = static_cast<int>(blockIdx.x) - kPrepareHelpers;
   const int slot = static_cast<int>(static_cast<uint32_t>(block) / static_cast<uint32_t>(p.key_heads));
   const int key_head = block - slot * p.key_heads;
-  const auto [n, batch, token, rows] = place_of_slot(p.sequences, slot, lane);
+  const auto [n, batch, token, rows, chunk] = place_of_slot(p.sequences, slot, lane);
   if (rows <= 0) return;
   if (p.is_nobody(n)) {
     if (p.o.data) zero_rows(p, batch, token, rows, key_head);

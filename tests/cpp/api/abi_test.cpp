@@ -86,7 +86,7 @@ AT(gd_backward_args, d_initial_state, 1992);
 AT(gd_backward_args, context_parallel, 2088);
 AT(gd_backward_args, segment_chunks, 2092);
 AT(gd_backward_args, batch_invariant, 2096);
-AT(gd_backward_args, reserved_flags, 2100);
+AT(gd_backward_args, small_workspace, 2100);
 AT(gd_backward_args, reserved, 2104);
 
 static_assert(sizeof(gd_recurrent_args) == 1720);

@@ -309,6 +309,19 @@ TYPED_TEST(CudaRules, Segments) {
   EXPECT_TRUE(c.invalid("context_parallel is 2, must be from 0 to 1"));
 }
 
+TEST_F(CudaGradients, SmallWorkspaceWantsWhatIsSaved) {
+  set_tokens(1, 32768);
+  c.small_workspace = 1;
+  EXPECT_TRUE(c.unsupported("small_workspace is 1, but saved is null"));
+  if (!info().cuda_compiled) return;
+  size_t small = 0, whole = 0;
+  c.saved_bytes = 1;
+  ASSERT_EQ(query(c, &small), GD_OK) << gd_last_error();
+  c.small_workspace = 0;
+  ASSERT_EQ(query(c, &whole), GD_OK) << gd_last_error();
+  EXPECT_LT(small, whole);
+}
+
 TYPED_TEST(CudaRules, HeadSizes) {
   auto& c = this->c;
   for (const NamedTensor& each : c.rows())

@@ -469,6 +469,12 @@ TEST(Backward, Saved) {
   EXPECT_TRUE(c.accepts());
 }
 
+TEST(Backward, SmallWorkspaceIsNoneOfTheCpusConcern) {
+  BackwardCase c;
+  c.small_workspace = 1;
+  EXPECT_TRUE(c.accepts());
+}
+
 TEST(Backward, ContextParallelAndSegments) {
   BackwardCase c;
   c.context_parallel = -1;

@@ -1,0 +1,183 @@
+// How the chain of states is shared out at windows (src/cuda/backward/windows.hpp), of many random packs.
+#include "cuda/backward/windows.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "cuda/backward/plan.hpp"
+
+namespace gatedelta::cuda {
+namespace {
+
+struct Pack {
+  std::vector<int> chunks, sequence_of, first_slot;  // by rank
+  int heads, slots;
+
+  int count() const { return static_cast<int>(chunks.size()); }
+  int piece() const { return static_cast<int>(piece_chunks(slots, count(), heads)); }
+  WindowPieces pieces(int split) const {
+    WindowPieces pieces;
+    pieces.find(
+        count(), heads, piece(), split, [&](int rank) { return chunks[rank]; },
+        [&](int rank) { return sequence_of[rank]; }, [&](int rank) { return first_slot[rank]; });
+    return pieces;
+  }
+};
+
+Pack random_pack(std::mt19937& random) {
+  const auto up_to = [&](int most) { return static_cast<int>(random() % static_cast<unsigned>(most + 1)); };
+  const int count = 1 + up_to(kMaxPlannedSequences - 1);
+  Pack pack;
+  pack.heads = 1 + up_to(kMaxPlannedPairs / count - 1);
+  std::vector<int> lengths(count), first_slots(count);
+  const int longest = 1 << up_to(9);
+  pack.slots = 0;
+  for (int n = 0; n < count; ++n) {
+    lengths[n] = up_to(longest);
+    first_slots[n] = pack.slots;
+    pack.slots += lengths[n] + up_to(1);  // a sequence brings one to spare, at most
+  }
+  pack.sequence_of.resize(count);
+  std::iota(pack.sequence_of.begin(), pack.sequence_of.end(), 0);
+  std::ranges::stable_sort(pack.sequence_of, [&](int a, int b) { return lengths[a] > lengths[b]; });
+  for (const int n : pack.sequence_of) {
+    pack.chunks.push_back(lengths[n]);
+    pack.first_slot.push_back(first_slots[n]);
+  }
+  return pack;
+}
+// Nowhere, everywhere, or somewhere between.
+int random_split(const Pack& pack, std::mt19937& random) {
+  return random() % 4 == 0 ? pack.slots : static_cast<int>(random() % static_cast<unsigned>(pack.slots + 1));
+}
+
+TEST(Windows, EveryChunkIsInOnePieceThatBeginsAtAWindowOfItsSlice) {
+  std::mt19937 random(1);
+  for (int round = 0; round < 300; ++round) {
+    const Pack pack = random_pack(random);
+    const int split = random_split(pack, random);
+    const auto chunks = [&](int rank) { return pack.chunks[rank]; };
+    const WindowPieces pieces = pack.pieces(split);
+    EXPECT_EQ(pieces.length % kWindowChunks, 0);
+    std::vector<std::vector<int>> times(pack.count() * pack.heads);
+    for (int pair = 0; pair < pack.count() * pack.heads; ++pair) times[pair].resize(chunks(pair / pack.heads));
+    std::vector<int> taken[kMaxSlices];
+    for (int slice = 0; slice < kMaxSlices; ++slice) taken[slice].resize(pieces.count[slice]);
+    for (int i = 0; i < pieces.numbers(); ++i) {
+      const auto [rank, head, begin, slice, place] = pieces.piece(i, chunks);
+      if (place < 0) continue;
+      ASSERT_LT(rank, pack.count());
+      ASSERT_LT(head, pack.heads);
+      EXPECT_EQ(begin % pieces.length, 0);
+      ASSERT_LT(begin, chunks(rank));
+      EXPECT_EQ(slice, pack.first_slot[rank] + begin >= split);
+      ASSERT_LT(place, pieces.count[slice]);
+      ++taken[slice][place];
+      const int end = std::min(begin + pieces.length, chunks(rank));
+      EXPECT_EQ(end - begin == pieces.length, i < pieces.whole);
+      for (int c = begin; c < end; ++c) ++times[rank * pack.heads + head][c];
+    }
+    for (const auto& pair : times)
+      for (const int n : pair) EXPECT_EQ(n, 1);
+    for (const auto& slice : taken)
+      for (const int n : slice) EXPECT_EQ(n, 1);
+  }
+}
+
+TEST(Windows, WholePiecesComeFromTheLastChunkToTheFirst) {
+  std::mt19937 random(2);
+  for (int round = 0; round < 100; ++round) {
+    const Pack pack = random_pack(random);
+    const WindowPieces pieces = pack.pieces(random_split(pack, random));
+    std::vector<std::pair<int, int>> listed[kMaxSlices];
+    for (int slice = 0; slice < kMaxSlices; ++slice) listed[slice].resize(pieces.count[slice], {-1, 0});
+    for (int i = 0; i < pieces.whole; ++i) {
+      const auto [rank, head, begin, slice, place] = pieces.piece(i, [&](int r) { return pack.chunks[r]; });
+      listed[slice][place] = {pack.sequence_of[rank], begin};
+    }
+    for (const auto& list : listed) EXPECT_TRUE(std::ranges::is_sorted(list, std::greater<>()));
+  }
+}
+
+BackwardProblem problem_of(int64_t count, int64_t batch, int64_t tokens, int64_t heads, bool packed) {
+  static char saved = 0;
+  BackwardProblem p;
+  p.saved = &saved;
+  p.small_workspace = true;
+  p.in.key_heads = p.in.value_heads = heads;
+  p.in.sequences.count = count;
+  p.in.sequences.batch = batch;
+  p.in.sequences.tokens = tokens;
+  if (packed) p.in.sequences.offsets = {nullptr, false, true};  // as a query has them
+  return p;
+}
+
+TEST(Windows, ThereIsRoomForThem) {
+  std::mt19937 random(3);
+  for (int round = 0; round < 300; ++round) {
+    const Pack pack = random_pack(random);
+    const int64_t tokens = std::accumulate(pack.chunks.begin(), pack.chunks.end(), int64_t{0}) * kChunkTokens;
+    const WindowPieces pieces = pack.pieces(random_split(pack, random));
+    const int64_t room = max_entries(forward_of(problem_of(pack.count(), 1, tokens, pack.heads, true)));
+    for (const int count : pieces.count) EXPECT_LE(count, room);
+  }
+}
+
+// Where the chunks of a slice lie, in the memory that is there for one.
+TEST(Slices, HaveRoomForStatesAndRows) {
+  std::mt19937 random(4);
+  const auto between = [&](int64_t low, int64_t high) {
+    return low + static_cast<int64_t>(random() % (high - low + 1));
+  };
+  int sliced = 0;
+  for (int round = 0; round < 500; ++round) {
+    const bool packed = round % 2;
+    const int64_t heads = between(1, 64), count = between(1, std::min<int64_t>(16, kMaxPlannedPairs / heads));
+    std::vector<int64_t> offsets(1, 0);
+    const int64_t longest = int64_t{1} << between(6, 16);
+    for (int64_t n = 0; n < count; ++n) offsets.push_back(offsets.back() + between(packed ? 0 : longest, longest));
+    const int64_t tokens = packed ? offsets.back() + between(0, 200) : longest;
+    const BackwardProblem p = problem_of(count, packed ? 1 : count, tokens, heads, packed);
+    const Slices slices = slices_of(p);
+    sliced += slices.count > 1;
+    const Sequences s = sequences_of(p.in.sequences);
+    for (int64_t n = 0; n < count; ++n) {
+      const int64_t first_slot =
+          packed ? Sequences::first_slot_at(offsets[n], static_cast<int>(n)) : s.first_slot(static_cast<int>(n));
+      const int64_t length = offsets[n + 1] - offsets[n];
+      for (int64_t c = 0; c < Sequences::chunks(length); ++c) {
+        const bool later = first_slot + c - c % slices.piece_chunks >= slices.split;
+        EXPECT_LE(later, slices.count > 1);
+        const int64_t slot = first_slot + c - (later ? slices.split : 0);
+        const int64_t token = offsets[n] + c * kChunkTokens - (later ? slices.split_token : 0);
+        EXPECT_GE(slot, 0);
+        EXPECT_LT(slot, slices.slots);
+        EXPECT_GE(token, 0);
+        EXPECT_LE(token + std::min<int64_t>(kChunkTokens, length - c * kChunkTokens), slices.tokens);
+      }
+    }
+  }
+  EXPECT_GT(sliced, 50);
+  EXPECT_LT(sliced, 450);
+}
+
+// Little more than a half of it: two slices of one sequence.
+TEST(Slices, HalveWhatIsThereOfStates) {
+  const Slices slices = slices_of(problem_of(1, 1, 32768, 8, false));
+  EXPECT_EQ(slices.count, 2);
+  EXPECT_LE(slices.slots, 512 / 2 + kWindowChunks / 2);
+  EXPECT_LE(slices.tokens, slices.slots * kChunkTokens);
+  EXPECT_EQ(slices_of(problem_of(1, 1, 31 * kChunkTokens, 8, false)).count, 1);  // less than two windows
+  BackwardProblem p = problem_of(1, 1, 32768, 8, false);
+  const size_t small = backward_layout(p).bytes;
+  p.small_workspace = false;
+  EXPECT_EQ(slices_of(p).count, 1);
+  EXPECT_LT(static_cast<double>(small), 0.7 * static_cast<double>(backward_layout(p).bytes));
+}
+
+}  // namespace
+}  // namespace gatedelta::cuda
