@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import random
 import sys
 
 import pytest
@@ -171,16 +173,19 @@ def test_gradients_of_views_of_one_projection():
     assert torch.equal(got, torch.cat([x.flatten(2) for x in want], dim=2))
 
 
-def test_gradients_repeat_bit_for_bit():
-    case = Case("lengths=200+64+1+700 Hk=2 Hv=8 K=128 V=128 dtype=bf16")
-    tensors = on_gpu(case)
-    leaves = leaves_of(tensors)
-    outputs = gd.chunk_gated_delta_rule(**tensors, output_final_state=True)
-    d_outputs = [case.do.cuda(), case.dht.cuda()]
-    first = torch.autograd.grad(outputs, list(leaves.values()), d_outputs, retain_graph=True)
-    for _ in range(20):
-        again = torch.autograd.grad(outputs, list(leaves.values()), d_outputs, retain_graph=True)
-        assert all(torch.equal(x, y) for x, y in zip(again, first, strict=True))
+@pytest.mark.parametrize("more", [{}, {"recompute": True}, {"small_workspace": True}, {"auto_cp": False}], ids=str)
+def test_gradients_repeat_bit_for_bit(more):
+    inputs = gpu.with_leaves(gpu.make_inputs({"hk": 2, "hv": 4, "lengths": [3000, 0, 70, 5000, 129, 1]}))
+    gradients = list(gpu.make_gradients(inputs).values())
+    leaves = [inputs[name] for name in gpu.LEAVES]
+    outputs = gd.chunk_gated_delta_rule(**inputs, output_final_state=True, **more)
+    first = torch.autograd.grad(outputs, leaves, gradients, retain_graph=True)
+    differences = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        again = torch.autograd.grad(outputs, leaves, gradients, retain_graph=True)
+        for x, y in zip(again, first, strict=True):
+            differences += (x != y).sum()
+    assert differences == 0
 
 
 @pytest.mark.parametrize(
@@ -215,6 +220,53 @@ def test_small_workspace_is_smaller():
         return gpu.peak_bytes(lambda: gpu.train(inputs, gradients, function))
 
     assert peak(small_workspace=True) < 0.75 * peak()
+
+
+class Pack:
+    """A random ragged pack, its gradients and options: a function of its number."""
+
+    def __init__(self, number: int) -> None:
+        dice = random.Random(number)
+        row = {
+            "hk": dice.randint(1, 4),
+            "lengths": [self.length(dice) for _ in range(dice.choice([1, 2, 3, 8, 24, 70]))],
+        }
+        row["hv"] = row["hk"] * dice.choice([1, 2, 3, 4])
+        self.name = f"pack {number}: {row}"
+        self.inputs = gpu.with_leaves(gpu.make_inputs(row, 2 * number))
+        self.gradients = list(gpu.make_gradients(self.inputs, 2 * number + 1).values())
+        self.options = {"use_qk_l2norm_in_kernel": dice.random() < 0.5, "output_final_state": True}
+        if dice.random() < 0.5:  # the very tensors, read as what gates and betas are made of
+            heads = torch.zeros(row["hv"], device="cuda")
+            self.options |= {"use_gate_in_kernel": True, "A_log": heads, "use_beta_sigmoid_in_kernel": True}
+
+    @staticmethod
+    def length(dice: random.Random) -> int:
+        return dice.choice([0, 1, 63, 64, 65, 1024, dice.randint(0, 300), dice.randint(0, 5000)])
+
+    def run(self, **more: bool) -> list[torch.Tensor]:
+        outputs = gd.chunk_gated_delta_rule(**self.inputs, **self.options, **more)
+        return list(torch.autograd.grad(outputs, [self.inputs[name] for name in gpu.LEAVES], self.gradients))
+
+
+def test_random_packs():
+    """Two at a time on two streams, again in slices, and uncut: bits, or results but for rounding."""
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for number in range(0, int(os.environ.get("GATEDELTA_PACKS", "100")), 2):
+        packs = [Pack(number), Pack(number + 1)]
+        torch.cuda.synchronize()
+        found = []
+        for turn in (0, 1):
+            for i, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    found.append(packs[i ^ turn].run())
+        torch.cuda.synchronize()
+        for i, pack in enumerate(packs):
+            first, on_other, in_slices = found[i], found[3 - i], pack.run(small_workspace=True)
+            uncut = pack.run(auto_cp=False, recompute=True)
+            for name, x, *same, other in zip(gpu.GRADIENTS, first, on_other, in_slices, uncut, strict=True):
+                assert all(torch.equal(x, y) for y in same), f"{name} of {pack.name}"
+                assert gpu.distance(x, other.double()) < 3e-2 or not other.any(), f"{name} of {pack.name}"
 
 
 def test_low_level():
