@@ -11,10 +11,11 @@
  *   - Nothing is allocated, printed or kept: scratch memory is the caller's workspace, whose size the *_workspace
  *     query gives from shapes alone (data pointers may be null in a query).
  *   - A call returns GD_OK, or another status with a message for this thread in gd_last_error(); in that case no output
- *     was written (only the workspace may have been).
+ *     was written (only the workspace may have been), except that after GD_INTERNAL outputs are undefined.
+ *   - Outputs overlap neither each other nor inputs, but for what is said of state pools.
  *   - On CUDA a call puts kernels on the stream and returns; it waits for nothing and can be captured in a graph.
  *     Tensors and workspace are the device's memory. What cu_seqlens and indices hold is not looked at: it must be
- *     right.
+ *     right. So far there are gd_forward and gd_backward, for K = V = 128 in bf16 and fp16 (docs/api.md).
  *   - Strides are in elements. A tensor is absent when its dtype is GD_DTYPE_NONE (all-zero struct).
  *   - Results do not depend on the thread count and repeat bit for bit.
  */
@@ -47,7 +48,7 @@ typedef enum gd_status {
   GD_UNSUPPORTED = 2,         /* legal, but not by this backend or build; the message says what is supported */
   GD_WORKSPACE_TOO_SMALL = 3, /* the workspace (or saved) buffer is smaller than its query asked for */
   GD_ABI_MISMATCH = 4,        /* struct_size does not belong to this library's ABI */
-  GD_OUT_OF_RESOURCES = 5,    /* the system refused a thread or a permission */
+  GD_OUT_OF_RESOURCES = 5,    /* the system refused a thread or its memory (gd_thread_pool_create) */
   GD_INTERNAL = 6
 } gd_status;
 
@@ -151,7 +152,8 @@ typedef struct gd_forward_args {
   gd_tensor checkpoint_indices; /* [C]            optional: slot of each packed entry, negative = not stored */
   int64_t checkpoint_every;     /* a multiple of GD_CHUNK; required with checkpoints */
   void* saved;                  /* optional: what a backward wants kept, gd_forward_saved_size() bytes, 64-byte aligned;
-                                   not with a sequence that is nobody; on CUDA not with checkpoints */
+                                   not with a sequence that is nobody; on CUDA neither with checkpoints nor with both
+                                   initial_indices and final_indices */
   size_t saved_bytes;
   int32_t context_parallel; /* gd_context_parallel */
   int32_t segment_chunks;   /* forces the segment length, for tests; 0 = automatic */

@@ -1,9 +1,9 @@
 """The gated delta rule on numpy arrays, without torch.
 
-Arrays are float32, float16 or (with the ml_dtypes package) bfloat16, of any strides as long as the last dimension of q,
-k, v and the two last of a state are contiguous; nothing is copied. Arguments mean what they mean in
-``gatedelta.torch``. A refused call raises ValueError, or UnsupportedError for what this build or machine cannot do,
-and has written nothing.
+Arrays are float32, float16 or (with the ml_dtypes package) bfloat16, of any strides that are not negative, as long as
+the last dimension of q, k, v, the two last of a state, and index arrays are contiguous; nothing is copied. Arguments
+mean what they mean in ``gatedelta.torch``. A refused call raises ValueError, or UnsupportedError for what this build or
+machine cannot do, and has written nothing.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ def forward(
     save: bool = False,
     num_threads: int | None = None,
 ) -> Forward:
-    """Chunked forward. ``final_state`` is a buffer or pool to write to; the initial state's own array = in place."""
+    """Chunked forward. ``final_state`` is a buffer or pool to write to; the initial state's own array = in place.
+
+    save: what ``backward`` takes as ``saved`` is in the result.
+    """
     args = _lib.ForwardArgs()
     _set_inputs(
         args, q, k, v, g, beta, scale, initial_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,

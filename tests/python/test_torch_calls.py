@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 import gatedelta  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
 from gatedelta.torch import _ops  # noqa: E402
+from tree import ROOT  # noqa: E402
 
 
 def names(text):
@@ -73,6 +74,22 @@ def test_every_argument_is_named_and_exported(name):
     assert function is getattr(gd, name)
     kinds = {p.kind for p in inspect.signature(function).parameters.values()}
     assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+
+
+def test_what_the_readme_shows_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    q, k, v, g, beta, _ = make()
+    q1, k1, v1, a, b, pool = make(B=2, T=1, N=5)
+    slots = torch.tensor([3, 1])
+    before = pool.clone()
+    q.requires_grad_()
+    exec(
+        code,
+        {"q": q, "k": k, "v": v, "g": g, "beta": beta, "cu_seqlens": torch.tensor([0, 30, 70]), "q1": q1, "k1": k1,
+         "v1": v1, "a": a, "b": b, "A_log": torch.zeros(2), "dt_bias": torch.zeros(2), "pool": pool, "slots": slots},
+    )  # fmt: skip
+    assert q.grad.norm() > 0
+    assert [slot for slot in range(5) if not torch.equal(pool[slot], before[slot])] == [1, 3]
 
 
 def test_defaults_are_those_of_fla():

@@ -7,8 +7,9 @@ outputs and gradients are 0. g is the natural logarithm of the decay. q, k, v ar
 may also be of another of these. A call the library refuses raises RuntimeError with the reason; an argument these
 functions refuse themselves raises ValueError or NotImplementedError.
 
-CUDA tensors run on torch's current stream: ``chunk_gated_delta_rule`` and its gradients, on Hopper. What lies in
-cu_seqlens and index tensors there is not checked. Nothing is kept for the backward there but the inputs.
+CUDA tensors run on torch's current stream: the chunk functions and their gradients, on Hopper, for K = V = 128 in
+bfloat16 and float16. What lies in cu_seqlens and index tensors there is not checked. For the backward some 172 bytes
+per token and value head are kept, and with ``recompute`` nothing.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ def chunk_gated_delta_rule(
 
     As in FLA and FlashQLA:
         scale: factor on q; None means ``K ** -0.5``.
+        initial_state: the states that sequences start from; None means 0.
+        output_final_state: return the states at the ends, too; a ``final_state`` buffer is returned in any case.
         use_qk_l2norm_in_kernel: q and k are divided by ``sqrt(sum of squares + 1e-6)`` first.
         use_beta_sigmoid_in_kernel: beta holds logits; ``sigmoid(beta)`` is used, twice that with allow_neg_eigval.
         use_gate_in_kernel: g holds raw ``a``; the decay is ``-exp(A_log) * softplus(a + dt_bias)``, A_log and dt_bias
@@ -274,7 +277,8 @@ def chunk_gated_delta_rule_fwd(
     """The forward alone, called as FlashQLA's. Returns (o, final_state or None, saved).
 
     FlashQLA returns (g_cumsum, A, o, h, final_state, cp_cache); here ``saved``, an opaque buffer for
-    ``chunk_gated_delta_rule_bwd``, stands for g_cumsum, A and cp_cache. Nobody records a gradient.
+    ``chunk_gated_delta_rule_bwd``, stands for g_cumsum, A and cp_cache. Nobody records a gradient. Arguments are those
+    of ``chunk_gated_delta_rule``; enable_fwd_cp_cache changes nothing.
     """
     if output_h:
         raise NotImplementedError(
@@ -449,7 +453,8 @@ def _options(
 def _state_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:
     if state_v_first:
         raise ValueError("state_v_first and its older name transpose_state_layout are both given")
-    warnings.warn("transpose_state_layout is now called state_v_first", DeprecationWarning, stacklevel=3)
+    if not torch.compiler.is_compiling():  # which cannot trace a warning
+        warnings.warn("transpose_state_layout is now called state_v_first", DeprecationWarning, stacklevel=3)
     return transpose_state_layout
 
 

@@ -1,4 +1,4 @@
-// The backward on CUDA: a validated problem becomes four to eight kernels on the caller's stream.
+// The backward on CUDA: a validated problem becomes four to seven kernels on the caller's stream.
 #include <algorithm>
 
 #include "cuda/backend.hpp"

@@ -483,7 +483,8 @@ struct Gradients {
           take_over(total);
           release_tiles();
         }
-        if (queries) norm = make_float2(norm.x / p.scale, norm.y / p.scale);
+        // Back to r^q; of a scale of 0 nothing comes in any case.
+        if (queries) norm = p.scale == 0 ? make_float2(0, 0) : make_float2(norm.x / p.scale, norm.y / p.scale);
         store_rows(total, dotted, norm, queries ? &p.dq_map : &p.dk_map, queries ? p.dq : p.dk,
                    queries ? kStoreQueries : kStoreKeys, at);
       }

@@ -50,6 +50,11 @@ TEST_F(Backward, Betas) {
               {"beta=unit", "beta=zeros", "beta=two", "beta=one", "beta=logit", "beta=logit2"}));
 }
 
+// Nothing comes out of a scale of 0, and nothing goes back to q.
+TEST_F(Backward, Scales) {
+  check(cross({"T=150 Hk=1 Hv=2", "T=150 Hk=1 Hv=2 l2norm"}, {"scale=0", "scale=1", "scale=-0.25"}));
+}
+
 TEST_F(Backward, States) {
   check(cross({"lengths=70+0+64+1+129 pad=4 Hk=1 Hv=2"},
               {"state=fp32", "state=bf16 layout=vk", "state=fp16", "h0=0", "ht=0", "strided"}));
