@@ -241,7 +241,8 @@ inline ForwardParams forward_params(const ForwardProblem& problem, char* workspa
   p.may_cut = may_cut(problem);
   if (p.may_cut) p.forced = {static_cast<int>(problem.segment_chunks), static_cast<int>(problem.segment_chunks), false};
   p.keeps_list = p.kept && p.list == kPlannedList && p.may_cut && !p.forced.fading;
-  p.limits = {multiprocessors, static_cast<int>(max_entries(problem)), layout.boundary_count};
+  const int entries = static_cast<int>(list_entries(problem, multiprocessors));
+  p.limits = {multiprocessors, entries, layout.boundary_count};
   return p;
 }
 

@@ -76,6 +76,12 @@ inline int64_t max_entries(const ForwardProblem& p) {
   return entries > windows ? entries : windows;
 }
 
+// And how many a call may have: there are no more blocks than these.
+inline int64_t list_entries(const ForwardProblem& p, int blocks) {
+  const bool is_even = list_mode(p, blocks) == kEvenList && !p.saved;  // a backward may cut nevertheless, at windows
+  return is_even ? p.in.sequences.count * p.in.value_heads * even_parts(p, blocks) : max_entries(p);
+}
+
 // ---- memory --------------------------------------------------------------------------------------------------------
 
 // What a forward keeps for its backward: what prepare has made and found out, and the state at the end of every window.

@@ -185,6 +185,10 @@ TEST(List, IsPlannedWhereCutsMayHelp) {
   EXPECT_EQ(even_parts(dense(4, 2048, 64), 132), 1);
   EXPECT_EQ(list_mode(dense(10000, 64, 64), 132), kEvenList);
   EXPECT_EQ(list_mode(packed(2, 32768, 66), 132), kPlannedList);  // lengths are not known here
+  EXPECT_EQ(list_entries(dense(1, 777, 20), 132), 40);            // no more blocks than halves of heads
+  EXPECT_EQ(list_entries(packed(3, 777, 4), 132), 24);
+  EXPECT_EQ(list_entries(dense(8, 1024, 16), 132), 128);
+  EXPECT_EQ(list_entries(dense(1, 2048, 8), 132), max_entries(dense(1, 2048, 8)));
   EXPECT_EQ(list_mode(packed(65, 32768, 1), 132), kSortedList);
   EXPECT_EQ(list_mode(packed(17, 32768, 64), 132), kSortedList);
   ForwardProblem forced = dense(4, 8192, 64);
