@@ -352,7 +352,7 @@ def h200_gradients() -> str:
         [what, *(mebibytes(library["memory"][name]) for library in libraries.values())]
         for what, name in (("kept by the forward", "saved_bytes"), ("taken by the backward", "backward_bytes"))
     ]
-    small = [libraries[name]["memory"].get("small_backward_bytes") for name in libraries]
+    small = [library["memory"].get("small_backward_bytes") for library in libraries.values()]
     memory += [["with `small_workspace`", *(mebibytes(x) if x else "" for x in small)]]
     return "\n\n".join([
         h200_heading(result["header"]), table(["error of the worst head", *columns], errors),

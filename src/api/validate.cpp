@@ -602,8 +602,7 @@ gd_status validate_shapes(const gd_backward_args& args, Stage stage, BackwardPro
   if (p.small_workspace && !p.saved && args.exec.device == GD_CUDA)
     return refuse(GD_UNSUPPORTED,
                   "small_workspace is %" PRId32
-                  ", but saved is null: on CUDA only states that a forward has kept can be "
-                  "made again a part at a time",
+                  ", but saved is null: on CUDA give it what the forward saved (in a query saved_bytes), or leave it 0",
                   args.small_workspace);
   if (stage == Stage::query) return GD_OK;
   GD_TRY(check_saved(args.saved, args.saved_bytes));

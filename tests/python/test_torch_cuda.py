@@ -234,8 +234,8 @@ class Pack:
         row["hv"] = row["hk"] * dice.choice([1, 2, 3, 4])
         self.name = f"pack {number}: {row}"
         self.inputs = gpu.with_leaves(gpu.make_inputs(row, 2 * number))
-        self.gradients = list(gpu.make_gradients(self.inputs, 2 * number + 1).values())
-        self.options = {"use_qk_l2norm_in_kernel": dice.random() < 0.5, "output_final_state": True}
+        self.gradients = gpu.make_gradients(self.inputs, 2 * number + 1)
+        self.options = {"use_qk_l2norm_in_kernel": dice.random() < 0.5}
         if dice.random() < 0.5:  # the very tensors, read as what gates and betas are made of
             heads = torch.zeros(row["hv"], device="cuda")
             self.options |= {"use_gate_in_kernel": True, "A_log": heads, "use_beta_sigmoid_in_kernel": True}
@@ -244,9 +244,9 @@ class Pack:
     def length(dice: random.Random) -> int:
         return dice.choice([0, 1, 63, 64, 65, 1024, dice.randint(0, 300), dice.randint(0, 5000)])
 
-    def run(self, **more: bool) -> list[torch.Tensor]:
-        outputs = gd.chunk_gated_delta_rule(**self.inputs, **self.options, **more)
-        return list(torch.autograd.grad(outputs, [self.inputs[name] for name in gpu.LEAVES], self.gradients))
+    def run(self, **more: bool) -> tuple[torch.Tensor, ...]:
+        function = functools.partial(gd.chunk_gated_delta_rule, **self.options, **more)
+        return gpu.train(self.inputs, self.gradients, function)
 
 
 def test_random_packs():

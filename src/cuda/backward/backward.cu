@@ -119,6 +119,7 @@ Outcome launch(const BackwardParams& p, const BackwardParams* later, int device,
                          "launch the chain of gradients");
     if (!all) return outcome;
   }
+  const int64_t units = p.sequences.slots() * p.key_heads, blocks = std::min<int64_t>(units, p.limits.blocks);
   for (const BackwardParams* of : {&p, later}) {
     if (!of) continue;
     if (p.sequences.count > 0 &&
@@ -126,7 +127,6 @@ Outcome launch(const BackwardParams& p, const BackwardParams* later, int device,
                                                states_params(*of), of->states, later != nullptr),
              "launch the states kernel"))
       return outcome;
-    const int64_t units = p.sequences.slots() * p.key_heads, blocks = std::min<int64_t>(units, p.limits.blocks);
     if (blocks > 0 && !ran(launch_after<gradients_kernel<Elem>>(blocks, kGradientThreads, GradientSmem::kAllocated,
                                                                 device, stream, *of),
                            "launch the gradients kernel"))

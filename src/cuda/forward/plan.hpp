@@ -78,8 +78,8 @@ inline int64_t max_entries(const ForwardProblem& p) {
 
 // And how many a call may have: there are no more blocks than these.
 inline int64_t list_entries(const ForwardProblem& p, int blocks) {
-  const bool is_even = list_mode(p, blocks) == kEvenList && !p.saved;  // a backward may cut nevertheless, at windows
-  return is_even ? p.in.sequences.count * p.in.value_heads * even_parts(p, blocks) : max_entries(p);
+  const int parts = p.saved ? 0 : even_parts(p, blocks);  // a backward may cut nevertheless, at windows
+  return parts > 0 ? p.in.sequences.count * p.in.value_heads * parts : max_entries(p);
 }
 
 // ---- memory --------------------------------------------------------------------------------------------------------
