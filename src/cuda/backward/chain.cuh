@@ -22,37 +22,8 @@ struct BackwardChain : Forward<Elem, Pass::kBackward> {
   using Mma64 = Wgmma<Elem, 64>;
 
   GD_DEVICE void run_chain(int m) const {
-    Ring<kLoadSlots> load;
-    Ring<kOperandSlots> operand;
-    State state;
-    state.turned = forgotten(tile_offset(turned_row(this->lane), 16 * this->warp + turned_column(this->lane)));
-    state.columns = forgotten(8 * (this->lane & 3));
-    int leaving = -1;
-    WorkRing work;
-    for (int i = this->next_work(work); i != Base::kNoMore; i = this->next_work(work)) {
-      const WorkItem& it = this->item(i);
-      if (it.kind == kJoin) {
-        this->join(state, m, it, load, leaving);
-        continue;
-      }
-      Chunk at = this->first_chunk_of(it);
-      const bool is_identity = it.kind == kFactors && m == 1;
-      const int half = is_identity ? at.half : this->half_of(at, m);
-      if (half < 0) {
-#pragma unroll 1
-        for (; at.rows > 0; at = at.next()) {
-          this->pass(load, operand, leaving);
-          load.next();
-          operand.next();
-        }
-        continue;
-      }
-      if (is_identity) {
-        this->begin_identity(state.s, half);
-      } else {
-        this->begin_state(state.s, it, half);
-      }
-      this->pack_state(state);
+    this->for_each_item(m, [&](int i, const WorkItem& it, Chunk at, int half, bool is_identity, State& state,
+                         Ring<kLoadSlots>& load, Ring<kOperandSlots>& operand, int& leaving) {
       int prepared = it.prepared;
       bool has_before = false;  // a chunk whose Z waits to be sent
 #pragma unroll 1
@@ -84,8 +55,7 @@ struct BackwardChain : Forward<Elem, Pass::kBackward> {
       } else {
         this->end_state(state.s, m, it, half);
       }
-    }
-    if (this->warp == 0 && elect_one()) store_wait_read<0>();
+    });
   }
 
   GD_DEVICE void advance_back(State& state, int m, const Ring<kLoadSlots>& load, const Ring<kOperandSlots>& operand,

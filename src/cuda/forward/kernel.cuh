@@ -712,7 +712,8 @@ struct Forward {
     int joined = 0;            // steps of joins so far
   };
 
-  GD_DEVICE void run_math(int m) const {
+  template <class Body>
+  GD_DEVICE void for_each_item(int m, const Body& body) const {
     Ring<kLoadSlots> load;  // values too
     static_assert(int{kValueSlots} == int{kLoadSlots});
     Ring<kOperandSlots> operand;
@@ -745,6 +746,13 @@ struct Forward {
         begin_state(state.s, it, half);
       }
       pack_state(state);
+      body(i, it, at, half, is_identity, state, load, operand, leaving);
+    }
+    if (warp == 0 && elect_one()) store_wait_read<0>();
+  }
+  GD_DEVICE void run_math(int m) const {
+    for_each_item(m, [&](int i, const WorkItem& it, Chunk at, int half, bool is_identity, State& state,
+                         Ring<kLoadSlots>& load, Ring<kOperandSlots>& operand, int& leaving) {
 #pragma unroll 1
       for (; at.is_silent(); at = at.next()) {
         advance_silently(state, m, load, operand, !is_identity, leaving);
@@ -779,8 +787,7 @@ struct Forward {
       } else {
         end_state(state.s, m, it, half);
       }
-    }
-    if (warp == 0 && elect_one()) store_wait_read<0>();
+    });
   }
 
   // A chunk of which this warpgroup has no columns.
