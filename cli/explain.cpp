@@ -78,19 +78,19 @@ std::string explain_plan(const testing::Case& c, int blocks) {
   const int longest = *std::max_element(chunks.begin(), chunks.end());
   for (int share = 0; share < cuda::kShares; ++share) {
     const int class_count = classes_of(share);
-    const cuda::PricedCut best = cuda::fastest_cut(classes, class_count, longest, limits, cuda::may_cut(p));
+    const cuda::CutCost best = cuda::fastest_cut(classes, class_count, longest, limits, cuda::may_cut(p));
     const cuda::Cut cut = cuda::cut_number(best.number, cuda::length_scale(longest));
-    const auto time_of = [&](const cuda::Cut& c) {
-      return cuda::time_of(c, cuda::PiecesOf(c, classes, class_count).classes, class_count, longest, limits);
+    const auto cycles_of = [&](const cuda::Cut& c) {
+      return cuda::cycles_of(c, cuda::PiecesOf(c, classes, class_count).classes, class_count, longest, limits);
     };
     int pieces = 0;
     for (int i = 0; i < class_count; ++i) {
       const cuda::ClassPieces of = cuda::pieces_of(cut, classes[i]);
-      pieces += of.first.number + of.fading.number + of.lasting.number + of.joins.number + of.waiting.number;
+      pieces += of.first.number + of.decaying.number + of.persistent.number + of.joins.number + of.waiting.number;
     }
     add(text, "  %d of %-11d %14s %15s %7s %8d %8.0f us %7.0f us\n", share, cuda::kShares - 1,
-        length_text(cut.fading).c_str(), length_text(cut.lasting).c_str(), cut.halves ? "halves" : "whole", pieces,
-        microseconds(time_of(cut)), microseconds(time_of(cuda::cut_number(0, 1))));
+        length_text(cut.decaying).c_str(), length_text(cut.persistent).c_str(), cut.halves ? "halves" : "whole", pieces,
+        microseconds(cycles_of(cut)), microseconds(cycles_of(cuda::cut_number(0, 1))));
   }
   return text;
 }

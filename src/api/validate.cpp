@@ -663,9 +663,9 @@ gd_status check_cuda_layer(const Layer& in) {
   if (sequences.tokens > cuda::kMaxTokens)
     return refuse(GD_UNSUPPORTED, "T is %" PRId64 ", must be at most %" PRId64 " on CUDA", sequences.tokens,
                   cuda::kMaxTokens);
-  if (sequences.count > cuda::kMaxPairs / in.value_heads)
+  if (sequences.count > cuda::kMaxSeqHeads / in.value_heads)
     return refuse(GD_UNSUPPORTED, "N * Hv is %" PRId64 " * %" PRId64 ", must be at most %" PRId64 " on CUDA",
-                  sequences.count, in.value_heads, cuda::kMaxPairs);
+                  sequences.count, in.value_heads, cuda::kMaxSeqHeads);
   if (const int64_t blocks = cuda::prepare_blocks(in); blocks > cuda::kMaxPrepareBlocks)
     return refuse(GD_UNSUPPORTED,
                   "the call has %" PRId64 " chunks times key heads, must have at most %" PRId64 " on CUDA",
@@ -678,7 +678,7 @@ gd_status check_cuda_segments(const ForwardProblem& p) {
                   "segment_chunks is %" PRId64
                   ": sequences are cut on CUDA where there are at most %d, with at most %d "
                   "heads all together",
-                  p.segment_chunks, cuda::kMaxPlannedSequences, cuda::kMaxPlannedPairs);
+                  p.segment_chunks, cuda::kMaxPlannedSequences, cuda::kMaxPlannedSeqHeads);
   if (p.segment_chunks && cuda::max_entries(p) > cuda::kMaxPlannedEntries)
     return refuse(GD_UNSUPPORTED,
                   "segment_chunks is %" PRId64 ", which may make %" PRId64 " pieces of work, more than %d on CUDA",

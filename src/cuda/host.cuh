@@ -67,7 +67,7 @@ cudaError_t launch_early(Kernel kernel, int64_t blocks, int threads, int bytes, 
 }
 
 // The first of every call's kernels (forward.cu).
-cudaError_t launch_prepare(const ForwardParams& p, bool bf16, int device, cudaStream_t stream);
+cudaError_t launch_prepare(const CallParams& p, bool bf16, int device, cudaStream_t stream);
 
 constexpr int kSupportedMajor = 9;  // compute capability: the kernels are sm_90a code and nothing else
 static_assert(PrepareSmem::allocated(kMaxGroup) <= kMaxSharedBytes);
@@ -184,13 +184,13 @@ inline States states_of(const StateRows& s, const IndexVector& indices, void* pr
           {indices.data, indices.is_int64}};
 }
 
-inline ForwardParams forward_params(const ForwardProblem& problem, char* workspace, int multiprocessors,
-                                    int prepared_bytes = kPreparedBytes) {
+inline CallParams call_params(const ForwardProblem& problem, char* workspace, int multiprocessors,
+                              int prepared_bytes = kPreparedBytes) {
   constexpr uintptr_t kAlign = ForwardWorkspace::kAlign;
   const Layer& in = problem.in;
   const ForwardWorkspace layout = forward_layout(problem, prepared_bytes);
   char* const base = workspace + (kAlign - reinterpret_cast<uintptr_t>(workspace) % kAlign) % kAlign;
-  ForwardParams p{};
+  CallParams p{};
   p.q = rows_of(in.q);
   p.k = rows_of(in.k);
   p.v = rows_of(in.v);
@@ -217,19 +217,19 @@ inline ForwardParams forward_params(const ForwardProblem& problem, char* workspa
   p.decays = reinterpret_cast<ChunkDecay*>(base + layout.decays);
   p.order = reinterpret_cast<int*>(base + layout.order);
   p.first_checkpoint = reinterpret_cast<int64_t*>(base + layout.first_checkpoint);
-  p.cuts = reinterpret_cast<PricedCut*>(base + layout.cuts);
+  p.cuts = reinterpret_cast<CutCost*>(base + layout.cuts);
   if (problem.saved) {
-    const SavedLayout kept = saved_layout(in);
+    const SavedLayout saved_list = saved_layout(in);
     char* const saved = static_cast<char*>(problem.saved);
-    p.prepared = reinterpret_cast<uint8_t*>(saved + kept.prepared);
+    p.prepared = reinterpret_cast<uint8_t*>(saved + saved_list.prepared);
     p.prepared_bytes = kBackwardPreparedBytes;
-    p.decays = reinterpret_cast<ChunkDecay*>(saved + kept.decays);
-    p.order = reinterpret_cast<int*>(saved + kept.order);
-    p.first_checkpoint = reinterpret_cast<int64_t*>(saved + kept.first_checkpoint);
-    p.cuts = reinterpret_cast<PricedCut*>(saved + kept.cuts);
-    p.kept = reinterpret_cast<KeptList*>(saved + kept.list);
-    p.checkpoints = {saved + kept.states, in.value_heads * kStateBytes / 4, kStateBytes / 4, GD_F32, {}};
-    p.checkpoint_every = kWindowTokens;
+    p.decays = reinterpret_cast<ChunkDecay*>(saved + saved_list.decays);
+    p.order = reinterpret_cast<int*>(saved + saved_list.order);
+    p.first_checkpoint = reinterpret_cast<int64_t*>(saved + saved_list.first_checkpoint);
+    p.cuts = reinterpret_cast<CutCost*>(saved + saved_list.cuts);
+    p.saved_list = reinterpret_cast<SavedList*>(saved + saved_list.list);
+    p.checkpoints = {saved + saved_list.states, in.value_heads * kStateBytes / 4, kStateBytes / 4, GD_F32, {}};
+    p.checkpoint_every = kSaveIntervalTokens;
   }
   p.schedule = reinterpret_cast<Schedule*>(base + layout.schedule);
   p.work = reinterpret_cast<WorkItem*>(base + layout.work);
@@ -240,7 +240,7 @@ inline ForwardParams forward_params(const ForwardProblem& problem, char* workspa
   p.even_parts = even_parts(problem, multiprocessors);
   p.may_cut = may_cut(problem);
   if (p.may_cut) p.forced = {static_cast<int>(problem.segment_chunks), static_cast<int>(problem.segment_chunks), false};
-  p.keeps_list = p.kept && p.list == kPlannedList && p.may_cut && !p.forced.fading;
+  p.saves_list = p.saved_list && p.list == kPlannedList && p.may_cut && !p.forced.decaying;
   const int entries = static_cast<int>(list_entries(problem, multiprocessors));
   p.limits = {multiprocessors, entries, layout.boundary_count};
   return p;

@@ -63,32 +63,32 @@ GD_DEVICE void copy_async_wait() { asm volatile("cp.async.commit_group;\ncp.asyn
 
 // ---- 8 x 8 matrices ------------------------------------------------------------------------------------------------
 
-GD_DEVICE void load_matrices(uint32_t (&r)[4], uint32_t p) {
+GD_DEVICE void ldmatrix(uint32_t (&r)[4], uint32_t p) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(p)
                : "memory");
 }
-GD_DEVICE void load_matrices_turned(uint32_t* r, uint32_t p) {
+GD_DEVICE void ldmatrix_trans(uint32_t* r, uint32_t p) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(p)
                : "memory");
 }
-GD_DEVICE void load_pair(uint32_t* r, uint32_t p) {
+GD_DEVICE void ldmatrix_x2(uint32_t* r, uint32_t p) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(p) : "memory");
 }
-GD_DEVICE void load_pair_turned(uint32_t* r, uint32_t p) {
+GD_DEVICE void ldmatrix_x2_trans(uint32_t* r, uint32_t p) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
                : "=r"(r[0]), "=r"(r[1])
                : "r"(p)
                : "memory");
 }
-GD_DEVICE void store_matrices(uint32_t p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+GD_DEVICE void stmatrix(uint32_t p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
 }
-GD_DEVICE void store_matrices_turned(uint32_t p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+GD_DEVICE void stmatrix_trans(uint32_t p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(a), "r"(b), "r"(c),
                "r"(d)
                : "memory");
@@ -108,7 +108,7 @@ GD_DEVICE void mma_k8(float* c, uint32_t a0, uint32_t a1, uint32_t b0) {
 
 // The same number, which the compiler cannot know to be the same: what follows from it is found anew instead of being
 // kept in registers.
-GD_DEVICE int forgotten(int x) {
+GD_DEVICE int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
@@ -191,15 +191,19 @@ GD_DEVICE void warp_arrive(uint32_t barrier) {
   if (is_arriving()) barrier_arrive(barrier);
 }
 // Threads that meet at a named barrier; ids below 16, 0 is __syncthreads().
-GD_DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+GD_DEVICE void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 // The same for warps that come from different places in the code, which the one above does not allow.
-GD_DEVICE void meet_roles(int id, int threads) {
+GD_DEVICE void named_barrier_sync_divergent(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 // The same for a thread that does not wait for the others.
-GD_DEVICE void arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+GD_DEVICE void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 // What this thread wrote to shared memory, before the copy engine or wgmma reads it.
-GD_DEVICE void fence_async_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+GD_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Programmatic dependent launch: the next kernel may be put on the card once every block has called allow_next_kernel
 // (or ended); it sees what this one wrote after wait_for_previous_kernel.
@@ -216,7 +220,7 @@ GD_DEVICE void shrink_registers() {
 }
 
 // One more, for a thread that counts; what it was before. Without a branch, after which nothing would be uniform.
-GD_DEVICE int count_up(int* counter, bool counts) {
+GD_DEVICE int atomic_inc_if(int* counter, bool counts) {
   int before;
   asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p atom.global.add.u32 %0, [%1], 1;}"
                : "=r"(before)
@@ -241,7 +245,7 @@ GD_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" :
 // ---- copy engine ---------------------------------------------------------------------------------------------------
 
 // A box of a 5-D tensor (column, head, token, batch, half of the columns) to shared memory, and back.
-GD_DEVICE void load_box(uint32_t dst, const CUtensorMap* map, uint32_t barrier, int head, int token, int batch,
+GD_DEVICE void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t barrier, int head, int token, int batch,
                         int half) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6,%7}], "
@@ -249,17 +253,17 @@ GD_DEVICE void load_box(uint32_t dst, const CUtensorMap* map, uint32_t barrier, 
       "l"(map), "r"(barrier), "r"(0), "r"(head), "r"(token), "r"(batch), "r"(half)
       : "memory");
 }
-GD_DEVICE void store_box(const CUtensorMap* map, uint32_t src, int head, int token, int batch, int half) {
+GD_DEVICE void tma_store(const CUtensorMap* map, uint32_t src, int head, int token, int batch, int half) {
   asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5,%6}], [%1];" ::"l"(map),
                "r"(src), "r"(0), "r"(head), "r"(token), "r"(batch), "r"(half)
                : "memory");
 }
-GD_DEVICE void load_bulk(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier) {
+GD_DEVICE void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
                "l"(src), "r"(bytes), "r"(barrier)
                : "memory");
 }
-GD_DEVICE void store_bulk(void* dst, uint32_t src, uint32_t bytes) {
+GD_DEVICE void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes)
                : "memory");
 }

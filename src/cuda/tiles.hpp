@@ -83,7 +83,7 @@ GD_HOST_DEVICE constexpr Place accumulator_place(int lane, int i) {
 GD_HOST_DEVICE constexpr int block_row(int lane) { return lane & 15; }
 GD_HOST_DEVICE constexpr int block_column(int lane) { return (lane >> 4) * 8; }
 // The same for a transposed access: parts follow each other along the columns first.
-GD_HOST_DEVICE constexpr int turned_row(int lane) { return (lane & 7) + (lane >> 4) * 8; }
-GD_HOST_DEVICE constexpr int turned_column(int lane) { return (lane >> 3 & 1) * 8; }
+GD_HOST_DEVICE constexpr int transposed_row(int lane) { return (lane & 7) + (lane >> 4) * 8; }
+GD_HOST_DEVICE constexpr int transposed_column(int lane) { return (lane >> 3 & 1) * 8; }
 
 }  // namespace gatedelta::cuda

@@ -15,24 +15,24 @@ GD_DEVICE void mma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-GD_DEVICE uint64_t join(uint32_t low, uint32_t high) {
+GD_DEVICE uint64_t merge(uint32_t low, uint32_t high) {
   uint64_t d;
   asm("mov.b64 %0, {%1,%2};" : "=l"(d) : "r"(low), "r"(high));
   return d;
 }
 GD_DEVICE uint64_t tile_descriptor(uint32_t address, uint32_t steps) {
-  return join(tile_descriptor_low(address) + steps, kTileDescriptorHigh);
+  return merge(tile_descriptor_low(address) + steps, kTileDescriptorHigh);
 }
 // Rows of two tiles, one behind the other, as one operand of 128 columns; the contracted dimension runs over the rows.
 GD_DEVICE uint64_t wide_descriptor(uint32_t address, uint32_t steps) {
-  return join(wide_descriptor_low(address) + steps, kTileDescriptorHigh);
+  return merge(wide_descriptor_low(address) + steps, kTileDescriptorHigh);
 }
 GD_DEVICE uint64_t state_descriptor(uint32_t address) {
-  return join(state_descriptor_low(address), kStateDescriptorHigh);
+  return merge(state_descriptor_low(address), kStateDescriptorHigh);
 }
 // Block row I of a triangle: the 16 contracted rows, 16 (I + 1) columns.
 GD_DEVICE uint64_t triangle_descriptor(uint32_t address, int I) {
-  return join(triangle_descriptor_low(address) + (triangle_block(I, 0) >> 4), kTriangleDescriptorHigh);
+  return merge(triangle_descriptor_low(address) + (triangle_block(I, 0) >> 4), kTriangleDescriptorHigh);
 }
 
 template <class Elem, int kColumns>
@@ -42,79 +42,79 @@ struct Wgmma;
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
 
-#define GD_WGMMA_16(ELEM, TYPE)                                                                            \
-  template <>                                                                                              \
-  struct Wgmma<ELEM, 16> {                                                                                 \
-    template <bool kTurnedB>                                                                               \
-    static GD_DEVICE void rs(float* d, const uint32_t* a, uint64_t b, bool accumulate) {                   \
-      asm volatile(                                                                                        \
-          "{.reg .pred p; setp.ne.b32 p, %13, 0;\n"                                                        \
-          "wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE " {" GD_PLACES_16                    \
-          "}, {%8,%9,%10,%11}, %12, p, 1, 1, %14;}"                                                        \
-          : GD_8(d, 0)                                                                                     \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTurnedB))); \
-    }                                                                                                      \
-    template <bool kTurnedA, bool kTurnedB>                                                                \
-    static GD_DEVICE void ss(float* d, uint64_t a, uint64_t b, bool accumulate) {                          \
-      asm volatile(                                                                                        \
-          "{.reg .pred p; setp.ne.b32 p, %10, 0;\n"                                                        \
-          "wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE " {" GD_PLACES_16                    \
-          "}, %8, %9, p, 1, 1, %11, %12;}"                                                                 \
-          : GD_8(d, 0)                                                                                     \
-          : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTurnedA)), "n"(int(kTurnedB)));                 \
-    }                                                                                                      \
+#define GD_WGMMA_16(ELEM, TYPE)                                                                                \
+  template <>                                                                                                  \
+  struct Wgmma<ELEM, 16> {                                                                                     \
+    template <bool kTransposedB>                                                                               \
+    static GD_DEVICE void rs(float* d, const uint32_t* a, uint64_t b, bool accumulate) {                       \
+      asm volatile(                                                                                            \
+          "{.reg .pred p; setp.ne.b32 p, %13, 0;\n"                                                            \
+          "wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE " {" GD_PLACES_16                        \
+          "}, {%8,%9,%10,%11}, %12, p, 1, 1, %14;}"                                                            \
+          : GD_8(d, 0)                                                                                         \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB))); \
+    }                                                                                                          \
+    template <bool kTransposedA, bool kTransposedB>                                                            \
+    static GD_DEVICE void ss(float* d, uint64_t a, uint64_t b, bool accumulate) {                              \
+      asm volatile(                                                                                            \
+          "{.reg .pred p; setp.ne.b32 p, %10, 0;\n"                                                            \
+          "wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE " {" GD_PLACES_16                        \
+          "}, %8, %9, p, 1, 1, %11, %12;}"                                                                     \
+          : GD_8(d, 0)                                                                                         \
+          : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedA)), "n"(int(kTransposedB)));             \
+    }                                                                                                          \
   };
 #define GD_PLACES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
 GD_WGMMA_16(__nv_bfloat16, "bf16")
 GD_WGMMA_16(__half, "f16")
 
-#define GD_WGMMA_32(ELEM, TYPE)                                                                            \
-  template <>                                                                                              \
-  struct Wgmma<ELEM, 32> {                                                                                 \
-    template <bool kTurnedB>                                                                               \
-    static GD_DEVICE void rs(float* d, const uint32_t* a, uint64_t b, bool accumulate) {                   \
-      asm volatile(                                                                                        \
-          "{.reg .pred p; setp.ne.b32 p, %21, 0;\n"                                                        \
-          "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" GD_PLACES_32                    \
-          "}, {%16,%17,%18,%19}, %20, p, 1, 1, %22;}"                                                      \
-          : GD_8(d, 0), GD_8(d, 8)                                                                         \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTurnedB))); \
-    }                                                                                                      \
-    template <bool kTurnedA, bool kTurnedB>                                                                \
-    static GD_DEVICE void ss(float* d, uint64_t a, uint64_t b, bool accumulate) {                          \
-      asm volatile(                                                                                        \
-          "{.reg .pred p; setp.ne.b32 p, %18, 0;\n"                                                        \
-          "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" GD_PLACES_32                    \
-          "}, %16, %17, p, 1, 1, %19, %20;}"                                                               \
-          : GD_8(d, 0), GD_8(d, 8)                                                                         \
-          : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTurnedA)), "n"(int(kTurnedB)));                 \
-    }                                                                                                      \
+#define GD_WGMMA_32(ELEM, TYPE)                                                                                \
+  template <>                                                                                                  \
+  struct Wgmma<ELEM, 32> {                                                                                     \
+    template <bool kTransposedB>                                                                               \
+    static GD_DEVICE void rs(float* d, const uint32_t* a, uint64_t b, bool accumulate) {                       \
+      asm volatile(                                                                                            \
+          "{.reg .pred p; setp.ne.b32 p, %21, 0;\n"                                                            \
+          "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" GD_PLACES_32                        \
+          "}, {%16,%17,%18,%19}, %20, p, 1, 1, %22;}"                                                          \
+          : GD_8(d, 0), GD_8(d, 8)                                                                             \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB))); \
+    }                                                                                                          \
+    template <bool kTransposedA, bool kTransposedB>                                                            \
+    static GD_DEVICE void ss(float* d, uint64_t a, uint64_t b, bool accumulate) {                              \
+      asm volatile(                                                                                            \
+          "{.reg .pred p; setp.ne.b32 p, %18, 0;\n"                                                            \
+          "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" GD_PLACES_32                        \
+          "}, %16, %17, p, 1, 1, %19, %20;}"                                                                   \
+          : GD_8(d, 0), GD_8(d, 8)                                                                             \
+          : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedA)), "n"(int(kTransposedB)));             \
+    }                                                                                                          \
   };
 #define GD_PLACES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 GD_WGMMA_32(__nv_bfloat16, "bf16")
 GD_WGMMA_32(__half, "f16")
 
-#define GD_WGMMA_48(ELEM, TYPE)                                                                            \
-  template <>                                                                                              \
-  struct Wgmma<ELEM, 48> {                                                                                 \
-    template <bool kTurnedB>                                                                               \
-    static GD_DEVICE void rs(float* d, const uint32_t* a, uint64_t b, bool accumulate) {                   \
-      asm volatile(                                                                                        \
-          "{.reg .pred p; setp.ne.b32 p, %29, 0;\n"                                                        \
-          "wgmma.mma_async.sync.aligned.m64n48k16.f32." TYPE "." TYPE " {" GD_PLACES_48                    \
-          "}, {%24,%25,%26,%27}, %28, p, 1, 1, %30;}"                                                      \
-          : GD_8(d, 0), GD_8(d, 8), GD_8(d, 16)                                                            \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTurnedB))); \
-    }                                                                                                      \
-    template <bool kTurnedA, bool kTurnedB>                                                                \
-    static GD_DEVICE void ss(float* d, uint64_t a, uint64_t b, bool accumulate) {                          \
-      asm volatile(                                                                                        \
-          "{.reg .pred p; setp.ne.b32 p, %26, 0;\n"                                                        \
-          "wgmma.mma_async.sync.aligned.m64n48k16.f32." TYPE "." TYPE " {" GD_PLACES_48                    \
-          "}, %24, %25, p, 1, 1, %27, %28;}"                                                               \
-          : GD_8(d, 0), GD_8(d, 8), GD_8(d, 16)                                                            \
-          : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTurnedA)), "n"(int(kTurnedB)));                 \
-    }                                                                                                      \
+#define GD_WGMMA_48(ELEM, TYPE)                                                                                \
+  template <>                                                                                                  \
+  struct Wgmma<ELEM, 48> {                                                                                     \
+    template <bool kTransposedB>                                                                               \
+    static GD_DEVICE void rs(float* d, const uint32_t* a, uint64_t b, bool accumulate) {                       \
+      asm volatile(                                                                                            \
+          "{.reg .pred p; setp.ne.b32 p, %29, 0;\n"                                                            \
+          "wgmma.mma_async.sync.aligned.m64n48k16.f32." TYPE "." TYPE " {" GD_PLACES_48                        \
+          "}, {%24,%25,%26,%27}, %28, p, 1, 1, %30;}"                                                          \
+          : GD_8(d, 0), GD_8(d, 8), GD_8(d, 16)                                                                \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB))); \
+    }                                                                                                          \
+    template <bool kTransposedA, bool kTransposedB>                                                            \
+    static GD_DEVICE void ss(float* d, uint64_t a, uint64_t b, bool accumulate) {                              \
+      asm volatile(                                                                                            \
+          "{.reg .pred p; setp.ne.b32 p, %26, 0;\n"                                                            \
+          "wgmma.mma_async.sync.aligned.m64n48k16.f32." TYPE "." TYPE " {" GD_PLACES_48                        \
+          "}, %24, %25, p, 1, 1, %27, %28;}"                                                                   \
+          : GD_8(d, 0), GD_8(d, 8), GD_8(d, 16)                                                                \
+          : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedA)), "n"(int(kTransposedB)));             \
+    }                                                                                                          \
   };
 #define GD_PLACES_48                                                                                     \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
@@ -122,27 +122,27 @@ GD_WGMMA_32(__half, "f16")
 GD_WGMMA_48(__nv_bfloat16, "bf16")
 GD_WGMMA_48(__half, "f16")
 
-#define GD_WGMMA_64(ELEM, TYPE)                                                                            \
-  template <>                                                                                              \
-  struct Wgmma<ELEM, 64> {                                                                                 \
-    template <bool kTurnedB>                                                                               \
-    static GD_DEVICE void rs(float* d, const uint32_t* a, uint64_t b, bool accumulate) {                   \
-      asm volatile(                                                                                        \
-          "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"                                                        \
-          "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" GD_PLACES_64                    \
-          "}, {%32,%33,%34,%35}, %36, p, 1, 1, %38;}"                                                      \
-          : GD_8(d, 0), GD_8(d, 8), GD_8(d, 16), GD_8(d, 24)                                               \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTurnedB))); \
-    }                                                                                                      \
-    template <bool kTurnedA, bool kTurnedB>                                                                \
-    static GD_DEVICE void ss(float* d, uint64_t a, uint64_t b, bool accumulate) {                          \
-      asm volatile(                                                                                        \
-          "{.reg .pred p; setp.ne.b32 p, %34, 0;\n"                                                        \
-          "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" GD_PLACES_64                    \
-          "}, %32, %33, p, 1, 1, %35, %36;}"                                                               \
-          : GD_8(d, 0), GD_8(d, 8), GD_8(d, 16), GD_8(d, 24)                                               \
-          : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTurnedA)), "n"(int(kTurnedB)));                 \
-    }                                                                                                      \
+#define GD_WGMMA_64(ELEM, TYPE)                                                                                \
+  template <>                                                                                                  \
+  struct Wgmma<ELEM, 64> {                                                                                     \
+    template <bool kTransposedB>                                                                               \
+    static GD_DEVICE void rs(float* d, const uint32_t* a, uint64_t b, bool accumulate) {                       \
+      asm volatile(                                                                                            \
+          "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"                                                            \
+          "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" GD_PLACES_64                        \
+          "}, {%32,%33,%34,%35}, %36, p, 1, 1, %38;}"                                                          \
+          : GD_8(d, 0), GD_8(d, 8), GD_8(d, 16), GD_8(d, 24)                                                   \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB))); \
+    }                                                                                                          \
+    template <bool kTransposedA, bool kTransposedB>                                                            \
+    static GD_DEVICE void ss(float* d, uint64_t a, uint64_t b, bool accumulate) {                              \
+      asm volatile(                                                                                            \
+          "{.reg .pred p; setp.ne.b32 p, %34, 0;\n"                                                            \
+          "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" GD_PLACES_64                        \
+          "}, %32, %33, p, 1, 1, %35, %36;}"                                                                   \
+          : GD_8(d, 0), GD_8(d, 8), GD_8(d, 16), GD_8(d, 24)                                                   \
+          : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedA)), "n"(int(kTransposedB)));             \
+    }                                                                                                          \
   };
 #define GD_PLACES_64                                                                                     \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
@@ -153,23 +153,23 @@ GD_WGMMA_64(__half, "f16")
 #define GD_WGMMA_128(ELEM, TYPE)                                                                                 \
   template <>                                                                                                    \
   struct Wgmma<ELEM, 128> {                                                                                      \
-    template <bool kTurnedB>                                                                                     \
+    template <bool kTransposedB>                                                                                 \
     static GD_DEVICE void rs(float* d, const uint32_t* a, uint64_t b, bool accumulate) {                         \
       asm volatile(                                                                                              \
           "{.reg .pred p; setp.ne.b32 p, %69, 0;\n"                                                              \
           "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" GD_PLACES_128                        \
           "}, {%64,%65,%66,%67}, %68, p, 1, 1, %70;}"                                                            \
           : GD_8(d, 0), GD_8(d, 8), GD_8(d, 16), GD_8(d, 24), GD_8(d, 32), GD_8(d, 40), GD_8(d, 48), GD_8(d, 56) \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTurnedB)));       \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB)));   \
     }                                                                                                            \
-    template <bool kTurnedA, bool kTurnedB>                                                                      \
+    template <bool kTransposedA, bool kTransposedB>                                                              \
     static GD_DEVICE void ss(float* d, uint64_t a, uint64_t b, bool accumulate) {                                \
       asm volatile(                                                                                              \
           "{.reg .pred p; setp.ne.b32 p, %66, 0;\n"                                                              \
           "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" GD_PLACES_128                        \
           "}, %64, %65, p, 1, 1, %67, %68;}"                                                                     \
           : GD_8(d, 0), GD_8(d, 8), GD_8(d, 16), GD_8(d, 24), GD_8(d, 32), GD_8(d, 40), GD_8(d, 48), GD_8(d, 56) \
-          : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTurnedA)), "n"(int(kTurnedB)));                       \
+          : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedA)), "n"(int(kTransposedB)));               \
     }                                                                                                            \
   };
 #define GD_PLACES_128                                                                                    \

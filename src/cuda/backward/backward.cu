@@ -18,14 +18,13 @@ BackwardParams params_of(const BackwardProblem& problem, char* workspace, int mu
   const BackwardWorkspace layout = backward_layout(problem);
   char* const base = workspace + (kAlign - reinterpret_cast<uintptr_t>(workspace) % kAlign) % kAlign;
   BackwardParams p{};
-  static_cast<ForwardParams&>(p) =
-      forward_params(forward_of(problem), workspace, multiprocessors, kBackwardPreparedBytes);
-  p.is_prepared = problem.saved != nullptr;
+  static_cast<CallParams&>(p) = call_params(forward_of(problem), workspace, multiprocessors, kBackwardPreparedBytes);
+  p.has_saved = problem.saved != nullptr;
   const auto at = [&](size_t offset) { return base + offset; };
-  p.back_schedule = reinterpret_cast<Schedule*>(at(layout.back_schedule));
-  p.back_work = reinterpret_cast<WorkItem*>(at(layout.back_work));
-  p.back_boundary_ready = reinterpret_cast<int*>(at(layout.back_boundary_ready));
-  p.back_boundaries = reinterpret_cast<uint8_t*>(at(layout.back_boundaries));
+  p.grad_schedule = reinterpret_cast<Schedule*>(at(layout.grad_schedule));
+  p.grad_work = reinterpret_cast<WorkItem*>(at(layout.grad_work));
+  p.grad_boundary_ready = reinterpret_cast<int*>(at(layout.grad_boundary_ready));
+  p.grad_boundaries = reinterpret_cast<uint8_t*>(at(layout.grad_boundaries));
   p.states = reinterpret_cast<uint8_t*>(at(layout.states));
   p.gradients = reinterpret_cast<uint8_t*>(at(layout.gradients));
   if (problem.dA_log || problem.d_dt_bias) p.head_sums = reinterpret_cast<float2*>(at(layout.head_sums));
@@ -43,12 +42,12 @@ BackwardParams params_of(const BackwardProblem& problem, char* workspace, int mu
   p.dv = problem.dv ? rows_of(problem.dv) : rows_at(layout.dv);
   p.u = rows_at(layout.u);
   const Slices& slices = layout.slices;
-  p.piece_chunks = static_cast<int>(slices.piece_chunks);
+  p.recompute_chunks = static_cast<int>(slices.recompute_chunks);
   p.split = static_cast<int>(slices.split);
   p.slice = {0, p.split};
   if (slices.count > 1) {
-    p.later_schedule = reinterpret_cast<Schedule*>(at(layout.later_schedule));
-    p.later_work = reinterpret_cast<WorkItem*>(at(layout.later_work));
+    p.slice1_schedule = reinterpret_cast<Schedule*>(at(layout.slice1_schedule));
+    p.slice1_work = reinterpret_cast<WorkItem*>(at(layout.slice1_work));
   }
   p.d_final = states_of(problem.d_final, {}, base);
   p.d_initial = states_of(problem.d_initial, {}, base);
@@ -56,35 +55,35 @@ BackwardParams params_of(const BackwardProblem& problem, char* workspace, int mu
 }
 
 // What the second slice has otherwise.
-BackwardParams later_params(const BackwardParams& p, const Slices& slices) {
+BackwardParams slice1_params(const BackwardParams& p, const Slices& slices) {
   BackwardParams later = p;
-  later.slice = {p.split, static_cast<int>(p.sequences.slots())};
-  later.schedule = p.later_schedule;
-  later.work = p.later_work;
-  later.states -= slices.split * p.value_heads * kImageBytes;
+  later.slice = {p.split, static_cast<int>(p.sequences.workspace_chunks())};
+  later.schedule = p.slice1_schedule;
+  later.work = p.slice1_work;
+  later.states -= slices.split * p.value_heads * kStateTileBytes;
   later.u.data = static_cast<char*>(p.u.data) - slices.split_token * p.u.token_stride * 2;
   return later;
 }
 
 // The chains are the forward's with other tensors.
-ForwardParams states_params(const BackwardParams& p) {
-  ForwardParams states = p;
+CallParams states_params(const BackwardParams& p) {
+  CallParams states = p;
   states.o = p.u;
   states.o_map = p.u_map;
   return states;
 }
-ForwardParams chain_params(const BackwardParams& p) {
-  ForwardParams chain = p;
+CallParams chain_params(const BackwardParams& p) {
+  CallParams chain = p;
   chain.v = p.d_o;
   chain.v_map = p.d_o_map;
   chain.o = p.dv;
   chain.o_map = p.dv_map;
   chain.initial = p.d_final;
   chain.final = p.d_initial;
-  chain.work = p.back_work;
-  chain.schedule = p.back_schedule;
-  chain.boundary_ready = p.back_boundary_ready;
-  chain.boundaries = p.back_boundaries;
+  chain.work = p.grad_work;
+  chain.schedule = p.grad_schedule;
+  chain.boundary_ready = p.grad_boundary_ready;
+  chain.boundaries = p.grad_boundaries;
   return chain;
 }
 
@@ -105,26 +104,27 @@ Outcome launch(const BackwardParams& p, const BackwardParams* later, int device,
     return !error;
   };
   // What the forward has kept is prepared.
-  if (!p.is_prepared &&
+  if (!p.has_saved &&
       !ran(launch_prepare(p, std::is_same_v<Elem, __nv_bfloat16>, device, stream), "launch the prepare kernel"))
     return outcome;
   const int chain_blocks = p.main_blocks();
-  constexpr int kBytes = ForwardSmem::kAllocated;
+  constexpr int kBytes = ChainSmem::kAllocated;
   if (p.sequences.count > 0) {
     const int lists = p.list == kPlannedList ? kPlannedLists : kScheduleBlocks;
-    const bool all = ran(launch_kernel(!p.is_prepared, backward_lists_kernel, lists, kScheduleThreads, 0, stream, p),
+    const bool all = ran(launch_kernel(!p.has_saved, backward_lists_kernel, lists, kScheduleThreads, 0, stream, p),
                          "launch the lists of work") &&
-                     ran(launch_after<backward_chain_kernel<Elem>>(chain_blocks, kForwardThreads, kBytes, device,
-                                                                   stream, chain_params(p)),
+                     ran(launch_after<backward_chain_kernel<Elem>>(chain_blocks, kChainThreads, kBytes, device, stream,
+                                                                   chain_params(p)),
                          "launch the chain of gradients");
     if (!all) return outcome;
   }
-  const int64_t units = p.sequences.slots() * p.key_heads, blocks = std::min<int64_t>(units, p.limits.blocks);
+  const int64_t units = p.sequences.workspace_chunks() * p.key_heads,
+                blocks = std::min<int64_t>(units, p.limits.blocks);
   for (const BackwardParams* of : {&p, later}) {
     if (!of) continue;
     if (p.sequences.count > 0 &&
-        !ran(launch_after<states_kernel<Elem>>(chain_blocks, kForwardThreads, kBytes, device, stream,
-                                               states_params(*of), of->states, later != nullptr),
+        !ran(launch_after<states_kernel<Elem>>(chain_blocks, kChainThreads, kBytes, device, stream, states_params(*of),
+                                               of->states, later != nullptr),
              "launch the states kernel"))
       return outcome;
     if (blocks > 0 && !ran(launch_after<gradients_kernel<Elem>>(blocks, kGradientThreads, GradientSmem::kAllocated,
@@ -160,7 +160,7 @@ Outcome backward(const BackwardProblem& problem, const Context& context) {
     BackwardParams of_later;
     const BackwardParams* later = nullptr;
     if (slices.count > 1) {
-      of_later = later_params(p, slices);
+      of_later = slice1_params(p, slices);
       if (Outcome outcome = encode_map({"u", &of_later.u_map, of_later.u, p.value_heads}, p.sequences, bf16);
           outcome.status != GD_OK)
         return outcome;

@@ -14,89 +14,92 @@
 namespace gatedelta::cuda {
 
 template <class Elem>
-struct BackwardChain : Forward<Elem, Pass::kBackward> {
+struct GradChain : Forward<Elem, Pass::kBackward> {
   using Base = Forward<Elem, Pass::kBackward>;
   using Base::Base;
   using typename Base::Chunk;
   using typename Base::State;
   using Mma64 = Wgmma<Elem, 64>;
 
-  GD_DEVICE void run_chain(int m) const {
-    this->for_each_item(m, [&](int i, const WorkItem& it, Chunk at, int half, bool is_identity, State& state,
-                         Ring<kLoadSlots>& load, Ring<kOperandSlots>& operand, int& leaving) {
-      int prepared = it.prepared;
-      bool has_before = false;  // a chunk whose Z waits to be sent
+  GD_DEVICE void run_chain(int math_wg) const {
+    this->for_each_item(
+        math_wg, [&](int i, const WorkItem& item, Chunk chunk, int half, bool is_identity, State& state,
+                     PipelineState<kLoadStages>& load, PipelineState<kOperandStages>& operand, int& storing_stage) {
+          int prepared = item.prepared;
+          bool has_before = false;  // a chunk whose Z waits to be sent
 #pragma unroll 1
-      for (; at.rows > 0; at = at.next()) {
-        const bool is_silent = at.is_silent();
-        advance_back(state, m, load, operand, at, has_before, !is_identity, prepared, leaving);
-        prepared -= this->p.value_heads;
-        load.next();
-        operand.next();
-        has_before = !is_silent && at.is_whole();
-        if (has_before || is_silent) continue;
-        this->release_values(leaving);
-        this->send_last_out(m, at, load.previous());
-        leaving = load.previous();
-      }
-      if (has_before) {
-        this->release_values(leaving);
-        this->send_last_out(m, at.before(), load.previous());
-        leaving = load.previous();
-      }
-      if (it.kind == kRehearsal) {
-        wait_for_previous_kernel();
-        // This takes longer than the states' chain, which needs nothing of it, and may begin where a block has nothing
-        // left to do.
-        allow_next_kernel();
-        this->copy_empty(state, m);
-      } else if (is_identity) {
-        this->store_transition(state, m, half, load.previous(), it.to);
-      } else {
-        this->end_state(state.s, m, it, half);
-      }
-    });
+          for (; chunk.tokens_left > 0; chunk = chunk.next()) {
+            const bool is_warmup = chunk.is_warmup();
+            advance_grad(state, math_wg, load, operand, chunk, has_before, !is_identity, prepared, storing_stage);
+            prepared -= this->p.value_heads;
+            load.advance();
+            operand.advance();
+            has_before = !is_warmup && chunk.is_whole();
+            if (has_before || is_warmup) continue;
+            this->release_value_stage(storing_stage);
+            this->store_last_output(math_wg, chunk, load.previous_stage());
+            storing_stage = load.previous_stage();
+          }
+          if (has_before) {
+            this->release_value_stage(storing_stage);
+            this->store_last_output(math_wg, chunk.before(), load.previous_stage());
+            storing_stage = load.previous_stage();
+          }
+          if (item.kind == kDryRun) {
+            wait_for_previous_kernel();
+            // This takes longer than the states' chain, which needs nothing of it, and may begin where a block has
+            // nothing left to do.
+            allow_next_kernel();
+            this->copy_empty_sequences(state, math_wg);
+          } else if (is_identity) {
+            this->store_transition(state, math_wg, half, load.previous_stage(), item.to);
+          } else {
+            this->end_state(state.s, math_wg, item, half);
+          }
+        });
   }
 
-  GD_DEVICE void advance_back(State& state, int m, const Ring<kLoadSlots>& load, const Ring<kOperandSlots>& operand,
-                              const Chunk& at, bool has_before, bool has_values, int prepared, int& leaving) const {
+  GD_DEVICE void advance_grad(State& state, int math_wg, const PipelineState<kLoadStages>& load,
+                              const PipelineState<kOperandStages>& operand, const Chunk& chunk, bool has_before,
+                              bool has_values, int prepared, int& storing_stage) const {
     float z[32];
     uint32_t d[16], y[16];
-    this->release_values(leaving);
-    leaving = -1;
-    this->loads.wait_full(load);
-    barrier_wait(this->values.full(load.slot), load.parity);
-    this->load_values_turned(d, this->value_tile(load.slot, m) + state.turned);
+    this->release_value_stage(storing_stage);
+    storing_stage = -1;
+    this->load_pipe.wait_full(load);
+    barrier_wait(this->value_pipe.full(load.stage), load.phase);
+    this->load_values_transposed(d, this->value_tile(load.stage, math_wg) + state.value_offset);
 #pragma unroll
     for (int n = 0; n < 16; ++n) d[n] = has_values ? d[n] : 0;  // whatever lies there
-    this->operands.wait_full(operand);
+    this->operand_pipe.wait_full(operand);
     // Z = X G + R^T dO, transposed.
     mma_fence();
 #pragma unroll
     for (int step = 0; step < 8; ++step)
       Mma64::template rs<true>(
           z, state.packed + 4 * step,
-          tile_descriptor(this->x_tile(operand.slot) + step / 4 * kTileBytes, step % 4 * kStepRows), step > 0);
+          tile_descriptor(this->x_tile(operand.stage) + step / 4 * kTileBytes, step % 4 * kStepRows), step > 0);
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      Mma64::template rs<true>(z, d + 4 * step, tile_descriptor(this->r_tile(operand.slot), step * kStepRows), true);
+      Mma64::template rs<true>(z, d + 4 * step, tile_descriptor(this->r_tile(operand.stage), step * kStepRows), true);
     mma_commit();
     if (has_before) {
-      this->send_out(m, at.before(), load.previous());
-      leaving = load.previous();
+      this->store_output(math_wg, chunk.before(), load.previous_stage());
+      storing_stage = load.previous_stage();
     }
-    if (!at.is_silent())
-      this->template store_packed<0, Base::kEarly>(state.packed, this->p.gradients, prepared, this->half_of(at, m));
-    const uint32_t keys = this->vector(load.slot, kReadKey) + state.columns;
-    const uint32_t queries = this->vector(load.slot, kReadQuery) + state.columns;
+    if (!chunk.is_warmup())
+      this->template store_packed<0, Base::kEarly>(state.packed, this->p.gradients, prepared,
+                                                   this->half_of(chunk, math_wg));
+    const uint32_t keys = this->vector(load.stage, kReadKey) + state.vector_offset;
+    const uint32_t queries = this->vector(load.stage, kReadQuery) + state.vector_offset;
     float2 beta[8];
-    this->load_scales(beta, this->vector(load.slot, kBeta) + state.columns);
+    this->load_scales(beta, this->vector(load.stage, kBeta) + state.vector_offset);
     mma_wait<0>();
-    warp_arrive(this->operands.empty(operand.slot));
-    if (at.is_silent()) {
-      leaving = load.slot;  // nothing but M^T may have to leave through it
+    warp_arrive(this->operand_pipe.empty(operand.stage));
+    if (chunk.is_warmup()) {
+      storing_stage = load.stage;  // nothing but M^T may have to leave through it
     } else {
-      store_values(z, beta, this->value_tile(load.slot, m) + state.turned);
+      store_values(z, beta, this->value_tile(load.stage, math_wg) + state.value_offset);
     }
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
@@ -109,24 +112,25 @@ struct BackwardChain : Forward<Elem, Pass::kBackward> {
       d[2 * n] = pack<Elem>(b.x * d0.x, b.y * d0.y);
       d[2 * n + 1] = pack<Elem>(b.x * d1.x, b.y * d1.y);
     }
-    this->decay_state(state, load.slot);
+    this->decay_state(state, load.stage);
     mma_fence();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int step = 0; step < 4; ++step)
         Mma64::template rs<true>(state.s + 32 * half, y + 4 * step,
-                                 tile_descriptor(this->key_tile(load.slot, half), step * kStepRows), true);
+                                 tile_descriptor(this->key_tile(load.stage, half), step * kStepRows), true);
 #pragma unroll
       for (int step = 0; step < 4; ++step)
         Mma64::template rs<true>(state.s + 32 * half, d + 4 * step,
-                                 tile_descriptor(this->query_tile(load.slot, half), step * kStepRows), true);
+                                 tile_descriptor(this->query_tile(load.stage, half), step * kStepRows), true);
     }
     mma_commit();
-    if (!at.is_silent())
-      this->template store_packed<Base::kEarly, 32>(state.packed, this->p.gradients, prepared, this->half_of(at, m));
+    if (!chunk.is_warmup())
+      this->template store_packed<Base::kEarly, 32>(state.packed, this->p.gradients, prepared,
+                                                    this->half_of(chunk, math_wg));
     mma_wait<0>();
-    warp_arrive(this->loads.empty(load.slot));
+    warp_arrive(this->load_pipe.empty(load.stage));
     this->pack_state(state);
   }
 
@@ -135,19 +139,19 @@ struct BackwardChain : Forward<Elem, Pass::kBackward> {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const float* c = z + 8 * n;
-      const float2 a = kept(betas[2 * n]), b = kept(betas[2 * n + 1]);
-      store_matrices_turned(to + n * 2048, pack<Elem>(a.x * c[0], a.y * c[1]), pack<Elem>(a.x * c[2], a.y * c[3]),
-                            pack<Elem>(b.x * c[4], b.y * c[5]), pack<Elem>(b.x * c[6], b.y * c[7]));
+      const float2 a = saved_list(betas[2 * n]), b = saved_list(betas[2 * n + 1]);
+      stmatrix_trans(to + n * 2048, pack<Elem>(a.x * c[0], a.y * c[1]), pack<Elem>(a.x * c[2], a.y * c[3]),
+                     pack<Elem>(b.x * c[4], b.y * c[5]), pack<Elem>(b.x * c[6], b.y * c[7]));
     }
   }
-  GD_DEVICE static float2 kept(float2 beta) {
-    return make_float2(stores_plain(beta.x) ? 1.0f : beta.x, stores_plain(beta.y) ? 1.0f : beta.y);
+  GD_DEVICE static float2 saved_list(float2 beta) {
+    return make_float2(stores_unscaled(beta.x) ? 1.0f : beta.x, stores_unscaled(beta.y) ? 1.0f : beta.y);
   }
 };
 
 template <class Elem>
-__global__ void __launch_bounds__(kForwardThreads, 1) backward_chain_kernel(const __grid_constant__ ForwardParams p) {
-  run_roles<BackwardChain<Elem>>(p, [](const BackwardChain<Elem>& chain, int m) { chain.run_chain(m); });
+__global__ void __launch_bounds__(kChainThreads, 1) backward_chain_kernel(const __grid_constant__ CallParams p) {
+  run_roles<GradChain<Elem>>(p, [](const GradChain<Elem>& chain, int math_wg) { chain.run_chain(math_wg); });
 }
 
 }  // namespace gatedelta::cuda

@@ -7,7 +7,7 @@ namespace gatedelta::cuda {
 namespace {
 
 // What the copy engine is told of q, k, v and o.
-Outcome encode_maps(ForwardParams& p, bool bf16) {
+Outcome encode_maps(CallParams& p, bool bf16) {
   for (const MappedTensor& t : {MappedTensor{"q", &p.q_map, p.q, p.key_heads},
                                 {"k", &p.k_map, p.k, p.key_heads},
                                 {"v", &p.v_map, p.v, p.value_heads},
@@ -17,7 +17,7 @@ Outcome encode_maps(ForwardParams& p, bool bf16) {
 }
 
 template <class Elem>
-Outcome launch(const ForwardParams& p, int device, cudaStream_t stream) {
+Outcome launch(const CallParams& p, int device, cudaStream_t stream) {
   if (const cudaError_t error = launch_prepare<Elem>(p, device, stream))
     return failure(error, "launch the prepare kernel");
   if (p.sequences.count == 0) return {};  // prepare has zeroed what belongs to nobody
@@ -30,7 +30,7 @@ Outcome launch(const ForwardParams& p, int device, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t launch_prepare(const ForwardParams& p, bool bf16, int device, cudaStream_t stream) {
+cudaError_t launch_prepare(const CallParams& p, bool bf16, int device, cudaStream_t stream) {
   return bf16 ? launch_prepare<__nv_bfloat16>(p, device, stream) : launch_prepare<__half>(p, device, stream);
 }
 
@@ -46,7 +46,7 @@ int usable_devices() {
 
 Outcome forward(const ForwardProblem& problem, const Context& context) {
   return with_device(context.device, [&](int multiprocessors) -> Outcome {
-    ForwardParams p = forward_params(problem, context.workspace, multiprocessors);
+    CallParams p = call_params(problem, context.workspace, multiprocessors);
     const bool bf16 = problem.in.q.dtype == GD_BF16;
     if (p.sequences.batch > 0 && p.sequences.tokens > 0)  // an empty tensor has no map, and nobody looks at it
       if (Outcome outcome = encode_maps(p, bf16); outcome.status != GD_OK) return outcome;

@@ -9,7 +9,7 @@
 namespace gatedelta::cuda {
 
 template <class Elem>
-cudaError_t launch_prepare(const ForwardParams& p, int device, cudaStream_t stream) {
+cudaError_t launch_prepare(const CallParams& p, int device, cudaStream_t stream) {
   static std::atomic<uint64_t> allowed{0};
   if (const cudaError_t e =
           allow_shared_memory(prepare_kernel<Elem>, PrepareSmem::allocated(kMaxGroup), device, allowed))
@@ -19,17 +19,16 @@ cudaError_t launch_prepare(const ForwardParams& p, int device, cudaStream_t stre
   return cudaGetLastError();
 }
 
-inline cudaError_t launch_schedule(const ForwardParams& p, cudaStream_t stream) {
-  const int blocks = p.list != kPlannedList ? kScheduleBlocks : p.keeps_list ? 2 : 1;
+inline cudaError_t launch_schedule(const CallParams& p, cudaStream_t stream) {
+  const int blocks = p.list != kPlannedList ? kScheduleBlocks : p.saves_list ? 2 : 1;
   return launch_early(schedule_kernel, blocks, kScheduleThreads, 0, stream, p);
 }
 
 template <class Elem>
-cudaError_t launch_main(const ForwardParams& p, int device, cudaStream_t stream) {
+cudaError_t launch_main(const CallParams& p, int device, cudaStream_t stream) {
   static std::atomic<uint64_t> allowed{0};
-  if (const cudaError_t e = allow_shared_memory(forward_kernel<Elem>, ForwardSmem::kAllocated, device, allowed))
-    return e;
-  return launch_early(forward_kernel<Elem>, p.main_blocks(), kForwardThreads, ForwardSmem::kAllocated, stream, p);
+  if (const cudaError_t e = allow_shared_memory(forward_kernel<Elem>, ChainSmem::kAllocated, device, allowed)) return e;
+  return launch_early(forward_kernel<Elem>, p.main_blocks(), kChainThreads, ChainSmem::kAllocated, stream, p);
 }
 
 }  // namespace gatedelta::cuda

@@ -64,21 +64,21 @@ struct Sequences {
   }
   // A chunk's place in the workspace needs no table: chunk c of sequence n is slot first_slot(n) + c, and slots of
   // different sequences never meet because every sequence brings one to spare.
-  GD_HOST_DEVICE int64_t first_slot(int n) const {
-    return offsets.data ? first_slot_at(offsets[n], n) : n * chunks(tokens);
+  GD_HOST_DEVICE int64_t first_chunk_index(int n) const {
+    return offsets.data ? first_chunk_index_at(offsets[n], n) : n * chunks(tokens);
   }
   template <class Offset>
-  GD_HOST_DEVICE static Offset first_slot_at(Offset begin, int n) {
+  GD_HOST_DEVICE static Offset first_chunk_index_at(Offset begin, int n) {
     return begin / kChunkTokens + n;
   }
   GD_HOST_DEVICE static int64_t chunks(int64_t length) { return (length + kChunkTokens - 1) / kChunkTokens; }
   // Tokens past the last offset count as sequence N, which nobody owns.
-  GD_HOST_DEVICE int64_t slots() const {
+  GD_HOST_DEVICE int64_t workspace_chunks() const {
     return offsets.data ? tokens / kChunkTokens + count + 1 : count * chunks(tokens);
   }
 };
 
-constexpr int kWindowChunks = 16;  // after so many a forward keeps the state, for its backward
+constexpr int kSaveInterval = 16;  // after so many a forward keeps the state, for its backward
 constexpr int kMaxSorted = 1024;   // sequences that are put in order; more of them balance themselves
 
 // What prepare leaves for one chunk and value head: the inverse as a tile ready for wgmma, then vectors of 64 floats.
@@ -100,29 +100,36 @@ constexpr int kPreparedBytes = kInverseBytes + kForwardVectors * kVectorBytes;
 constexpr int kBackwardPreparedBytes = kInverseBytes + kVectorsBytes;
 
 // Rings of slots in the main kernel's shared memory.
-enum Slots { kLoadSlots = 3, kValueSlots = 3, kScoreSlots = 2, kOperandSlots = 2, kWorkSlots = 8, kJoinSlots = 2 };
+enum Stages {
+  kLoadStages = 3,
+  kValueStages = 3,
+  kScoreStages = 2,
+  kOperandStages = 2,
+  kWorkStages = 8,
+  kMergeStages = 2
+};
 
 // A slot of a ring and the parity of the barrier phase a consumer waits for there; a producer waits for the other one.
-template <int kSlots>
-struct Ring {
-  int slot = 0;
-  uint32_t parity = 0;
-  GD_HOST_DEVICE void next() {
-    if (++slot == kSlots) {
-      slot = 0;
-      parity ^= 1;
+template <int kStages>
+struct PipelineState {
+  int stage = 0;
+  uint32_t phase = 0;
+  GD_HOST_DEVICE void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
     }
   }
-  GD_HOST_DEVICE int previous() const { return slot == 0 ? kSlots - 1 : slot - 1; }
+  GD_HOST_DEVICE int previous_stage() const { return stage == 0 ? kStages - 1 : stage - 1; }
 };
 // The same as one number, for a ring that is rarely looked at.
-struct WorkRing {
+struct WorkPipelineState {
   int count = 0;
-  GD_HOST_DEVICE Ring<kWorkSlots> at() const {
-    return {count % kWorkSlots, static_cast<uint32_t>(count / kWorkSlots) & 1};
+  GD_HOST_DEVICE PipelineState<kWorkStages> at() const {
+    return {count % kWorkStages, static_cast<uint32_t>(count / kWorkStages) & 1};
   }
-  GD_HOST_DEVICE void next() { ++count; }
+  GD_HOST_DEVICE void advance() { ++count; }
 };
-static_assert((kWorkSlots & (kWorkSlots - 1)) == 0);
+static_assert((kWorkStages & (kWorkStages - 1)) == 0);
 
 }  // namespace gatedelta::cuda

@@ -10,7 +10,7 @@
 
 namespace gatedelta::cuda {
 
-struct ForwardParams {
+struct CallParams {
   CUtensorMap q_map, k_map, v_map, o_map;
   Rows q, k, v, o, g, beta;
   HeadScalars A_log, dt_bias;
@@ -23,13 +23,13 @@ struct ForwardParams {
   int64_t checkpoint_every;  // tokens; 0 = none
   uint8_t* prepared;         // [slots][value_heads][prepared_bytes]
   int prepared_bytes;
-  bool is_prepared;           // by the forward of this backward
+  bool has_saved;             // by the forward of this backward
   int* order;                 // [N] sequences, longest first
   int64_t* first_checkpoint;  // [N]
   ChunkDecay* decays;         // [value_heads][slots]
-  PricedCut* cuts;            // [kShares][kCutParts]
-  KeptList* kept;             // in what is saved; null = nothing is
-  bool keeps_list;            // the forward makes one, the backward takes it if it is there
+  CutCost* cuts;              // [kShares][kCutParts]
+  SavedList* saved_list;      // in what is saved; null = nothing is
+  bool saves_list;            // the forward makes one, the backward takes it if it is there
   Schedule* schedule;
   WorkItem* work;       // [schedule->count]
   uint8_t* boundaries;  // [limits.boundaries][kBoundaryBytes]
@@ -43,13 +43,13 @@ struct ForwardParams {
   Cut forced;      // if its segments have a length
 
   GD_HOST_DEVICE int main_blocks() const { return limits.entries < limits.blocks ? limits.entries : limits.blocks; }
-  GD_HOST_DEVICE bool is_nobody(int n) const {
+  GD_HOST_DEVICE bool is_padding(int n) const {
     if (n == sequences.count) return true;
     return initial.data && final.data && initial.indices.data && final.indices.data && initial.indices[n] < 0 &&
            final.indices[n] < 0;
   }
-  GD_HOST_DEVICE uint8_t* prepared_chunk(int64_t slot, int head) const {
-    return prepared + (slot * value_heads + head) * prepared_bytes;
+  GD_HOST_DEVICE uint8_t* prepared_chunk(int64_t chunk_index, int head) const {
+    return prepared + (chunk_index * value_heads + head) * prepared_bytes;
   }
 };
 

@@ -13,7 +13,7 @@ namespace gatedelta::cuda {
 
 // What the kernels' 32-bit arithmetic and their shared memory bear; validation holds every call to it.
 constexpr int64_t kMaxTokens = INT_MAX - (kChunkTokens - 1);  // a position rounded up to whole chunks
-constexpr int64_t kMaxPairs = INT_MAX / 2;                    // N * Hv: room for a stride
+constexpr int64_t kMaxSeqHeads = INT_MAX / 2;                 // N * Hv: room for a stride
 constexpr int64_t kMaxPrepareBlocks = INT_MAX;                // of one launch
 constexpr int64_t kMaxGroup = 256;                            // Hv / Hk: prepare holds the betas of a group
 
@@ -28,7 +28,9 @@ inline Sequences sequences_of(const gatedelta::Sequences& s) {
 }
 
 // One per slot and key head, after one that sorts and some that plan.
-inline int64_t prepare_blocks(const Sequences& s, int64_t key_heads) { return s.slots() * key_heads + kPrepareHelpers; }
+inline int64_t prepare_blocks(const Sequences& s, int64_t key_heads) {
+  return s.workspace_chunks() * key_heads + kPrepareHelpers;
+}
 inline int64_t prepare_blocks(const Layer& layer) {
   return prepare_blocks(sequences_of(layer.sequences), layer.key_heads);
 }
@@ -37,7 +39,7 @@ inline int64_t prepare_blocks(const Layer& layer) {
 
 // Within these bounds a plan is made; beyond, there is work enough, and nothing is cut.
 inline bool is_planned(int64_t sequences, int64_t value_heads) {
-  return sequences <= kMaxPlannedSequences && sequences * value_heads <= kMaxPlannedPairs;
+  return sequences <= kMaxPlannedSequences && sequences * value_heads <= kMaxPlannedSeqHeads;
 }
 inline bool may_cut(const ForwardProblem& p) {
   return p.context_parallel && !p.batch_invariant && is_planned(p.in.sequences.count, p.in.value_heads);
@@ -49,13 +51,13 @@ inline bool are_short(const ForwardProblem& p) { return p.in.sequences.tokens <=
 // Parts of heads that are not to be cut, which can be told from shapes alone: of short sequences, and of a dense batch
 // that fills the card. 0 = they are to be cut, perhaps.
 inline int even_parts(const ForwardProblem& p, int blocks) {
-  const int64_t pairs = p.in.sequences.count * p.in.value_heads;
+  const int64_t seq_heads = p.in.sequences.count * p.in.value_heads;
   if (p.segment_chunks) return 0;
-  if (are_short(p)) return 2 * pairs <= blocks && is_planned(p.in.sequences.count, p.in.value_heads) ? 2 : 1;
+  if (are_short(p)) return 2 * seq_heads <= blocks && is_planned(p.in.sequences.count, p.in.value_heads) ? 2 : 1;
   if (p.in.sequences.offsets) return 0;
-  return pairs > 8 * int64_t{blocks}
+  return seq_heads > 8 * int64_t{blocks}
              ? 1
-             : busy_parts(static_cast<int>(pairs), Sequences::chunks(p.in.sequences.tokens), blocks);
+             : busy_parts(static_cast<int>(seq_heads), Sequences::chunks(p.in.sequences.tokens), blocks);
 }
 inline ListMode list_mode(const ForwardProblem& p, int blocks) {
   if (even_parts(p, blocks) > 0) return kEvenList;
@@ -63,16 +65,16 @@ inline ListMode list_mode(const ForwardProblem& p, int blocks) {
 }
 // Entries the list of work has room for: halves of all heads, and as many pieces as a card can do with.
 inline int64_t max_entries(const ForwardProblem& p) {
-  const int64_t pairs = p.in.sequences.count * p.in.value_heads;
-  if (!is_planned(p.in.sequences.count, p.in.value_heads)) return pairs;
-  const int64_t slots = sequences_of(p.in.sequences).slots(), chunks = slots * p.in.value_heads;
+  const int64_t seq_heads = p.in.sequences.count * p.in.value_heads;
+  if (!is_planned(p.in.sequences.count, p.in.value_heads)) return seq_heads;
+  const int64_t slots = sequences_of(p.in.sequences).workspace_chunks(), chunks = slots * p.in.value_heads;
   // A backward that is given states cuts at their windows, whatever else is cut: see list_windows.
   const int64_t windows = !p.saved ? 0 : chunks < kMaxPlannedEntries ? chunks : kMaxPlannedEntries;
-  constexpr int64_t kPieces = kMaxPlannedEntries - 2 * kMaxPlannedPairs;
-  const int64_t pieces = !may_cut(p) ? 0 : 3 * chunks < kPieces ? 3 * chunks : kPieces;
+  constexpr int64_t kPacketsPerRow = kMaxPlannedEntries - 2 * kMaxPlannedSeqHeads;
+  const int64_t pieces = !may_cut(p) ? 0 : 3 * chunks < kPacketsPerRow ? 3 * chunks : kPacketsPerRow;
   // Or, forced: outputs of a segment, its factors, and what two sequences bring more of them than one.
-  const int64_t entries =
-      p.segment_chunks ? 3 * p.in.value_heads * (slots / p.segment_chunks + p.in.sequences.count) : 2 * pairs + pieces;
+  const int64_t entries = p.segment_chunks ? 3 * p.in.value_heads * (slots / p.segment_chunks + p.in.sequences.count)
+                                           : 2 * seq_heads + pieces;
   return entries > windows ? entries : windows;
 }
 
@@ -85,9 +87,9 @@ inline int64_t list_entries(const ForwardProblem& p, int blocks) {
 // ---- memory --------------------------------------------------------------------------------------------------------
 
 // What a forward keeps for its backward: what prepare has made and found out, and the state at the end of every window.
-constexpr int64_t kWindowTokens = kWindowChunks * kChunkTokens;
+constexpr int64_t kSaveIntervalTokens = kSaveInterval * kChunkTokens;
 constexpr int64_t kStateBytes = int64_t{kHeadDim} * kHeadDim * 4;
-constexpr int64_t kCutsBytes = kShares * kCutParts * int64_t{sizeof(PricedCut)};
+constexpr int64_t kCutsBytes = kShares * kCutBlocks * int64_t{sizeof(CutCost)};
 struct SavedLayout {
   size_t prepared = 0;  // [slots][Hv][kBackwardPreparedBytes]
   size_t decays = 0;    // ChunkDecay [Hv][slots]
@@ -99,9 +101,9 @@ struct SavedLayout {
   size_t bytes = 0;
 };
 inline SavedLayout saved_layout(const Layer& in) {
-  const int64_t chunks = sequences_of(in.sequences).slots() * in.value_heads;
-  const int64_t windows = in.sequences.offsets ? in.sequences.tokens / kWindowTokens
-                                               : in.sequences.count * (in.sequences.tokens / kWindowTokens);
+  const int64_t chunks = sequences_of(in.sequences).workspace_chunks() * in.value_heads;
+  const int64_t windows = in.sequences.offsets ? in.sequences.tokens / kSaveIntervalTokens
+                                               : in.sequences.count * (in.sequences.tokens / kSaveIntervalTokens);
   SavedLayout saved;
   const auto take = [&](int64_t bytes) {
     const size_t at = saved.bytes;
@@ -113,7 +115,7 @@ inline SavedLayout saved_layout(const Layer& in) {
   saved.order = take(in.sequences.count * int64_t{sizeof(int)});
   saved.first_checkpoint = take(in.sequences.count * int64_t{sizeof(int64_t)});
   saved.cuts = take(kCutsBytes);
-  saved.list = take(kKeptListBytes);
+  saved.list = take(kSavedListBytes);
   saved.states = take(windows * in.value_heads * kStateBytes);
   return saved;
 }
@@ -138,7 +140,7 @@ struct ForwardWorkspace {
 };
 
 // What is promised: so many bytes per token and value head, and so many more. Boundaries of segments take what is left.
-constexpr int64_t kPromisedBytes = 192, kPromisedMore = int64_t{1} << 20;
+constexpr int64_t kBytesPerToken = 192, kFixedBytes = int64_t{1} << 20;
 constexpr int kMaxBoundaries = 384;
 
 inline ForwardWorkspace forward_layout(const ForwardProblem& p, int prepared_bytes = kPreparedBytes) {
@@ -149,7 +151,7 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p, int prepared_byt
                ForwardWorkspace::kAlign;
     return at;
   };
-  const int64_t count = p.in.sequences.count, slots = sequences_of(p.in.sequences).slots();
+  const int64_t count = p.in.sequences.count, slots = sequences_of(p.in.sequences).workspace_chunks();
   const bool saves = p.saved != nullptr;  // then some of it is there
   w.prepared = take(saves ? 0 : slots * p.in.value_heads * prepared_bytes);
   w.order = take(saves ? 0 : count * int64_t{sizeof(int)});
@@ -161,7 +163,7 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p, int prepared_byt
   if (is_planned(count, p.in.value_heads)) w.initial_read = take(count * p.in.value_heads * int64_t{sizeof(int)});
   if (may_cut(p)) {
     const int64_t promised =
-        kPromisedBytes * p.in.sequences.batch * p.in.sequences.tokens * p.in.value_heads + kPromisedMore;
+        kBytesPerToken * p.in.sequences.batch * p.in.sequences.tokens * p.in.value_heads + kFixedBytes;
     const int64_t left = promised - static_cast<int64_t>(w.bytes) - 2 * int64_t{ForwardWorkspace::kAlign};
     const int64_t room = left / (kBoundaryBytes + int64_t{sizeof(int)});
     w.boundary_count = static_cast<int>(room < 0 ? 0 : room < kMaxBoundaries ? room : kMaxBoundaries);

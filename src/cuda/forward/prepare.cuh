@@ -23,7 +23,7 @@ namespace gatedelta::cuda {
 
 constexpr int kPrepareThreads = 128;
 constexpr int kPrepareBlocksPerSm = 7;
-constexpr int kRowsMeet = 1;  // the named barrier of warps that are at the code of their block rows
+constexpr int kBlockRowsReady = 1;  // the named barrier of warps that are at the code of their block rows
 
 struct PrepareSmem {
   static constexpr int kKeys = 0;  // two tiles [64 tokens][64]
@@ -36,9 +36,12 @@ struct PrepareSmem {
   static_assert(kExchange + 2 * kExchangeBytes <= 2 * kTileBytes);
   static constexpr int kProducts = kInverse + kInverseBytes;  // K K^T off the diagonal; gone when a second head begins
   static_assert(6 * kBlockBytes <= kInverseBytes);
-  static constexpr int kPairs = kKeys + 2 * kTileBytes;  // per warp, of two heads: two 8 x 8 of D, then of D beta, fp16
-  static constexpr int kPairBytes = 2 * 8 * 8 * 2, kScaled = 2 * kPairBytes, kPairsBytes = 4 * kPairBytes;
-  static constexpr int kTriangles = kPairs + 4 * kPairsBytes;  // per warp: two 8 x 8 of K K^T below the diagonal, fp32
+  static constexpr int kDiagonals =
+      kKeys + 2 * kTileBytes;  // per warp, of two heads: two 8 x 8 of D, then of D beta, fp16
+  static constexpr int kDiagonalBytes = 2 * 8 * 8 * 2, kScaled = 2 * kDiagonalBytes,
+                       kDiagonalsBytes = 4 * kDiagonalBytes;
+  static constexpr int kTriangles =
+      kDiagonals + 4 * kDiagonalsBytes;  // per warp: two 8 x 8 of K K^T below the diagonal, fp32
   static constexpr int kBelowBytes = 28 * 4;
   static constexpr int kNorms = kTriangles + 8 * kBelowBytes;  // r^k, r^q
   static constexpr int kLengths = kNorms + 2 * kVectorBytes;   // |k|^2, of the keys that are used
@@ -67,7 +70,7 @@ GD_DEVICE void with_warp(int warp, const F& f) {
 }
 
 GD_DEVICE uint32_t pack_half(float first, float second) { return pack<__half>(first, second); }
-GD_DEVICE constexpr uint32_t off_diagonal_slot(int I, int J) {
+GD_DEVICE constexpr uint32_t off_diagonal_offset(int I, int J) {
   return static_cast<uint32_t>(I * (I - 1) / 2 + J) * kBlockBytes;
 }
 
@@ -97,7 +100,7 @@ GD_DEVICE uint32_t store_products(float (&kk)[32], bool normalise, uint32_t smem
     const auto part = [&](int i) {
       return pack_half(kProductScale * kk[8 * J + i], kProductScale * kk[8 * J + i + 1]);
     };
-    store_shared_words(products + off_diagonal_slot(J, I), make_uint4(part(0), part(4), part(2), part(6)));
+    store_shared_words(products + off_diagonal_offset(J, I), make_uint4(part(0), part(4), part(2), part(6)));
   }
   const float* const own = kk + 8 * I;
   const uint32_t triangle =
@@ -150,11 +153,11 @@ GD_DEVICE void substitute(uint32_t smem, uint32_t betas, int lane) {
     x[i] = (i == column ? 1.0f : 0.0f) - beta[i % 4] * sum;
   }
   const float scale = load_shared(own_betas + column * 4) / kProductScale;
-  const uint32_t pairs = smem + PrepareSmem::kPairs + I * PrepareSmem::kPairsBytes + lane * 16;
-  store_column(pairs, x);
+  const uint32_t seq_heads = smem + PrepareSmem::kDiagonals + I * PrepareSmem::kDiagonalsBytes + lane * 16;
+  store_column(seq_heads, x);
 #pragma unroll
   for (float& y : x) y *= scale;
-  store_column(pairs + PrepareSmem::kScaled, x);
+  store_column(seq_heads + PrepareSmem::kScaled, x);
   __syncwarp();
 }
 
@@ -162,11 +165,11 @@ GD_DEVICE void substitute(uint32_t smem, uint32_t betas, int lane) {
 // K K^T, as store_products left them.
 template <int I>
 GD_DEVICE void begin_block_row(float* M, uint32_t (&diagonal)[4], const uint32_t* products, uint32_t below,
-                               uint32_t pairs, uint32_t exchange, uint32_t betas, int lane) {
+                               uint32_t seq_heads, uint32_t exchange, uint32_t betas, int lane) {
   uint32_t columns[2], rows[2], scaled[4];  // D11 and D22 by columns and by rows; D_I beta
-  load_pair(columns, pairs + (lane & 15) * 16);
-  load_pair_turned(rows, pairs + (lane & 15) * 16);
-  load_pair_turned(scaled, pairs + PrepareSmem::kScaled + (lane & 15) * 16);
+  ldmatrix_x2(columns, seq_heads + (lane & 15) * 16);
+  ldmatrix_x2_trans(rows, seq_heads + (lane & 15) * 16);
+  ldmatrix_x2_trans(scaled, seq_heads + PrepareSmem::kScaled + (lane & 15) * 16);
   float y[4] = {}, z[4] = {};
   mma_k8(y, columns[0], 0, below);                 // (K K^T_21 D11)^T
   mma_k8(z, scaled[1], 0, pack_half(y[0], y[1]));  // D22 L21 D11
@@ -175,7 +178,7 @@ GD_DEVICE void begin_block_row(float* M, uint32_t (&diagonal)[4], const uint32_t
   diagonal[2] = 0;
   diagonal[3] = rows[1];
   if constexpr (I < 3)
-    store_matrices(exchange + I * kBlockBytes + lane * 16, diagonal[0], diagonal[1], diagonal[2], diagonal[3]);
+    stmatrix(exchange + I * kBlockBytes + lane * 16, diagonal[0], diagonal[1], diagonal[2], diagonal[3]);
   if constexpr (I > 0) {
     const float2 beta = load_shared2(betas + (16 * I + 2 * (lane & 3)) * 4);
     scaled[3] = scaled[1];
@@ -189,8 +192,8 @@ GD_DEVICE void begin_block_row(float* M, uint32_t (&diagonal)[4], const uint32_t
       mma_k16(c, scaled, products[4 * J], products[4 * J + 1]);
       mma_k16(c + 4, scaled, products[4 * J + 2], products[4 * J + 3]);
       if constexpr (I < 3)
-        store_matrices(exchange + PrepareSmem::kOffDiagonal + off_diagonal_slot(I, J) + lane * 16,
-                       pack_half(c[0], c[1]), pack_half(c[2], c[3]), pack_half(c[4], c[5]), pack_half(c[6], c[7]));
+        stmatrix(exchange + PrepareSmem::kOffDiagonal + off_diagonal_offset(I, J) + lane * 16, pack_half(c[0], c[1]),
+                 pack_half(c[2], c[3]), pack_half(c[4], c[5]), pack_half(c[6], c[7]));
     }
   }
 }
@@ -207,11 +210,11 @@ GD_DEVICE void finish_block_row(float* T, uint32_t exchange, int lane) {
     uint32_t b[4];
 #pragma unroll
     for (int J = 0; J < K; ++J) {
-      load_matrices_turned(b, blocks + off_diagonal_slot(K, J));
+      ldmatrix_trans(b, blocks + off_diagonal_offset(K, J));
       mma_k16(T + 8 * J, a, b[0], b[1]);
       mma_k16(T + 8 * J + 4, a, b[2], b[3]);
     }
-    load_matrices_turned(b, diagonals + K * kBlockBytes);
+    ldmatrix_trans(b, diagonals + K * kBlockBytes);
 #pragma unroll
     for (int i = 0; i < 8; ++i) c[i] = 0;
     mma_k16(c, a, b[0], b[1]);
@@ -227,12 +230,12 @@ GD_DEVICE void store_inverse(const float* T, const uint32_t (&diagonal)[4], uint
 #pragma unroll
   for (int J = 0; J < I; ++J) {
     const float* c = T + 8 * J;
-    store_matrices(at + J * kBlockBytes, pack<Elem>(r0 * c[0], r0 * c[1]), pack<Elem>(r1 * c[2], r1 * c[3]),
-                   pack<Elem>(r0 * c[4], r0 * c[5]), pack<Elem>(r1 * c[6], r1 * c[7]));
+    stmatrix(at + J * kBlockBytes, pack<Elem>(r0 * c[0], r0 * c[1]), pack<Elem>(r1 * c[2], r1 * c[3]),
+             pack<Elem>(r0 * c[4], r0 * c[5]), pack<Elem>(r1 * c[6], r1 * c[7]));
   }
   const float2 a = unpack<__half>(diagonal[0]), b = unpack<__half>(diagonal[1]), d = unpack<__half>(diagonal[3]);
-  store_matrices(at + I * kBlockBytes, pack<Elem>(r0 * a.x, r0 * a.y), pack<Elem>(r1 * b.x, r1 * b.y), 0,
-                 pack<Elem>(r1 * d.x, r1 * d.y));
+  stmatrix(at + I * kBlockBytes, pack<Elem>(r0 * a.x, r0 * a.y), pack<Elem>(r1 * b.x, r1 * b.y), 0,
+           pack<Elem>(r1 * d.x, r1 * d.y));
 }
 
 // ---- gates ---------------------------------------------------------------------------------------------------------
@@ -240,7 +243,7 @@ GD_DEVICE void store_inverse(const float* T, const uint32_t (&diagonal)[4], uint
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLowestGate = -128.0f;  // e^g is 0 in fp32 from here on, and -inf would make differences NaN
 
-GD_DEVICE float gate_of(const ForwardParams& p, float g, int head) {
+GD_DEVICE float gate_of(const CallParams& p, float g, int head) {
   if (p.gate == GD_GATE_RAW) {
     if (p.dt_bias.data) g += load_number(p.dt_bias.data, p.dt_bias.dtype, head * p.dt_bias.stride);
     const float softplus = g > 20.0f ? g : log1pf(expf(g));
@@ -249,7 +252,7 @@ GD_DEVICE float gate_of(const ForwardParams& p, float g, int head) {
   return fmaxf(g, kLowestGate);
 }
 
-GD_DEVICE float beta_of(const ForwardParams& p, float x) {
+GD_DEVICE float beta_of(const CallParams& p, float x) {
   if (p.beta_kind == GD_BETA_VALUE) return x;
   const float y = 1.0f / (1.0f + expf(-x));
   return p.beta_kind == GD_BETA_LOGIT ? y : 2.0f * y;
@@ -257,7 +260,7 @@ GD_DEVICE float beta_of(const ForwardParams& p, float x) {
 
 // Gates and betas of the chunk to shared memory, as they lie in memory: up to four heads beside each other. Of one head
 // alone, half of the threads take the gates and half the betas. Tokens past the end have g = 0 and beta = 0.
-GD_DEVICE void load_gates(const ForwardParams& p, int batch, int token, int rows, int first_head, uint32_t smem) {
+GD_DEVICE void load_gates(const CallParams& p, int batch, int token, int rows, int first_head, uint32_t smem) {
   const int tid = static_cast<int>(threadIdx.x);
   const auto put = [&](int v, int row, float x) {
     store_shared(smem + PrepareSmem::kGates + (v * kChunkTokens + row) * 4, x);
@@ -296,10 +299,10 @@ GD_DEVICE void load_gates(const ForwardParams& p, int batch, int token, int rows
 }
 
 // The vectors of one value head, by one warp, two tokens a lane.
-GD_DEVICE void prepare_vectors(const ForwardParams& p, int slot, int head, uint32_t smem, uint32_t gates,
+GD_DEVICE void prepare_vectors(const CallParams& p, int chunk_index, int head, uint32_t smem, uint32_t gates,
                                uint32_t betas, int lane) {
-  auto* const vectors = reinterpret_cast<float*>(p.prepared_chunk(slot, head) + kInverseBytes);
-  ChunkDecay* const decay = p.decays + head * p.sequences.slots() + slot;
+  auto* const vectors = reinterpret_cast<float*>(p.prepared_chunk(chunk_index, head) + kInverseBytes);
+  ChunkDecay* const decay = p.decays + head * p.sequences.workspace_chunks() + chunk_index;
   const float2 g = load_shared2(gates + lane * 8), beta = load_shared2(betas + lane * 8);
   float sum = g.x + g.y;
 #pragma unroll
@@ -340,12 +343,12 @@ GD_DEVICE void prepare_vectors(const ForwardParams& p, int slot, int head, uint3
 // The block row's part in the inverses of all heads of the group. Heads' triangles leave when every warp has come to
 // the next head's barrier.
 template <int I, class Elem>
-GD_DEVICE void invert(const ForwardParams& p, int slot, int first_head, uint32_t smem, uint32_t betas, uint32_t below,
-                      int thread_lane) {
+GD_DEVICE void invert(const CallParams& p, int chunk_index, int first_head, uint32_t smem, uint32_t betas,
+                      uint32_t below, int thread_lane) {
   uint32_t products[4 * I + 1];
 #pragma unroll
   for (int J = 0; J < I; ++J) {
-    const uint4 v = load_shared_words(smem + PrepareSmem::kProducts + off_diagonal_slot(I, J) + thread_lane * 16);
+    const uint4 v = load_shared_words(smem + PrepareSmem::kProducts + off_diagonal_offset(I, J) + thread_lane * 16);
     products[4 * J] = v.x;
     products[4 * J + 1] = v.y;
     products[4 * J + 2] = v.z;
@@ -353,30 +356,31 @@ GD_DEVICE void invert(const ForwardParams& p, int slot, int first_head, uint32_t
   }
   const bool sends = I == 0 && thread_lane == 0;
   const auto send = [&](int v) {
-    store_bulk(p.prepared_chunk(slot, first_head + v), smem + PrepareSmem::kInverse + v % 2 * kInverseBytes,
+    bulk_store(p.prepared_chunk(chunk_index, first_head + v), smem + PrepareSmem::kInverse + v % 2 * kInverseBytes,
                kInverseBytes);
     store_commit();
   };
 #pragma unroll 1
   for (int v = 0; v < p.group; ++v) {
-    const int lane = forgotten(thread_lane);
+    const int lane = opaque(thread_lane);
     const uint32_t exchange = smem + PrepareSmem::kExchange + v % 2 * PrepareSmem::kExchangeBytes;
     if (v % 2 == 0) substitute<I>(smem, betas + min(v + (lane >> 4), p.group - 1) * kVectorBytes, lane);
     float M[8 * I + 1];
     uint32_t diagonal[4];
-    begin_block_row<I>(M, diagonal, products, below,
-                       smem + PrepareSmem::kPairs + I * PrepareSmem::kPairsBytes + v % 2 * PrepareSmem::kPairBytes,
-                       exchange, betas + v * kVectorBytes, lane);
+    begin_block_row<I>(
+        M, diagonal, products, below,
+        smem + PrepareSmem::kDiagonals + I * PrepareSmem::kDiagonalsBytes + v % 2 * PrepareSmem::kDiagonalBytes,
+        exchange, betas + v * kVectorBytes, lane);
     if (sends) store_wait_read<0>();  // the triangle before the last one
-    meet_roles(kRowsMeet, kPrepareThreads);
+    named_barrier_sync_divergent(kBlockRowsReady, kPrepareThreads);
     if (sends && v > 0) send(v - 1);
     finish_block_row<I>(M, exchange, lane);
     const uint32_t norms = smem + PrepareSmem::kNorms + (16 * I + (lane >> 2)) * 4;
     store_inverse<I, Elem>(M, diagonal, smem + PrepareSmem::kInverse + v % 2 * kInverseBytes, load_shared(norms),
                            load_shared(norms + 32), lane);
-    fence_async_reads();
+    fence_async_shared();
   }
-  meet_roles(kRowsMeet, kPrepareThreads);
+  named_barrier_sync_divergent(kBlockRowsReady, kPrepareThreads);
   if (sends) {
     send(p.group - 1);
     store_wait_read<0>();
@@ -389,23 +393,23 @@ struct ChunkPlace {
   int sequence, batch, token, rows, chunk;  // the sequence past the last one owns what is past the last offset
 };
 // The chunk of a slot: its sequence is the last one that begins at or before it. The warp tries 32 places at a time.
-GD_DEVICE ChunkPlace place_of_slot(const Sequences& s, int slot, int lane) {
+GD_DEVICE ChunkPlace locate_chunk(const Sequences& s, int chunk_index, int lane) {
   const int tokens = static_cast<int>(s.tokens);
   if (!s.offsets.data) {
     const int chunks = static_cast<int>(Sequences::chunks(s.tokens));
-    const int n = static_cast<int>(static_cast<uint32_t>(slot) / static_cast<uint32_t>(chunks));
-    const int chunk = slot - n * chunks, token = chunk * kChunkTokens;
+    const int n = static_cast<int>(static_cast<uint32_t>(chunk_index) / static_cast<uint32_t>(chunks));
+    const int chunk = chunk_index - n * chunks, token = chunk * kChunkTokens;
     return {n, n, token, min(tokens - token, kChunkTokens), chunk};
   }
-  const auto first_slot = [](int begin, int n) {
-    return static_cast<int>(Sequences::first_slot_at(static_cast<uint32_t>(begin), n));
+  const auto first_chunk_index = [](int begin, int n) {
+    return static_cast<int>(Sequences::first_chunk_index_at(static_cast<uint32_t>(begin), n));
   };
   int low = 0, count = s.count + 1, step, found, begin;
   do {
     step = (count + 31) / 32;
     const int tried = min(low + lane * step, s.count);
     begin = static_cast<int>(s.offsets[tried]);
-    const bool begins = lane * step < count && first_slot(begin, tried) <= slot;
+    const bool begins = lane * step < count && first_chunk_index(begin, tried) <= chunk_index;
     found = __popc(__ballot_sync(~0u, begins)) - 1;
     low += found * step;
     count = min(step, count - found * step);
@@ -416,16 +420,16 @@ GD_DEVICE ChunkPlace place_of_slot(const Sequences& s, int slot, int lane) {
     end = tokens;
   else if (found == 31)
     end = static_cast<int>(s.offsets[low + 1]);
-  const int chunk = slot - first_slot(begin, low), token = begin + chunk * kChunkTokens;
+  const int chunk = chunk_index - first_chunk_index(begin, low), token = begin + chunk * kChunkTokens;
   return {low, 0, token, min(end - token, kChunkTokens), chunk};
 }
 
-GD_DEVICE void zero_rows(const ForwardParams& p, int batch, int64_t token, int rows, int key_head) {
-  constexpr int kPieces = kHeadDim * 2 / 16;
-  const int per_token = p.group * kPieces;
+GD_DEVICE void zero_rows(const CallParams& p, int batch, int64_t token, int rows, int key_head) {
+  constexpr int kPacketsPerRow = kHeadDim * 2 / 16;
+  const int per_token = p.group * kPacketsPerRow;
   for (int i = threadIdx.x; i < rows * per_token; i += kPrepareThreads) {
-    const int64_t at = p.o.offset(batch, token + i / per_token, key_head * p.group + i % per_token / kPieces);
-    reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.o.data) + at)[i % kPieces] = make_uint4(0, 0, 0, 0);
+    const int64_t at = p.o.offset(batch, token + i / per_token, key_head * p.group + i % per_token / kPacketsPerRow);
+    reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.o.data) + at)[i % kPacketsPerRow] = make_uint4(0, 0, 0, 0);
   }
 }
 
@@ -435,12 +439,12 @@ GD_DEVICE float sum_of_squares(uint4 v) {
   return a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y + c.x * c.x + c.y * c.y + d.x * d.x + d.y * d.y;
 }
 
-GD_DEVICE void load_ragged_keys(const ForwardParams& p, int batch, int token, int rows, int key_head, uint32_t smem) {
-  constexpr int kPieces = kHeadDim * 2 / 16;
+GD_DEVICE void load_ragged_keys(const CallParams& p, int batch, int token, int rows, int key_head, uint32_t smem) {
+  constexpr int kPacketsPerRow = kHeadDim * 2 / 16;
   const auto* k = static_cast<const uint16_t*>(p.k.data) + p.k.offset(batch, token, key_head);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < kChunkTokens * kPieces; i += kPrepareThreads) {
-    const int row = i / kPieces, piece = i % kPieces;
+  for (int i = threadIdx.x; i < kChunkTokens * kPacketsPerRow; i += kPrepareThreads) {
+    const int row = i / kPacketsPerRow, piece = i % kPacketsPerRow;
     const bool valid = row < rows;
     copy_async16(smem + PrepareSmem::kKeys + piece / 8 * kTileBytes + tile_offset(row, piece % 8 * 8),
                  k + (valid ? row * p.k.token_stride : 0) + piece * 8, valid);
@@ -449,7 +453,7 @@ GD_DEVICE void load_ragged_keys(const ForwardParams& p, int batch, int token, in
 
 // r^k and r^q: two threads a row, one tile each.
 template <class Elem>
-GD_DEVICE void find_norms(const ForwardParams& p, int batch, int token, int rows, int key_head, uint32_t smem) {
+GD_DEVICE void find_norms(const CallParams& p, int batch, int token, int rows, int key_head, uint32_t smem) {
   const int row = static_cast<int>(threadIdx.x) / 2, half = threadIdx.x % 2;
   float sum_k = 0, sum_q = 0;
   const uint32_t at = smem + PrepareSmem::kKeys + half * kTileBytes + row * kTileRowBytes;
@@ -467,7 +471,7 @@ GD_DEVICE void find_norms(const ForwardParams& p, int batch, int token, int rows
 
 template <class Elem>
 __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
-    prepare_kernel(const __grid_constant__ ForwardParams p) {
+    prepare_kernel(const __grid_constant__ CallParams p) {
   extern __shared__ uint8_t dynamic_smem[];
   const uint32_t smem = tile_aligned(shared_address(dynamic_smem));
   const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(~0u, tid >> 5, 0);
@@ -476,18 +480,18 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
     const int helper = static_cast<int>(blockIdx.x);
     if (helper == 0) return sort_sequences<kPrepareThreads>(p);
     if (p.list == kEvenList)
-      return list_all(p, (helper - 1) * kPrepareThreads + tid, (kPrepareHelpers - 1) * kPrepareThreads, p.even_parts,
-                      [](int rank) { return rank; });
+      return list_uncut(p, (helper - 1) * kPrepareThreads + tid, (kPrepareHelpers - 1) * kPrepareThreads, p.even_parts,
+                        [](int rank) { return rank; });
     if (p.list == kPlannedList) choose_cut<kPrepareThreads>(p, helper - 1, *reinterpret_cast<CutSmem*>(dynamic_smem));
     return;
   }
 
   const int block = static_cast<int>(blockIdx.x) - kPrepareHelpers;
-  const int slot = static_cast<int>(static_cast<uint32_t>(block) / static_cast<uint32_t>(p.key_heads));
-  const int key_head = block - slot * p.key_heads;
-  const auto [n, batch, token, rows, chunk] = place_of_slot(p.sequences, slot, lane);
+  const int chunk_index = static_cast<int>(static_cast<uint32_t>(block) / static_cast<uint32_t>(p.key_heads));
+  const int key_head = block - chunk_index * p.key_heads;
+  const auto [n, batch, token, rows, chunk] = locate_chunk(p.sequences, chunk_index, lane);
   if (rows <= 0) return;
-  if (p.is_nobody(n)) {
+  if (p.is_padding(n)) {
     if (p.o.data) zero_rows(p, batch, token, rows, key_head);
     return;
   }
@@ -502,13 +506,13 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
     barrier_init_fence();
     barrier_arrive_expect(barrier, 2 * kTileBytes);
     for (int half = 0; half < 2; ++half)
-      load_box(smem + PrepareSmem::kKeys + half * kTileBytes, &p.k_map, barrier, key_head, token, batch, half);
+      tma_load(smem + PrepareSmem::kKeys + half * kTileBytes, &p.k_map, barrier, key_head, token, batch, half);
   }
   const int first_head = key_head * p.group;
   load_gates(p, batch, token, rows, first_head, smem);
   if (!p.l2norm) store_shared(norms + tid * 4, 1.0f);
   if (!whole) copy_async_wait();
-  fence_async_reads();
+  fence_async_shared();
   __syncthreads();
   if (whole) barrier_wait(barrier, 0);
   if (p.l2norm) {
@@ -532,8 +536,9 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
   const uint32_t gates = smem + PrepareSmem::kGates, betas = gates + p.group * kVectorBytes;
 #pragma unroll 1
   for (int v = warp; v < p.group; v += 4)
-    prepare_vectors(p, slot, first_head + v, smem, gates + v * kVectorBytes, betas + v * kVectorBytes, lane);
-  with_warp(warp, [&](auto w) { invert<decltype(w)::value, Elem>(p, slot, first_head, smem, betas, below, lane); });
+    prepare_vectors(p, chunk_index, first_head + v, smem, gates + v * kVectorBytes, betas + v * kVectorBytes, lane);
+  with_warp(warp,
+            [&](auto w) { invert<decltype(w)::value, Elem>(p, chunk_index, first_head, smem, betas, below, lane); });
 }
 
 }  // namespace gatedelta::cuda

@@ -14,20 +14,20 @@ constexpr int kScheduleBlocks = 64;
 struct ScheduleSmem {
   WorkItem items[kMaxPlannedSequences];  // by rank: of the whole sequence and its first head
   int chunks[kMaxPlannedSequences], first_chunk[kMaxPlannedSequences];  // their number, and the first one's slot
-  int first_window[kMaxPlannedSequences];
+  int first_warmup[kMaxPlannedSequences];
   int segments[2][kMaxPlannedSequences];  // of heads that fade, and that last
-  PricedCut cuts[kShares * kCutParts];
-  int lasting, windows_count;
+  CutCost cuts[kShares * kCutBlocks];
+  int persistent, warmup_count;
   uint32_t per_head;  // 2^32 / heads, rounded up
   bool longest_first;
-  uint8_t lasts[kMaxPlannedPairs];    // by the chunk in the middle of the sequence
-  uint8_t endless[kMaxPlannedPairs];  // has a boundary without a window
+  uint8_t persists[kMaxPlannedSeqHeads];      // by the chunk in the middle of the sequence
+  uint8_t lacks_warmup[kMaxPlannedSeqHeads];  // has a boundary without a window
   uint8_t windows[kMaxPlannedEntries];
   unsigned long long entry_sums[kScheduleThreads / 32];
-  EntryCounts before[kMaxPlannedPairs];  // entries of the pairs before
+  EntryCounts before[kMaxPlannedSeqHeads];  // entries of the pairs before
 };
 
-GD_DEVICE WorkItem whole_item(const ForwardParams& p, int n, int head) {
+GD_DEVICE WorkItem whole_item(const CallParams& p, int n, int head) {
   const Span span = p.sequences[n];
   WorkItem item{};
   item.kind = kOutputs;
@@ -37,8 +37,8 @@ GD_DEVICE WorkItem whole_item(const ForwardParams& p, int n, int head) {
   item.half = kWhole;
   item.batch = span.batch;
   item.token = item.origin = static_cast<int>(span.begin);
-  item.rows = p.is_nobody(n) ? 0 : static_cast<int>(span.length);
-  item.prepared = static_cast<int>(p.sequences.first_slot(n)) * p.value_heads + head;
+  item.tokens = p.is_padding(n) ? 0 : static_cast<int>(span.length);
+  item.prepared = static_cast<int>(p.sequences.first_chunk_index(n)) * p.value_heads + head;
   item.from = kFromInitial;
   item.to = kToFinal;
   return item;
@@ -46,15 +46,15 @@ GD_DEVICE WorkItem whole_item(const ForwardParams& p, int n, int head) {
 
 // An entry of the list of work where nothing is cut.
 template <class SequenceAt>
-GD_DEVICE WorkItem uncut_item(const ForwardParams& p, int i, int parts, const SequenceAt& sequence_at) {
-  const int pair = parts == 2 ? i / 2 : i, rank = pair / p.value_heads;
-  WorkItem item = whole_item(p, sequence_at(rank), pair - rank * p.value_heads);
+GD_DEVICE WorkItem uncut_item(const CallParams& p, int i, int parts, const SequenceAt& sequence_at) {
+  const int seq_head = parts == 2 ? i / 2 : i, rank = seq_head / p.value_heads;
+  WorkItem item = whole_item(p, sequence_at(rank), seq_head - rank * p.value_heads);
   if (parts == 2) item.half = i % 2;
   return item;
 }
 // All of it, or a part: each of `stride` threads calls this.
 template <class SequenceAt>
-GD_DEVICE void list_all(const ForwardParams& p, int thread, int stride, int parts, const SequenceAt& sequence_at) {
+GD_DEVICE void list_uncut(const CallParams& p, int thread, int stride, int parts, const SequenceAt& sequence_at) {
   const int entries = p.sequences.count * p.value_heads * parts;
   for (int i = thread; i < entries; i += stride) p.work[i] = uncut_item(p, i, parts, sequence_at);
   if (thread == 0) *p.schedule = {entries, 0, p.main_blocks()};
@@ -64,7 +64,7 @@ GD_DEVICE void list_all(const ForwardParams& p, int thread, int stride, int part
 
 // Rank of a sequence = how many are longer, or as long and before it.
 template <int kThreads>
-GD_DEVICE void sort_sequences(const ForwardParams& p) {
+GD_DEVICE void sort_sequences(const CallParams& p) {
   const int count = p.sequences.count;
   for (int n = threadIdx.x; n < count; n += kThreads) {
     int rank = n;
@@ -85,7 +85,7 @@ GD_DEVICE void sort_sequences(const ForwardParams& p) {
       total += p.sequences[n].length / p.checkpoint_every;
     }
   }
-  if (p.kept && !p.is_prepared && threadIdx.x == 0) p.kept->schedule.count = KeptList::kNone;
+  if (p.saved_list && !p.has_saved && threadIdx.x == 0) p.saved_list->schedule.count = SavedList::kNone;
   if (p.list != kPlannedList) return;
   for (int i = threadIdx.x; i < p.limits.boundaries; i += kThreads) p.boundary_ready[i] = 0;
   for (int i = threadIdx.x; i < count * p.value_heads; i += kThreads) p.initial_read[i] = 0;
@@ -97,15 +97,15 @@ struct CutSmem {
   LengthClass classes[kMaxClasses];
   int class_count;
   int parts;  // of a head, if nothing is cut
-  ClassPieces pieces[kCuts / kCutParts][kMaxClasses];
+  ClassPieces pieces[kCuts / kCutBlocks][kMaxClasses];
   unsigned long long best;
 };
 
 // What there is to cut, for all threads after the next barrier.
-GD_DEVICE void find_classes(const ForwardParams& p, int share, CutSmem& s) {
+GD_DEVICE void find_classes(const CallParams& p, int share, CutSmem& s) {
   const int tid = threadIdx.x, count = p.sequences.count;
   const int chunks =
-      tid < count && !p.is_nobody(tid) ? static_cast<int>(Sequences::chunks(p.sequences[tid].length)) : 0;
+      tid < count && !p.is_padding(tid) ? static_cast<int>(Sequences::chunks(p.sequences[tid].length)) : 0;
   if (tid < count) s.chunks[tid] = chunks;
   if (tid == 0) s.lengths = {};
   __syncthreads();
@@ -125,38 +125,38 @@ GD_DEVICE void find_classes(const ForwardParams& p, int share, CutSmem& s) {
   __syncthreads();
   if (tid != 0) return;
   s.class_count = s.lengths.classes(p.value_heads, share, s.classes);
-  s.parts = p.forced.fading ? 0 : busy_parts(s.classes, s.class_count, p.limits.blocks);
+  s.parts = p.forced.decaying ? 0 : busy_parts(s.classes, s.class_count, p.limits.blocks);
   s.best = ~0ull;
 }
 
 // The fastest of a part of the cuts, if `share` of kShares - 1 parts of all heads last. Or, if sequences keep the card
 // busy as they are, a part of the list of work, which then is complete: all blocks come to the same conclusion.
 template <int kThreads>
-GD_DEVICE void choose_cut(const ForwardParams& p, int helper, CutSmem& s) {
-  const int tid = threadIdx.x, share = helper / kCutParts, part = helper % kCutParts;
+GD_DEVICE void choose_cut(const CallParams& p, int helper, CutSmem& s) {
+  const int tid = threadIdx.x, share = helper / kCutBlocks, part = helper % kCutBlocks;
   find_classes(p, share, s);
   __syncthreads();
-  PricedCut& best = p.cuts[helper];
+  CutCost& best = p.cuts[helper];
   if (s.parts > 0) {
-    list_all(p, helper * kThreads + tid, kShares * kCutParts * kThreads, s.parts, [](int rank) { return rank; });
+    list_uncut(p, helper * kThreads + tid, kShares * kCutBlocks * kThreads, s.parts, [](int rank) { return rank; });
     if (tid == 0) best.number = -s.parts;
     return;
   }
   // Four threads look at a cut, each at one of the classes; then they all do the same. Cuts that are alike share a
   // warp, and few do: it takes as long as all that its threads do differently.
-  constexpr int kEach = kCuts / kCutParts;
+  constexpr int kEach = kCuts / kCutBlocks;
   static_assert(kMaxClasses == 4 && kEach * kMaxClasses <= kThreads);
   const int index = tid / kMaxClasses, number = part * kEach + index;
-  const bool is_priced = index < kEach && number < (p.may_cut ? kCuts : 2);
+  const bool is_candidate = index < kEach && number < (p.may_cut ? kCuts : 2);
   const int longest = s.lengths.longest;
   const Cut cut = cut_number(number, length_scale(longest));
-  if (is_priced && tid % kMaxClasses < s.class_count)
+  if (is_candidate && tid % kMaxClasses < s.class_count)
     s.pieces[index][tid % kMaxClasses] = pieces_of(cut, s.classes[tid % kMaxClasses]);
   __syncwarp();
   unsigned long long mine = ~0ull;
-  if (is_priced) {
-    const float price = price_of(cut, s.pieces[index], s.class_count, longest, p.limits);
-    mine = static_cast<unsigned long long>(__float_as_uint(price)) << 32 | static_cast<unsigned>(number);
+  if (is_candidate) {
+    const float cost = cost_of(cut, s.pieces[index], s.class_count, longest, p.limits);
+    mine = static_cast<unsigned long long>(__float_as_uint(cost)) << 32 | static_cast<unsigned>(number);
   }
   atomicMin(&s.best, mine);
   __syncthreads();
@@ -189,54 +189,57 @@ GD_DEVICE unsigned long long sum_before(unsigned long long mine, unsigned long l
 
 // The sequences by rank, longest first; for all threads after the next barrier. From what the caller has given alone,
 // while prepare may still run.
-GD_DEVICE void rank_sequences(const ForwardParams& p, ScheduleSmem& s) {
+GD_DEVICE void rank_sequences(const CallParams& p, ScheduleSmem& s) {
   const int tid = threadIdx.x, count = p.sequences.count;
   if (tid == 0) {
-    s.lasting = 0;
+    s.persistent = 0;
     s.per_head = ~0u / p.value_heads + 1;
   }
-  for (int pair = tid; pair < count * p.value_heads; pair += kScheduleThreads) s.endless[pair] = 0;
+  for (int seq_head = tid; seq_head < count * p.value_heads; seq_head += kScheduleThreads) s.lacks_warmup[seq_head] = 0;
   WorkItem item{};
   if (tid < count) {
     item = whole_item(p, tid, 0);
-    s.first_chunk[tid] = item.rows;
+    s.first_chunk[tid] = item.tokens;
   }
   __syncthreads();
   int rank = 0;
 #pragma unroll 1
-  for (int n = 0; n < count; ++n) rank += s.first_chunk[n] > item.rows || (s.first_chunk[n] == item.rows && n < tid);
+  for (int n = 0; n < count; ++n)
+    rank += s.first_chunk[n] > item.tokens || (s.first_chunk[n] == item.tokens && n < tid);
   __syncthreads();
   if (tid >= count) return;
   s.items[rank] = item;
-  s.chunks[rank] = static_cast<int>(Sequences::chunks(item.rows));
-  s.first_chunk[rank] = quotient(item.prepared, p.value_heads);
+  s.chunks[rank] = static_cast<int>(Sequences::chunks(item.tokens));
+  s.first_chunk[rank] = floor_div(item.prepared, p.value_heads);
 }
 
 // Makes one list of a call, all threads of a block together.
 template <Pass kPass>
 struct Scheduler {
-  const ForwardParams& p;
+  const CallParams& p;
   ScheduleSmem& s;
   Schedule* schedule;
   WorkItem* work;
   int room;  // for entries, of a list that may be left out
 
-  GD_DEVICE int pairs() const { return p.sequences.count * p.value_heads; }
-  GD_DEVICE int rank_of(int pair) const {
-    return p.value_heads == 1 ? pair : static_cast<int>(__umulhi(static_cast<uint32_t>(pair), s.per_head));
+  GD_DEVICE int seq_heads() const { return p.sequences.count * p.value_heads; }
+  GD_DEVICE int rank_of(int seq_head) const {
+    return p.value_heads == 1 ? seq_head : static_cast<int>(__umulhi(static_cast<uint32_t>(seq_head), s.per_head));
   }
   // Now, not where the compiler would rather have it: behind the exits that those before it lead to, so that every one
   // would be waited for alone.
   GD_DEVICE static ChunkDecay load_decay(const ChunkDecay* from) {
     ChunkDecay decay;
-    asm volatile("ld.global.v2.f32 {%0,%1}, [%2];" : "=f"(decay.fade), "=f"(decay.written) : "l"(from));
+    asm volatile("ld.global.v2.f32 {%0,%1}, [%2];" : "=f"(decay.log2_left), "=f"(decay.written) : "l"(from));
     return decay;
   }
   GD_DEVICE const ChunkDecay* decays_of(int rank, int head) const {
-    return p.decays + head * p.sequences.slots() + s.first_chunk[rank];
+    return p.decays + head * p.sequences.workspace_chunks() + s.first_chunk[rank];
   }
   // Where heads that fade are cut, their windows tell which ones do; elsewhere the middle of the sequence is as good.
-  GD_DEVICE bool lasts(int pair, int rank) const { return (s.segments[0][rank] > 1 ? s.endless : s.lasts)[pair] != 0; }
+  GD_DEVICE bool persists(int seq_head, int rank) const {
+    return (s.segments[0][rank] > 1 ? s.lacks_warmup : s.persists)[seq_head] != 0;
+  }
 
   // After rank_sequences. False: there is nothing to cut, as was found out during prepare.
   GD_DEVICE bool plan() const {
@@ -244,13 +247,13 @@ struct Scheduler {
     look_at_prepared();
     __syncthreads();
     Cut cut = p.forced;
-    if (!cut.fading && s.cuts[0].number < 0) return false;
+    if (!cut.decaying && s.cuts[0].number < 0) return false;
     // What a forward has kept for its backward is the best of more cuts than may be made, perhaps.
-    if (!cut.fading && (p.may_cut || !p.is_prepared)) cut = best_cut();
+    if (!cut.decaying && (p.may_cut || !p.has_saved)) cut = best_cut();
     find_segments(cut);
     __syncthreads();
     find_order(cut);
-    find_windows(cut);
+    find_warmups(cut);
     __syncthreads();
     write(cut);
     return true;
@@ -259,25 +262,25 @@ struct Scheduler {
   // In one trip to memory: the cuts, and how many of the heads last, about, by the chunk in the middle of the sequence.
   GD_DEVICE void look_at_prepared() const {
     const int tid = threadIdx.x;
-    if (tid < kShares * kCutParts) s.cuts[tid] = p.cuts[tid];
+    if (tid < kShares * kCutBlocks) s.cuts[tid] = p.cuts[tid];
 #pragma unroll 1
-    for (int pair = tid; pair < pairs(); pair += kScheduleThreads) {
-      const int rank = rank_of(pair), chunks = s.chunks[rank];
-      const bool lasts =
-          chunks > 0 && decays_of(rank, pair - rank * p.value_heads)[chunks / 2].fade > usual_fade<kPass>();
-      s.lasts[pair] = lasts;
-      if (lasts) atomicAdd(&s.lasting, 1);
+    for (int seq_head = tid; seq_head < seq_heads(); seq_head += kScheduleThreads) {
+      const int rank = rank_of(seq_head), chunks = s.chunks[rank];
+      const bool persists = chunks > 0 && decays_of(rank, seq_head - rank * p.value_heads)[chunks / 2].log2_left >
+                                              usual_log2_left<kPass>();
+      s.persists[seq_head] = persists;
+      if (persists) atomicAdd(&s.persistent, 1);
     }
   }
 
   // Every warp finds it. Prices are positive: as numbers without sign they are in the same order.
   GD_DEVICE Cut best_cut() const {
-    const int share = p.may_cut ? quotient(s.lasting * (kShares - 1) + pairs() / 2, pairs()) : 0;
-    static_assert(kCutParts <= 32);
+    const int share = p.may_cut ? floor_div(s.persistent * (kShares - 1) + seq_heads() / 2, seq_heads()) : 0;
+    static_assert(kCutBlocks <= 32);
     const int lane = threadIdx.x & 31;
-    const PricedCut mine = s.cuts[share * kCutParts + lane % kCutParts];
-    const uint32_t price = __float_as_uint(mine.price), best = __reduce_min_sync(~0u, price);
-    const int number = __reduce_min_sync(~0u, price == best ? mine.number : kCuts);
+    const CutCost mine = s.cuts[share * kCutBlocks + lane % kCutBlocks];
+    const uint32_t cost = __float_as_uint(mine.cost), best = __reduce_min_sync(~0u, cost);
+    const int number = __reduce_min_sync(~0u, cost == best ? mine.number : kCuts);
     return cut_number(number, length_scale(s.chunks[0]));
   }
 
@@ -301,10 +304,10 @@ struct Scheduler {
         const int before = __shfl_up_sync(~0u, sum, step);
         if (lane >= step) sum += before;
       }
-      if (rank < p.sequences.count) s.first_window[rank] = at + sum - mine;
+      if (rank < p.sequences.count) s.first_warmup[rank] = at + sum - mine;
       at += __shfl_sync(~0u, sum, 31);
     }
-    if (lane == 0) s.windows_count = at;
+    if (lane == 0) s.warmup_count = at;
   }
 
   // By the last thread, which seldom has a window to find.
@@ -313,44 +316,44 @@ struct Scheduler {
   }
 
   // For every boundary of a cut for heads that fade.
-  GD_DEVICE void find_windows(const Cut& cut) const {
-    const int limit = window_limit<kPass>(cut.fading);
+  GD_DEVICE void find_warmups(const Cut& cut) const {
+    const int limit = warmup_limit<kPass>(cut.decaying);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < s.windows_count; i += kScheduleThreads) {
+    for (int i = threadIdx.x; i < s.warmup_count; i += kScheduleThreads) {
       int rank = 0;
 #pragma unroll 1
-      while (rank + 1 < p.sequences.count && s.first_window[rank + 1] <= i) ++rank;
+      while (rank + 1 < p.sequences.count && s.first_warmup[rank + 1] <= i) ++rank;
       const int chunks = s.chunks[rank], segments = s.segments[0][rank];
-      const int within = i - s.first_window[rank], head = quotient(within, segments - 1);
-      const int boundary = fading_begin(chunks, segments, within - head * (segments - 1) + 1);
+      const int within = i - s.first_warmup[rank], head = floor_div(within, segments - 1);
+      const int boundary = decaying_begin(chunks, segments, within - head * (segments - 1) + 1);
       const ChunkDecay* decays = decays_of(rank, head);
-      const int window = window_before<kPass>(boundary, limit, [&](int chunk) {
+      const int window = warmup_length<kPass>(boundary, limit, [&](int chunk) {
         return load_decay(decays + (kPass == Pass::kBackward ? chunks - 1 - chunk : chunk));
       });
-      s.windows[i] = static_cast<uint8_t>(window == kNoWindow ? 0 : window);
-      if (window == kNoWindow) s.endless[rank * p.value_heads + head] = 1;
+      s.windows[i] = static_cast<uint8_t>(window == kNoWarmup ? 0 : window);
+      if (window == kNoWarmup) s.lacks_warmup[rank * p.value_heads + head] = 1;
     }
   }
 
-  GD_DEVICE EntryCounts count_pair(int pair, const Cut& cut) const {
-    const int rank = rank_of(pair);
-    const bool lasting = lasts(pair, rank);
-    return entries_of(s.segments[lasting][rank], s.chunks[rank], lasting, cut.halves ? 2 : 1);
+  GD_DEVICE EntryCounts count_seq_head(int seq_head, const Cut& cut) const {
+    const int rank = rank_of(seq_head);
+    const bool persistent = persists(seq_head, rank);
+    return entries_of(s.segments[persistent][rank], s.chunks[rank], persistent, cut.halves ? 2 : 1);
   }
 
   GD_DEVICE void write(Cut cut) const {
     const int tid = threadIdx.x;
-    const int each = rounds_of(pairs(), kScheduleThreads), begin = tid * each, end = min(begin + each, pairs());
+    const int each = ceil_div(seq_heads(), kScheduleThreads), begin = tid * each, end = min(begin + each, seq_heads());
     EntryCounts total{0};
     for (;;) {
       EntryCounts mine{0}, before{0};
 #pragma unroll 1
-      for (int pair = begin; pair < end; ++pair) mine.all += count_pair(pair, cut).all;
+      for (int seq_head = begin; seq_head < end; ++seq_head) mine.all += count_seq_head(seq_head, cut).all;
       before.all = sum_before(mine.all, s.entry_sums, total.all);
 #pragma unroll 1
-      for (int pair = begin; pair < end; ++pair) {
-        s.before[pair] = before;
-        before.all += count_pair(pair, cut).all;
+      for (int seq_head = begin; seq_head < end; ++seq_head) {
+        s.before[seq_head] = before;
+        before.all += count_seq_head(seq_head, cut).all;
       }
       if (fits(cut, total, p.limits)) break;
       __syncthreads();
@@ -361,29 +364,29 @@ struct Scheduler {
     const int entries = total.entries(cut.halves ? 2 : 1);
     if (entries > room) return;
     // Pieces may wait for others: a block that is not on the card yet must not have one of those.
-    const bool is_cut = cut.fading || cut.lasting;
+    const bool is_cut = cut.decaying || cut.persistent;
     if (tid == 0) *schedule = {entries, 0, is_cut ? 0 : p.main_blocks()};
     __syncthreads();
     // Gradients of states are tensors of their own.
     const bool in_place = kPass != Pass::kBackward && p.initial.data && p.final.data;
     const ListPlan list{cut, total, p.limits.blocks, s.longest_first, p.value_heads, in_place};
     int log_lanes = 5;  // threads a pair gets
-    while (log_lanes > 0 && pairs() << log_lanes > kScheduleThreads) --log_lanes;
+    while (log_lanes > 0 && seq_heads() << log_lanes > kScheduleThreads) --log_lanes;
 #pragma unroll 1
-    for (int i = tid; i < pairs() << log_lanes; i += kScheduleThreads)
-      write_pair(list, i >> log_lanes, i & ((1 << log_lanes) - 1), 1 << log_lanes);
+    for (int i = tid; i < seq_heads() << log_lanes; i += kScheduleThreads)
+      write_seq_head(list, i >> log_lanes, i & ((1 << log_lanes) - 1), 1 << log_lanes);
   }
 
-  GD_DEVICE void write_pair(const ListPlan& list, int pair, int lane, int lanes) const {
-    const int rank = rank_of(pair), head = pair - rank * p.value_heads, chunks = s.chunks[rank];
-    const bool lasting = lasts(pair, rank);
+  GD_DEVICE void write_seq_head(const ListPlan& list, int seq_head, int lane, int lanes) const {
+    const int rank = rank_of(seq_head), head = seq_head - rank * p.value_heads, chunks = s.chunks[rank];
+    const bool persistent = persists(seq_head, rank);
     WorkItem whole = s.items[rank];
     whole.head = head;
-    whole.key_head = quotient(head, p.group);
+    whole.key_head = floor_div(head, p.group);
     whole.prepared += head;
-    list_pair<kPass>(list, whole, pair, chunks, s.segments[lasting][rank], lasting, s.before[pair],
-                     s.windows + s.first_window[rank] + head * (s.segments[0][rank] - 1), lane, lanes,
-                     [&](int i, const WorkItem& item) { work[i] = item; });
+    list_seq_head<kPass>(list, whole, seq_head, chunks, s.segments[persistent][rank], persistent, s.before[seq_head],
+                         s.windows + s.first_warmup[rank] + head * (s.segments[0][rank] - 1), lane, lanes,
+                         [&](int i, const WorkItem& item) { work[i] = item; });
   }
 };
 

@@ -22,16 +22,16 @@ TEST(BackwardMemory, PartsDoNotMeet) {
   const BackwardWorkspace w = backward_layout(p);
   const size_t chunks = 3 * 4 * 4;  // of 200 tokens, four
   EXPECT_GE(w.states, w.forward.bytes);
-  EXPECT_EQ(w.gradients, w.states + chunks * kImageBytes);
-  EXPECT_EQ(w.u, w.gradients + chunks * kImageBytes);
+  EXPECT_EQ(w.gradients, w.states + chunks * kStateTileBytes);
+  EXPECT_EQ(w.u, w.gradients + chunks * kStateTileBytes);
   EXPECT_GE(w.dv, w.u + size_t{3} * 200 * 4 * kHeadDim * 2);
   EXPECT_GE(w.head_sums, w.dv + size_t{3} * 200 * 4 * kHeadDim * 2);
-  EXPECT_GE(w.back_schedule, w.head_sums + chunks * 8);
-  EXPECT_GE(w.back_work, w.back_schedule + sizeof(Schedule));
-  EXPECT_GE(w.back_boundary_ready, w.back_work + size_t{2} * 12 * sizeof(WorkItem));
-  EXPECT_GE(w.bytes, w.back_boundaries + w.forward.boundary_count * size_t{kBoundaryBytes});
+  EXPECT_GE(w.grad_schedule, w.head_sums + chunks * 8);
+  EXPECT_GE(w.grad_work, w.grad_schedule + sizeof(Schedule));
+  EXPECT_GE(w.grad_boundary_ready, w.grad_work + size_t{2} * 12 * sizeof(WorkItem));
+  EXPECT_GE(w.bytes, w.grad_boundaries + w.forward.boundary_count * size_t{kBoundaryBytes});
   for (const size_t at :
-       {w.states, w.gradients, w.u, w.dv, w.head_sums, w.back_schedule, w.back_work, w.back_boundaries})
+       {w.states, w.gradients, w.u, w.dv, w.head_sums, w.grad_schedule, w.grad_work, w.grad_boundaries})
     EXPECT_EQ(at % ForwardWorkspace::kAlign, 0u);
 }
 
@@ -56,7 +56,7 @@ TEST(BackwardMemory, HasRoomForWindows) {
       p.context_parallel = cuts;
       p.segment_chunks = cuts ? segment : 0;
       p.saved = &p;
-      EXPECT_GE(max_entries(forward_of(p)), 32768 / kWindowTokens * 4);
+      EXPECT_GE(max_entries(forward_of(p)), 32768 / kSaveIntervalTokens * 4);
       EXPECT_LE(max_entries(forward_of(p)), kMaxPlannedEntries);
     }
   }

@@ -18,19 +18,19 @@ TEST(Quotient, IsExact) {
   for (int round = 0; round < 200000; ++round) {
     const int a = static_cast<int>(random() >> (random() % 31 + 1)),
               b = 1 + static_cast<int>(random() >> (random() % 31 + 1)) / 2;
-    ASSERT_EQ(quotient(a, b), a / b) << a << " / " << b;
+    ASSERT_EQ(floor_div(a, b), a / b) << a << " / " << b;
   }
 }
 
 int window(const std::vector<ChunkDecay>& chunks, int boundary, int limit) {
-  return window_before(boundary, limit, [&](int chunk) { return chunks.at(chunk); });
+  return warmup_length(boundary, limit, [&](int chunk) { return chunks.at(chunk); });
 }
 
 TEST(Window, IsAsLongAsItTakesToForget) {
   const std::vector<ChunkDecay> chunks(100, {-4.6f, 30});
   EXPECT_EQ(window(chunks, 50, 12), 6);  // 6 x 4.6 > 24
   EXPECT_EQ(window(chunks, 50, 6), 6);
-  EXPECT_EQ(window(chunks, 50, 5), kNoWindow);
+  EXPECT_EQ(window(chunks, 50, 5), kNoWarmup);
   EXPECT_EQ(window(chunks, 3, 12), 3);  // all there are
   EXPECT_EQ(window(std::vector<ChunkDecay>(100, {-300, 30}), 50, 12), 1);
 }
@@ -39,8 +39,8 @@ TEST(Window, WeighsWhatWasWritten) {
   const std::vector<ChunkDecay> chunks(100, {-4.6f, 0x1p-20f});
   EXPECT_EQ(window(chunks, 50, 12), 10);  // 2^-20 counts
   EXPECT_EQ(window(std::vector<ChunkDecay>(100, {-4.6f, 0}), 50, 30),
-            kNoWindow);  // nothing written: all that is there counts
-  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {-300, 0}), 50, 30), kNoWindow);
+            kNoWarmup);  // nothing written: all that is there counts
+  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {-300, 0}), 50, 30), kNoWarmup);
 }
 
 TEST(Window, KnowsNothingOfStatesThatGrow) {
@@ -48,9 +48,9 @@ TEST(Window, KnowsNothingOfStatesThatGrow) {
   chunks[48].written = -1;  // what was written before it is not weighed; after it, 30 is enough
   EXPECT_EQ(window(chunks, 50, 12), 6);
   chunks[49].written = -1;
-  EXPECT_EQ(window(chunks, 50, 12), kNoWindow);
-  for (ChunkDecay& chunk : chunks) chunk.fade = std::nanf("");
-  EXPECT_EQ(window(chunks, 50, 12), kNoWindow);
+  EXPECT_EQ(window(chunks, 50, 12), kNoWarmup);
+  for (ChunkDecay& chunk : chunks) chunk.log2_left = std::nanf("");
+  EXPECT_EQ(window(chunks, 50, 12), kNoWarmup);
 }
 
 TEST(Window, IsWhatItsDefinitionSays) {
@@ -60,18 +60,18 @@ TEST(Window, IsWhatItsDefinitionSays) {
     std::vector<ChunkDecay> chunks(70);
     const int pace = static_cast<int>(random() % 9);
     for (ChunkDecay& chunk : chunks) {
-      chunk.fade = 1 - static_cast<float>(random() % (pace + 2));
+      chunk.log2_left = 1 - static_cast<float>(random() % (pace + 2));
       chunk.written = random() % 40 == 0 ? -1.0f : std::ldexp(1.0f, -static_cast<int>(random() % 12));
     }
     const int boundary = 1 + static_cast<int>(random() % 69), limit = 1 + static_cast<int>(random() % 30);
     double left = 1, written = 0;
     bool weighs = true;
-    int expected = boundary <= limit ? boundary : kNoWindow;
+    int expected = boundary <= limit ? boundary : kNoWarmup;
     for (int n = 1; n < boundary && n <= limit; ++n) {
       const ChunkDecay& chunk = chunks[boundary - n];
       weighs = weighs && chunk.written >= 0;
       if (weighs) written += chunk.written * left;
-      left *= std::exp2(chunk.fade);
+      left *= std::exp2(chunk.log2_left);
       if (left >= std::ldexp(std::min(written, 1.0), -24)) continue;
       expected = n;
       break;
@@ -80,7 +80,7 @@ TEST(Window, IsWhatItsDefinitionSays) {
     const int found = window(chunks, boundary, limit);
     if (found == expected) continue;
     // It looked unlikely, at the pace of the first chunks. All there are will do as well.
-    ASSERT_EQ(found, boundary <= limit ? boundary : kNoWindow) << "trial " << trial;
+    ASSERT_EQ(found, boundary <= limit ? boundary : kNoWarmup) << "trial " << trial;
     ++missed;
   }
   EXPECT_GT(windows, 2000);
@@ -90,41 +90,41 @@ TEST(Window, IsWhatItsDefinitionSays) {
 // What is written to a gradient of a state is not known: fading alone counts, and more of it.
 TEST(Window, OfGradients) {
   const auto window = [](const std::vector<ChunkDecay>& chunks, int boundary, int limit) {
-    return window_before<Pass::kBackward>(boundary, limit, [&](int chunk) { return chunks.at(chunk); });
+    return warmup_length<Pass::kBackward>(boundary, limit, [&](int chunk) { return chunks.at(chunk); });
   };
   for (const float written : {-1.0f, 0.0f, 30.0f}) {
     const std::vector<ChunkDecay> chunks(100, {-4.6f, written});
     EXPECT_EQ(window(chunks, 50, 24), 11);  // 11 x 4.6 > 48
     EXPECT_EQ(window(chunks, 50, 11), 11);
-    EXPECT_EQ(window(chunks, 50, 10), kNoWindow);
+    EXPECT_EQ(window(chunks, 50, 10), kNoWarmup);
     EXPECT_EQ(window(chunks, 3, 24), 3);  // all there are
     EXPECT_EQ(window(chunks, 10, 24), 10);
   }
   EXPECT_EQ(window(std::vector<ChunkDecay>(100, {0, 30}), 12, 24), 12);  // few
-  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {0, 30}), 13, 24), kNoWindow);
+  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {0, 30}), 13, 24), kNoWarmup);
   EXPECT_EQ(window(std::vector<ChunkDecay>(100, {-300, 0}), 50, 24), 1);
-  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {0, 30}), 50, 60), kNoWindow);
-  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {3, 30}), 50, 60), kNoWindow);
-  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {std::nanf(""), 30}), 50, 60), kNoWindow);
+  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {0, 30}), 50, 60), kNoWarmup);
+  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {3, 30}), 50, 60), kNoWarmup);
+  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {std::nanf(""), 30}), 50, 60), kNoWarmup);
   std::vector<ChunkDecay> grows(100, {-10, 30});
-  grows[48].fade = 30;
+  grows[48].log2_left = 30;
   EXPECT_EQ(window(grows, 50, 24), 9);  // 8 x 10 - 30
 }
 
 // Gates as models have them find their windows whatever the length of a segment is, and bytes hold them.
 TEST(Window, HasALimit) {
   for (int length = 1; length < 300; ++length) {
-    EXPECT_GE(window_limit(length), 6);
-    EXPECT_GE(window_limit<Pass::kBackward>(length), 11);
-    EXPECT_LT(window_limit<Pass::kBackward>(length), 256);
+    EXPECT_GE(warmup_limit(length), 6);
+    EXPECT_GE(warmup_limit<Pass::kBackward>(length), 11);
+    EXPECT_LT(warmup_limit<Pass::kBackward>(length), 256);
   }
-  EXPECT_FLOAT_EQ(usual_fade<Pass::kForward>(), -2);
-  EXPECT_FLOAT_EQ(usual_fade<Pass::kBackward>(), -2);
+  EXPECT_FLOAT_EQ(usual_log2_left<Pass::kForward>(), -2);
+  EXPECT_FLOAT_EQ(usual_log2_left<Pass::kBackward>(), -2);
 }
 
 TEST(Window, IsNoneWhereNothingFades) {
   const std::vector<ChunkDecay> chunks(100, {0, 30});
-  EXPECT_EQ(window(chunks, 50, 30), kNoWindow);
+  EXPECT_EQ(window(chunks, 50, 30), kNoWarmup);
   EXPECT_EQ(window(chunks, 30, 30), 30);  // the beginning
 }
 
@@ -132,15 +132,15 @@ TEST(Segments, CoverASequence) {
   for (int chunks = 1; chunks < 300; ++chunks) {
     for (const int length : {0, 1, 2, 3, 7, 64, 1000}) {
       const int segments = segments_of(chunks, length);
-      EXPECT_EQ(fading_begin(chunks, segments, 0), 0);
-      EXPECT_EQ(fading_begin(chunks, segments, segments), chunks);
-      EXPECT_EQ(lasting_begin(chunks, segments, 0), 0);
-      EXPECT_EQ(lasting_begin(chunks, segments, segments), chunks);
+      EXPECT_EQ(decaying_begin(chunks, segments, 0), 0);
+      EXPECT_EQ(decaying_begin(chunks, segments, segments), chunks);
+      EXPECT_EQ(persistent_begin(chunks, segments, 0), 0);
+      EXPECT_EQ(persistent_begin(chunks, segments, segments), chunks);
       for (int i = 0; i < segments; ++i) {
-        const int fading = fading_begin(chunks, segments, i + 1) - fading_begin(chunks, segments, i);
-        EXPECT_GE(fading, 1);
-        EXPECT_LE(fading, length > 0 ? length : chunks);
-        EXPECT_GE(lasting_begin(chunks, segments, i + 1) - lasting_begin(chunks, segments, i), 1)
+        const int decaying = decaying_begin(chunks, segments, i + 1) - decaying_begin(chunks, segments, i);
+        EXPECT_GE(decaying, 1);
+        EXPECT_LE(decaying, length > 0 ? length : chunks);
+        EXPECT_GE(persistent_begin(chunks, segments, i + 1) - persistent_begin(chunks, segments, i), 1)
             << chunks << " in " << segments;
       }
     }
@@ -151,13 +151,13 @@ TEST(Segments, CoverASequence) {
 TEST(Segments, OfABackwardAreNeverTwo) {
   for (int chunks = 1; chunks < 300; ++chunks) {
     for (const int length : {0, 1, 2, 3, 7, 64, 1000}) {
-      const int segments = lasting_segments<Pass::kBackward>(chunks, length);
-      EXPECT_EQ(segments, lasting_segments<Pass::kStates>(chunks, length));
-      EXPECT_EQ(segments_of(chunks, length), lasting_segments(chunks, length));
+      const int segments = persistent_segments<Pass::kBackward>(chunks, length);
+      EXPECT_EQ(segments, persistent_segments<Pass::kStates>(chunks, length));
+      EXPECT_EQ(segments_of(chunks, length), persistent_segments(chunks, length));
       EXPECT_NE(segments, 2);
       EXPECT_LE(segments, chunks);
       EXPECT_TRUE(segments == segments_of(chunks, length) || segments_of(chunks, length) == 2);
-      EXPECT_EQ(lasting_begin<Pass::kBackward>(chunks, segments, segments), chunks);
+      EXPECT_EQ(persistent_begin<Pass::kBackward>(chunks, segments, segments), chunks);
     }
   }
 }
@@ -167,16 +167,16 @@ TEST(Classes, AreOfLengths) {
   const int chunks[] = {100, 7, 100, 0, 7, 7};
   ASSERT_EQ(length_classes(chunks, 6, 8, 1, classes), 2);
   EXPECT_EQ(classes[0].chunks, 100);
-  EXPECT_EQ(classes[0].fading, 2 * 6);
-  EXPECT_EQ(classes[0].lasting, 2 * 2);
+  EXPECT_EQ(classes[0].decaying, 2 * 6);
+  EXPECT_EQ(classes[0].persistent, 2 * 2);
   EXPECT_EQ(classes[1].chunks, 7);
-  EXPECT_EQ(classes[1].fading, 3 * 6);
+  EXPECT_EQ(classes[1].decaying, 3 * 6);
   const int many[] = {100, 90, 60, 30, 20, 10};  // more lengths than classes
   ASSERT_EQ(length_classes(many, 6, 4, 0, classes), 4);
   EXPECT_EQ(classes[0].chunks, 95);
   EXPECT_EQ(classes[3].chunks, 15);
   int heads = 0;
-  for (const LengthClass& c : {classes[0], classes[1], classes[2], classes[3]}) heads += c.fading + c.lasting;
+  for (const LengthClass& c : {classes[0], classes[1], classes[2], classes[3]}) heads += c.decaying + c.persistent;
   EXPECT_EQ(heads, 6 * 4);
   EXPECT_EQ(length_classes(many, 0, 4, 0, classes), 0);
 }
@@ -224,16 +224,16 @@ Cut best_cut(const std::vector<int>& chunks, int heads, int share, const Limits&
 
 TEST(Choice, CutsWhereThereAreFewHeads) {
   const Cut full = best_cut({128, 128, 128, 128}, 64, 1);  // 256 heads on 132 blocks, twice
-  EXPECT_EQ(full.fading, 0);
-  EXPECT_EQ(full.lasting, 0);
+  EXPECT_EQ(full.decaying, 0);
+  EXPECT_EQ(full.persistent, 0);
   EXPECT_FALSE(full.halves);
   const Cut few = best_cut({512}, 8, 1);
-  EXPECT_GT(few.fading, 4);
-  EXPECT_LT(few.fading, 100);
-  EXPECT_GT(few.lasting, 4);
-  EXPECT_LT(few.lasting, 64);
-  EXPECT_LE(segments_of(512, best_cut({512}, 8, 1, {132, 6000, 0}).lasting), 2);  // no room for boundaries
-  EXPECT_LE(segments_of(1, best_cut({1}, 8, 0).fading), 1);
+  EXPECT_GT(few.decaying, 4);
+  EXPECT_LT(few.decaying, 100);
+  EXPECT_GT(few.persistent, 4);
+  EXPECT_LT(few.persistent, 64);
+  EXPECT_LE(segments_of(512, best_cut({512}, 8, 1, {132, 6000, 0}).persistent), 2);  // no room for boundaries
+  EXPECT_LE(segments_of(1, best_cut({1}, 8, 0).decaying), 1);
 }
 
 int busy_parts(const std::vector<int>& chunks, int heads) {
@@ -259,8 +259,8 @@ TEST(Choice, CutsLongSequencesIntoLongSegments) {
   EXPECT_EQ(length_scale(512), 1);
   EXPECT_EQ(length_scale(513), 2);
   const Cut cut = best_cut({8192}, 60, 1);
-  EXPECT_GT(segments_of(8192, cut.fading), 1);
-  EXPECT_LT(segments_of(8192, cut.fading), 20);
+  EXPECT_GT(segments_of(8192, cut.decaying), 1);
+  EXPECT_LT(segments_of(8192, cut.decaying), 20);
 }
 
 TEST(Choice, KeepsWithinItsLimits) {
@@ -271,7 +271,7 @@ TEST(Choice, KeepsWithinItsLimits) {
     const int heads = 1 + static_cast<int>(random() % 64), share = static_cast<int>(random() % kShares);
     const Limits limits = {132, 2 * heads * static_cast<int>(chunks.size()) + 500, static_cast<int>(random() % 100)};
     const Cut cut = best_cut(chunks, heads, share, limits);
-    if (!cut.fading && !cut.lasting) continue;
+    if (!cut.decaying && !cut.persistent) continue;
     LengthClass classes[kMaxClasses];
     const int count = length_classes(chunks.data(), static_cast<int>(chunks.size()), heads, share, classes);
     int entries = 0, boundaries = 0;

@@ -18,26 +18,26 @@ struct Batch {
   std::vector<std::vector<ChunkDecay>> decays;  // of each pair of sequence and head
   int heads;
   int chunks(int n) const { return (rows[n] + kChunkTokens - 1) / kChunkTokens; }
-  int pairs() const { return static_cast<int>(rows.size()) * heads; }
+  int seq_heads() const { return static_cast<int>(rows.size()) * heads; }
   int first_token(int n) const {
     int at = 0;
     for (int m = 0; m < n; ++m) at += rows[m];
     return at;
   }
-  int first_slot(int n) const {
+  int first_chunk_index(int n) const {
     int at = 0;
     for (int m = 0; m < n; ++m) at += chunks(m) + 1;
     return at;
   }
-  WorkItem whole(int pair) const {
+  WorkItem whole(int seq_head) const {
     WorkItem item{};
     item.kind = kOutputs;
-    item.sequence = pair / heads;
-    item.head = item.key_head = pair % heads;
+    item.sequence = seq_head / heads;
+    item.head = item.key_head = seq_head % heads;
     item.half = kWhole;
     item.token = item.origin = first_token(item.sequence);
-    item.rows = rows[item.sequence];
-    item.prepared = first_slot(item.sequence) * heads + item.head;
+    item.tokens = rows[item.sequence];
+    item.prepared = first_chunk_index(item.sequence) * heads + item.head;
     item.from = kFromInitial;
     item.to = kToFinal;
     return item;
@@ -59,41 +59,45 @@ struct List {
 // What Scheduler does, one thread after the other.
 template <Pass kPass>
 List list_of(const Batch& batch, Cut cut, const Limits& limits, int lanes) {
-  std::vector<bool> lasts(batch.pairs(), false);
-  std::vector<std::vector<uint8_t>> windows(batch.pairs());
-  for (int pair = 0; pair < batch.pairs(); ++pair) {
-    const int chunks = batch.chunks(pair / batch.heads), segments = segments_of(chunks, cut.fading);
-    if (chunks > 0 && segments == 1) lasts[pair] = batch.decays[pair][chunks / 2].fade > usual_fade<kPass>();
+  std::vector<bool> persists(batch.seq_heads(), false);
+  std::vector<std::vector<uint8_t>> windows(batch.seq_heads());
+  for (int seq_head = 0; seq_head < batch.seq_heads(); ++seq_head) {
+    const int chunks = batch.chunks(seq_head / batch.heads), segments = segments_of(chunks, cut.decaying);
+    if (chunks > 0 && segments == 1)
+      persists[seq_head] = batch.decays[seq_head][chunks / 2].log2_left > usual_log2_left<kPass>();
     for (int i = 1; i < segments; ++i) {
-      const int window = window_before<kPass>(fading_begin(chunks, segments, i), window_limit<kPass>(cut.fading),
-                                              [&](int c) { return batch.decays[pair].at(walked<kPass>(c, chunks)); });
-      windows[pair].push_back(static_cast<uint8_t>(window == kNoWindow ? 0 : window));
-      if (window == kNoWindow) lasts[pair] = true;
+      const int window =
+          warmup_length<kPass>(decaying_begin(chunks, segments, i), warmup_limit<kPass>(cut.decaying),
+                               [&](int c) { return batch.decays[seq_head].at(walked<kPass>(c, chunks)); });
+      windows[seq_head].push_back(static_cast<uint8_t>(window == kNoWarmup ? 0 : window));
+      if (window == kNoWarmup) persists[seq_head] = true;
     }
   }
-  std::vector<EntryCounts> before(batch.pairs());
+  std::vector<EntryCounts> before(batch.seq_heads());
   EntryCounts total{0};
   do {
     total.all = 0;
-    for (int pair = 0; pair < batch.pairs(); ++pair) {
-      const int chunks = batch.chunks(pair / batch.heads);
-      before[pair] = total;
-      total.all +=
-          entries_of(segments_of<kPass>(cut, chunks, lasts[pair]), chunks, lasts[pair], cut.halves ? 2 : 1).all;
+    for (int seq_head = 0; seq_head < batch.seq_heads(); ++seq_head) {
+      const int chunks = batch.chunks(seq_head / batch.heads);
+      before[seq_head] = total;
+      total.all += entries_of(segments_of<kPass>(cut, chunks, persists[seq_head]), chunks, persists[seq_head],
+                              cut.halves ? 2 : 1)
+                       .all;
     }
   } while (!fits(cut, total, limits));
   List list{cut, std::vector<WorkItem>(total.entries(cut.halves ? 2 : 1)), total[EntryCounts::kBoundaries]};
   std::vector<int> puts(list.items.size(), 0);
   const ListPlan plan{
       cut, total, limits.blocks, is_longer_than_chain(cut, batch.chunks(0)), batch.heads, kPass == Pass::kForward};
-  for (int pair = 0; pair < batch.pairs(); ++pair) {
-    const int chunks = batch.chunks(pair / batch.heads), segments = segments_of<kPass>(cut, chunks, lasts[pair]);
+  for (int seq_head = 0; seq_head < batch.seq_heads(); ++seq_head) {
+    const int chunks = batch.chunks(seq_head / batch.heads),
+              segments = segments_of<kPass>(cut, chunks, persists[seq_head]);
     for (int lane = 0; lane < lanes; ++lane) {
-      list_pair<kPass>(plan, batch.whole(pair), pair, chunks, segments, lasts[pair], before[pair], windows[pair].data(),
-                       lane, lanes, [&](int i, const WorkItem& item) {
-                         list.items.at(i) = item;
-                         ++puts[i];
-                       });
+      list_seq_head<kPass>(plan, batch.whole(seq_head), seq_head, chunks, segments, persists[seq_head],
+                           before[seq_head], windows[seq_head].data(), lane, lanes, [&](int i, const WorkItem& item) {
+                             list.items.at(i) = item;
+                             ++puts[i];
+                           });
     }
   }
   for (const int n : puts) EXPECT_EQ(n, 1);
@@ -106,7 +110,7 @@ struct Checker {
   static constexpr bool kReverse = kPass == Pass::kBackward;
   const Batch& batch;
   struct Boundary {
-    int ready = 0, pair = -1, at = -1;  // the state before the at'th chunk that is walked through
+    int ready = 0, seq_head = -1, at = -1;  // the state before the at'th chunk that is walked through
   };
   std::vector<Boundary> boundaries;
   std::map<std::vector<int>, int> stored;  // [sequence, head, half, chunk]: how often
@@ -117,27 +121,27 @@ struct Checker {
 
   // The chunks of an item, as kernels walk through them: their numbers in that order.
   struct Walk {
-    int first, end, silent;  // walked chunks
+    int first, end, warmup_tokens;  // walked chunks
   };
   Walk walk(const WorkItem& it) {
     using Chunk = ChunkAt<kReverse>;
     const int chunks = batch.chunks(it.sequence), token = batch.first_token(it.sequence);
     Walk walk{-1, 0, 0};
-    int prepared = it.prepared, rows = it.rows;
-    for (Chunk at = Chunk::first_of(it); at.rows > 0; at = at.next(), rows -= kChunkTokens) {
+    int prepared = it.prepared, rows = it.tokens;
+    for (Chunk at = Chunk::first_of(it); at.tokens_left > 0; at = at.next(), rows -= kChunkTokens) {
       const int chunk = (at.token - token) / kChunkTokens, number = walked<kPass>(chunk, chunks);
       EXPECT_EQ((at.token - token) % kChunkTokens, 0);
       EXPECT_TRUE(chunk >= 0 && chunk < chunks);
-      EXPECT_EQ(prepared, (batch.first_slot(it.sequence) + chunk) * batch.heads + it.head);
-      EXPECT_EQ(at.own_rows(), std::min(kChunkTokens, batch.rows[it.sequence] - chunk * kChunkTokens));
-      EXPECT_EQ(at.is_whole(), at.own_rows() == kChunkTokens);
+      EXPECT_EQ(prepared, (batch.first_chunk_index(it.sequence) + chunk) * batch.heads + it.head);
+      EXPECT_EQ(at.tokens(), std::min(kChunkTokens, batch.rows[it.sequence] - chunk * kChunkTokens));
+      EXPECT_EQ(at.is_whole(), at.tokens() == kChunkTokens);
       const Chunk again = Chunk::of(it, rows);  // by the warp that loads values
       EXPECT_EQ(again.token, at.token);
-      EXPECT_EQ(again.own_rows(), at.own_rows());
+      EXPECT_EQ(again.tokens(), at.tokens());
       if (walk.first < 0) walk.first = walk.end = number;
       EXPECT_EQ(number, walk.end++);
-      if (at.is_silent()) {
-        EXPECT_EQ(number, walk.first + walk.silent++);  // all of them first
+      if (at.is_warmup()) {
+        EXPECT_EQ(number, walk.first + walk.warmup_tokens++);  // all of them first
       } else if (it.kind == kOutputs) {
         for (int half = 0; half < 2; ++half)
           if (it.half == kWhole || it.half == half) ++stored[{it.sequence, it.head, half, chunk}];
@@ -150,16 +154,16 @@ struct Checker {
   int halves(const WorkItem& it) const { return it.half == kWhole ? 2 : 1; }
 
   void take(const WorkItem& it) {
-    const int pair = it.sequence * batch.heads + it.head, chunks = batch.chunks(it.sequence);
-    if (it.kind == kJoin) return join(it, pair);
+    const int seq_head = it.sequence * batch.heads + it.head, chunks = batch.chunks(it.sequence);
+    if (it.kind == kMerge) return merge(it, seq_head);
     ASSERT_TRUE(it.half == kWhole || it.half == 0 || it.half == 1);
     const Walk w = walk(it);
-    if (it.kind == kFactors) {
+    if (it.kind == kTransition) {
       EXPECT_EQ(it.from, kFromZero);
-      EXPECT_EQ(w.silent, w.end - w.first);
+      EXPECT_EQ(w.warmup_tokens, w.end - w.first);
       ASSERT_TRUE(it.half >= 0 && it.to > 0);
       EXPECT_TRUE(boundaries[it.to].at == -1 || boundaries[it.to].at == w.end);
-      boundaries[it.to].pair = pair;
+      boundaries[it.to].seq_head = seq_head;
       boundaries[it.to].at = w.end;
       boundaries[it.to].ready += 2;  // by both warpgroups
       EXPECT_EQ(segment_begin.insert({it.to, w.first}).first->second, w.first);
@@ -168,64 +172,65 @@ struct Checker {
     if (it.from == kFromInitial) {
       EXPECT_EQ(w.first, 0);
     } else if (it.from == kFromZero) {
-      EXPECT_TRUE(is_forgotten(pair, w.first, w.first + w.silent));
+      EXPECT_TRUE(is_forgotten(seq_head, w.first, w.first + w.warmup_tokens));
     } else {
       EXPECT_GE(boundaries[it.from].ready, kStateReady) << "waits for something later in the list";
-      EXPECT_EQ(boundaries[it.from].pair, pair);
+      EXPECT_EQ(boundaries[it.from].seq_head, seq_head);
       EXPECT_EQ(boundaries[it.from].at, w.first);
     }
     if (it.to >= 0) {
       EXPECT_EQ(it.from, kFromInitial);
-      boundaries[it.to].pair = pair;
+      boundaries[it.to].seq_head = seq_head;
       boundaries[it.to].at = w.end;
       boundaries[it.to].ready += kStateReady / 2 * halves(it);
     } else if (it.to == kToFinal) {
       EXPECT_EQ(w.end, chunks);
-      EXPECT_LE(it.readers, readers[it.pair]) << "waits for something later in the list";
+      EXPECT_LE(it.readers, readers[it.seq_head]) << "waits for something later in the list";
       EXPECT_TRUE(it.readers > 0 || kPass != Pass::kForward || it.from != kFromZero);
-      final_states[pair] += halves(it);
+      final_states[seq_head] += halves(it);
     } else {
       EXPECT_NE(w.end, chunks);
-      if (it.from == kFromInitial) readers[it.pair] += halves(it);
+      if (it.from == kFromInitial) readers[it.seq_head] += halves(it);
     }
   }
 
-  void join(const WorkItem& it, int pair) {
-    ASSERT_EQ(it.rows % (kJoinImages * kChunkTokens), 0);
-    EXPECT_EQ(it.silent, it.rows);
+  void merge(const WorkItem& it, int seq_head) {
+    ASSERT_EQ(it.tokens % (kMergeTiles * kChunkTokens), 0);
+    EXPECT_EQ(it.warmup_tokens, it.tokens);
     EXPECT_EQ(it.to, it.from + 1);
-    EXPECT_EQ(it.prepared, it.to * kBoundaryImages);
+    EXPECT_EQ(it.prepared, it.to * kBoundaryTiles);
     EXPECT_GE(boundaries[it.from].ready, kStateReady) << "waits for something later in the list";
-    for (int i = 0; i < it.rows / (kJoinImages * kChunkTokens); ++i) {
+    for (int i = 0; i < it.tokens / (kMergeTiles * kChunkTokens); ++i) {
       const Boundary& last = boundaries[it.from + i];
       Boundary& next = boundaries[it.to + i];
-      EXPECT_EQ(last.pair, pair);
-      EXPECT_EQ(next.pair, pair);
+      EXPECT_EQ(last.seq_head, seq_head);
+      EXPECT_EQ(next.seq_head, seq_head);
       EXPECT_EQ(segment_begin[it.to + i], last.at);
-      EXPECT_GE(next.ready, kFactorsReady) << "waits for something later in the list";
+      EXPECT_GE(next.ready, kTransitionReady) << "waits for something later in the list";
       next.ready += 2;
     }
   }
 
-  bool is_forgotten(int pair, int begin, int end) const {
-    const int chunks = batch.chunks(pair / batch.heads);
-    double fade = 0, written = 0;
+  bool is_forgotten(int seq_head, int begin, int end) const {
+    const int chunks = batch.chunks(seq_head / batch.heads);
+    double log2_left = 0, written = 0;
     for (int c = end - 1; c >= begin; --c) {
-      const ChunkDecay& decay = batch.decays[pair][walked<kPass>(c, chunks)];
-      written += decay.written * std::exp2(fade);
-      fade += decay.fade;
+      const ChunkDecay& decay = batch.decays[seq_head][walked<kPass>(c, chunks)];
+      written += decay.written * std::exp2(log2_left);
+      log2_left += decay.log2_left;
     }
-    return kReverse ? fade < kForgottenGradientLog : std::exp2(fade) < 1.001 * kForgotten * std::min(1.0, written);
+    return kReverse ? log2_left < kNegligibleGradientLog2
+                    : std::exp2(log2_left) < 1.001 * kNegligible * std::min(1.0, written);
   }
 
   void check(const List& list) {
     for (const WorkItem& it : list.items) take(it);
     for (const Boundary& boundary : boundaries) EXPECT_EQ(boundary.ready, kStateReady);
-    for (int pair = 0; pair < batch.pairs(); ++pair) {
-      const int n = pair / batch.heads;
+    for (int seq_head = 0; seq_head < batch.seq_heads(); ++seq_head) {
+      const int n = seq_head / batch.heads;
       for (int c = 0; c < batch.chunks(n); ++c)
-        for (int half = 0; half < 2; ++half) EXPECT_EQ((stored[{n, pair % batch.heads, half, c}]), 1);
-      EXPECT_EQ(final_states[pair], batch.chunks(n) ? 2 : 0);
+        for (int half = 0; half < 2; ++half) EXPECT_EQ((stored[{n, seq_head % batch.heads, half, c}]), 1);
+      EXPECT_EQ(final_states[seq_head], batch.chunks(n) ? 2 : 0);
     }
   }
 };
@@ -236,11 +241,11 @@ Batch random_batch(std::mt19937& random) {
   for (int n = 1 + static_cast<int>(random() % 4); n > 0; --n)
     batch.rows.push_back(static_cast<int>(random() % (random() % 2 ? 300 : 9000)));
   std::sort(batch.rows.rbegin(), batch.rows.rend());
-  for (int pair = 0; pair < batch.pairs(); ++pair) {
+  for (int seq_head = 0; seq_head < batch.seq_heads(); ++seq_head) {
     const float paces[] = {0, -0.4f, -3, -4.6f, -12, -150};
     const float pace = paces[random() % 6];
     std::vector<ChunkDecay>& decays = batch.decays.emplace_back();
-    for (int c = 0; c < batch.chunks(pair / batch.heads); ++c)
+    for (int c = 0; c < batch.chunks(seq_head / batch.heads); ++c)
       decays.push_back({pace - (random() % 40 ? 0.0f : 200.0f), static_cast<float>(random() % 40) * 0.1f});
   }
   return batch;
@@ -252,18 +257,18 @@ void check_lists(int seed) {
   int cuts = 0, joins = 0, windows = 0;
   for (int round = 0; round < 400; ++round) {
     const Batch batch = random_batch(random);
-    const int fading = length_number(static_cast<int>(random() % kFadingCount));
-    const int lasting = length_number(static_cast<int>(random() % kLastingCount));
-    const Limits limits{132, round % 4 ? 6144 : 2 * batch.pairs() + static_cast<int>(random() % 20),
+    const int decaying = length_number(static_cast<int>(random() % kDecayingLengths));
+    const int persistent = length_number(static_cast<int>(random() % kPersistentLengths));
+    const Limits limits{132, round % 4 ? 6144 : 2 * batch.seq_heads() + static_cast<int>(random() % 20),
                         round % 3 ? 384 : static_cast<int>(random() % 5)};
-    const List list = list_of<kPass>(batch, {fading, lasting, random() % 2 == 0}, limits, 1 << random() % 6);
+    const List list = list_of<kPass>(batch, {decaying, persistent, random() % 2 == 0}, limits, 1 << random() % 6);
     EXPECT_LE(static_cast<int>(list.items.size()), limits.entries);
     EXPECT_LE(list.boundaries, limits.boundaries);
     Checker<kPass>(batch, list.boundaries).check(list);
-    cuts += list.cut.fading || list.cut.lasting;
+    cuts += list.cut.decaying || list.cut.persistent;
     for (const WorkItem& it : list.items) {
-      joins += it.kind == kJoin;
-      windows += it.kind == kOutputs && it.silent > 0;
+      joins += it.kind == kMerge;
+      windows += it.kind == kOutputs && it.warmup_tokens > 0;
     }
     if (::testing::Test::HasFailure()) FAIL() << "in round " << round;
   }
@@ -279,17 +284,17 @@ TEST(List, OfGradients) { check_lists<Pass::kBackward>(3); }
 // Where nothing is cut the second list is the first one, mirrored.
 TEST(List, OfWholeSequencesIsMirrored) {
   Batch batch{{1000, 640, 64, 63, 1, 0}, {}, 3};
-  for (int pair = 0; pair < batch.pairs(); ++pair) {
-    const WorkItem item = mirrored(batch.whole(pair), batch.heads);
+  for (int seq_head = 0; seq_head < batch.seq_heads(); ++seq_head) {
+    const WorkItem item = mirrored(batch.whole(seq_head), batch.heads);
     const int chunks = batch.chunks(item.sequence);
     Checker<Pass::kBackward> checker(batch, 0);
     if (chunks == 0) {
-      EXPECT_EQ(item.rows, 0);
+      EXPECT_EQ(item.tokens, 0);
       continue;
     }
     checker.take(item);
     EXPECT_EQ(checker.stored.size(), 2u * static_cast<size_t>(chunks));
-    EXPECT_EQ(checker.final_states[pair], 2);
+    EXPECT_EQ(checker.final_states[seq_head], 2);
   }
 }
 

@@ -28,7 +28,7 @@ ForwardProblem packed(int64_t sequences, int64_t tokens, int64_t heads, bool che
   return p;
 }
 
-TEST(Slots, OfPackedSequencesNeverMeet) {
+TEST(Stages, OfPackedSequencesNeverMeet) {
   std::mt19937 random(1);
   for (int round = 0; round < 2000; ++round) {
     const int count = static_cast<int>(random() % 40);
@@ -44,18 +44,18 @@ TEST(Slots, OfPackedSequencesNeverMeet) {
     int64_t free = 0;                   // first slot nobody has taken
     for (int n = 0; n <= count; ++n) {  // the last are the tokens nobody owns
       const int64_t length = n < count ? s[n].length : tokens - offsets[count];
-      EXPECT_GE(s.first_slot(n), free);
-      free = std::max(free, s.first_slot(n) + Sequences::chunks(length));
+      EXPECT_GE(s.first_chunk_index(n), free);
+      free = std::max(free, s.first_chunk_index(n) + Sequences::chunks(length));
     }
-    EXPECT_LE(free, s.slots());
+    EXPECT_LE(free, s.workspace_chunks());
   }
 }
 
-TEST(Slots, OfADenseBatchHaveNoGaps) {
+TEST(Stages, OfADenseBatchHaveNoGaps) {
   for (const int64_t tokens : {0, 1, 63, 64, 65, 1000}) {
     const Sequences s = {7, 7, tokens, {}};
-    for (int n = 0; n < 7; ++n) EXPECT_EQ(s.first_slot(n), n * Sequences::chunks(tokens));
-    EXPECT_EQ(s.slots(), s.first_slot(6) + Sequences::chunks(tokens));
+    for (int n = 0; n < 7; ++n) EXPECT_EQ(s.first_chunk_index(n), n * Sequences::chunks(tokens));
+    EXPECT_EQ(s.workspace_chunks(), s.first_chunk_index(6) + Sequences::chunks(tokens));
   }
 }
 
@@ -66,7 +66,7 @@ TEST(Workspace, PartsFollowEachOther) {
   EXPECT_EQ(w.first_checkpoint, w.order + 128);
   EXPECT_EQ(w.decays, w.first_checkpoint + 128);
   EXPECT_EQ(w.cuts, w.decays + 21 * 3 * 8 + 8);
-  EXPECT_EQ(w.schedule, w.cuts + kShares * kCutParts * 8);
+  EXPECT_EQ(w.schedule, w.cuts + kShares * kCutBlocks * 8);
   EXPECT_EQ(w.work, w.schedule + 128);
   EXPECT_EQ(w.initial_read, w.work + (2 * 15 + 3 * 21 * 3) * 64 + 64);
   EXPECT_EQ(w.boundary_ready, w.initial_read + 128);
@@ -103,17 +103,17 @@ TEST(Workspace, OfABackward) {
        {dense(1, 32768, 4), packed(5, 1000, 3), packed(100, 5000, 4), dense(4, 8192, 64)}) {
     const BackwardProblem p = backward_of(forward);
     const BackwardWorkspace w = backward_layout(p);
-    const int64_t chunks = sequences_of(p.in.sequences).slots() * p.in.value_heads;
+    const int64_t chunks = sequences_of(p.in.sequences).workspace_chunks() * p.in.value_heads;
     EXPECT_EQ(w.forward.bytes, forward_layout(forward, kBackwardPreparedBytes).bytes);
     EXPECT_GT(w.forward.bytes, forward_layout(forward).bytes - forward_layout(forward).boundary_count * kBoundaryBytes);
     EXPECT_GE(w.states, w.forward.bytes);
-    EXPECT_GE(w.gradients, w.states + static_cast<size_t>(chunks * kImageBytes));
-    EXPECT_GE(w.dv, w.gradients + static_cast<size_t>(chunks * kImageBytes));
-    EXPECT_GE(w.back_work, w.back_schedule + sizeof(Schedule));
-    EXPECT_GE(w.back_boundary_ready, w.back_work + static_cast<size_t>(max_entries(forward)) * sizeof(WorkItem));
-    EXPECT_GE(w.back_boundaries, w.back_boundary_ready + w.forward.boundary_count * sizeof(int));
-    EXPECT_GE(w.bytes, w.back_boundaries + static_cast<size_t>(w.forward.boundary_count) * kBoundaryBytes);
-    for (const size_t at : {w.states, w.gradients, w.dv, w.back_schedule, w.back_work, w.back_boundary_ready})
+    EXPECT_GE(w.gradients, w.states + static_cast<size_t>(chunks * kStateTileBytes));
+    EXPECT_GE(w.dv, w.gradients + static_cast<size_t>(chunks * kStateTileBytes));
+    EXPECT_GE(w.grad_work, w.grad_schedule + sizeof(Schedule));
+    EXPECT_GE(w.grad_boundary_ready, w.grad_work + static_cast<size_t>(max_entries(forward)) * sizeof(WorkItem));
+    EXPECT_GE(w.grad_boundaries, w.grad_boundary_ready + w.forward.boundary_count * sizeof(int));
+    EXPECT_GE(w.bytes, w.grad_boundaries + static_cast<size_t>(w.forward.boundary_count) * kBoundaryBytes);
+    for (const size_t at : {w.states, w.gradients, w.dv, w.grad_schedule, w.grad_work, w.grad_boundary_ready})
       EXPECT_EQ(at % ForwardWorkspace::kAlign, 0u);
   }
 }
@@ -229,11 +229,11 @@ TEST(List, OfShortSequencesIsAsGoodAsAPlan) {
         for (int share = 0; share < kShares; ++share) {
           LengthClass classes[kMaxClasses] = {};
           const int class_count = length_classes(lengths.data(), count, heads, share, classes);
-          const PricedCut uncut = fastest_cut(classes, class_count, chunks, limits, false);
-          const PricedCut best = fastest_cut(classes, class_count, chunks, limits, true);
+          const CutCost uncut = fastest_cut(classes, class_count, chunks, limits, false);
+          const CutCost best = fastest_cut(classes, class_count, chunks, limits, true);
           EXPECT_EQ(even_parts(p, 132), cut_number(uncut.number, 1).halves ? 2 : 1)
               << count << " of " << chunks << " chunks, " << heads << " heads";
-          EXPECT_LT(uncut.price - best.price, kPlan) << count << " of " << chunks << " chunks, " << heads << " heads";
+          EXPECT_LT(uncut.cost - best.cost, kPlan) << count << " of " << chunks << " chunks, " << heads << " heads";
         }
       }
 }

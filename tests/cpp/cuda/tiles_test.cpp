@@ -46,7 +46,7 @@ TEST(Tiles, StepsOfABlockRowAreExclusiveOrs) {  // how the kernels walk along a 
       for (int J = 0; J < 4; ++J) EXPECT_EQ(tile_offset(own, column) ^ (J * 32), tile_offset(own, column + 16 * J));
     }
     for (int column = 0; column < kTileColumns; column += 16) {
-      const int row = turned_row(lane), own = column + turned_column(lane);
+      const int row = transposed_row(lane), own = column + transposed_column(lane);
       for (int n = 0; n < 8; ++n) EXPECT_EQ(tile_offset(row, own) + n * 1024, tile_offset(row + 8 * n, own));
     }
   }
@@ -98,14 +98,14 @@ TEST(Fragments, BlocksAreStoredWhereTheyBelong) {
 TEST(Fragments, TurnedBlocksAreTheTranspose) {
   for (int m = 0; m < 4; ++m) {
     for (int i = 0; i < 8; ++i) {
-      EXPECT_EQ(turned_row(8 * m + i), turned_row(8 * m) + i);
-      EXPECT_EQ(turned_column(8 * m + i), turned_column(8 * m));
+      EXPECT_EQ(transposed_row(8 * m + i), transposed_row(8 * m) + i);
+      EXPECT_EQ(transposed_column(8 * m + i), transposed_column(8 * m));
     }
     for (int lane = 0; lane < kLanes; ++lane) {
       for (int j = 0; j < 2; ++j) {
         const Place of = accumulator_place(lane, 2 * m + j), in = in_matrix(lane, j);
-        EXPECT_EQ(of.column, turned_row(8 * m) + in.column);
-        EXPECT_EQ(of.row, turned_column(8 * m) + in.row);
+        EXPECT_EQ(of.column, transposed_row(8 * m) + in.column);
+        EXPECT_EQ(of.row, transposed_column(8 * m) + in.row);
       }
     }
   }

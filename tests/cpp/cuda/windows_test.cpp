@@ -14,16 +14,16 @@ namespace gatedelta::cuda {
 namespace {
 
 struct Pack {
-  std::vector<int> chunks, sequence_of, first_slot;  // by rank
+  std::vector<int> chunks, sequence_of, first_chunk_index;  // by rank
   int heads, slots;
 
   int count() const { return static_cast<int>(chunks.size()); }
-  int piece() const { return static_cast<int>(piece_chunks(slots, count(), heads)); }
-  WindowPieces pieces(int split) const {
-    WindowPieces pieces;
+  int piece() const { return static_cast<int>(recompute_chunks(slots, count(), heads)); }
+  RecomputePieces pieces(int split) const {
+    RecomputePieces pieces;
     pieces.find(
         count(), heads, piece(), split, [&](int rank) { return chunks[rank]; },
-        [&](int rank) { return sequence_of[rank]; }, [&](int rank) { return first_slot[rank]; });
+        [&](int rank) { return sequence_of[rank]; }, [&](int rank) { return first_chunk_index[rank]; });
     return pieces;
   }
 };
@@ -32,7 +32,7 @@ Pack random_pack(std::mt19937& random) {
   const auto up_to = [&](int most) { return static_cast<int>(random() % static_cast<unsigned>(most + 1)); };
   const int count = 1 + up_to(kMaxPlannedSequences - 1);
   Pack pack;
-  pack.heads = 1 + up_to(kMaxPlannedPairs / count - 1);
+  pack.heads = 1 + up_to(kMaxPlannedSeqHeads / count - 1);
   std::vector<int> lengths(count), first_slots(count);
   const int longest = 1 << up_to(9);
   pack.slots = 0;
@@ -46,7 +46,7 @@ Pack random_pack(std::mt19937& random) {
   std::ranges::stable_sort(pack.sequence_of, [&](int a, int b) { return lengths[a] > lengths[b]; });
   for (const int n : pack.sequence_of) {
     pack.chunks.push_back(lengths[n]);
-    pack.first_slot.push_back(first_slots[n]);
+    pack.first_chunk_index.push_back(first_slots[n]);
   }
   return pack;
 }
@@ -61,12 +61,13 @@ TEST(Windows, EveryChunkIsInOnePieceThatBeginsAtAWindowOfItsSlice) {
     const Pack pack = random_pack(random);
     const int split = random_split(pack, random);
     const auto chunks = [&](int rank) { return pack.chunks[rank]; };
-    const WindowPieces pieces = pack.pieces(split);
-    EXPECT_EQ(pieces.length % kWindowChunks, 0);
+    const RecomputePieces pieces = pack.pieces(split);
+    EXPECT_EQ(pieces.length % kSaveInterval, 0);
     std::vector<std::vector<int>> times(pack.count() * pack.heads);
-    for (int pair = 0; pair < pack.count() * pack.heads; ++pair) times[pair].resize(chunks(pair / pack.heads));
-    std::vector<int> taken[kMaxSlices];
-    for (int slice = 0; slice < kMaxSlices; ++slice) taken[slice].resize(pieces.count[slice]);
+    for (int seq_head = 0; seq_head < pack.count() * pack.heads; ++seq_head)
+      times[seq_head].resize(chunks(seq_head / pack.heads));
+    std::vector<int> next_ticket[kMaxSlices];
+    for (int slice = 0; slice < kMaxSlices; ++slice) next_ticket[slice].resize(pieces.count[slice]);
     for (int i = 0; i < pieces.numbers(); ++i) {
       const auto [rank, head, begin, slice, place] = pieces.piece(i, chunks);
       if (place < 0) continue;
@@ -74,16 +75,16 @@ TEST(Windows, EveryChunkIsInOnePieceThatBeginsAtAWindowOfItsSlice) {
       ASSERT_LT(head, pack.heads);
       EXPECT_EQ(begin % pieces.length, 0);
       ASSERT_LT(begin, chunks(rank));
-      EXPECT_EQ(slice, pack.first_slot[rank] + begin >= split);
+      EXPECT_EQ(slice, pack.first_chunk_index[rank] + begin >= split);
       ASSERT_LT(place, pieces.count[slice]);
-      ++taken[slice][place];
+      ++next_ticket[slice][place];
       const int end = std::min(begin + pieces.length, chunks(rank));
       EXPECT_EQ(end - begin == pieces.length, i < pieces.whole);
       for (int c = begin; c < end; ++c) ++times[rank * pack.heads + head][c];
     }
-    for (const auto& pair : times)
-      for (const int n : pair) EXPECT_EQ(n, 1);
-    for (const auto& slice : taken)
+    for (const auto& seq_head : times)
+      for (const int n : seq_head) EXPECT_EQ(n, 1);
+    for (const auto& slice : next_ticket)
       for (const int n : slice) EXPECT_EQ(n, 1);
   }
 }
@@ -92,7 +93,7 @@ TEST(Windows, WholePiecesComeFromTheLastChunkToTheFirst) {
   std::mt19937 random(2);
   for (int round = 0; round < 100; ++round) {
     const Pack pack = random_pack(random);
-    const WindowPieces pieces = pack.pieces(random_split(pack, random));
+    const RecomputePieces pieces = pack.pieces(random_split(pack, random));
     std::vector<std::pair<int, int>> listed[kMaxSlices];
     for (int slice = 0; slice < kMaxSlices; ++slice) listed[slice].resize(pieces.count[slice], {-1, 0});
     for (int i = 0; i < pieces.whole; ++i) {
@@ -121,7 +122,7 @@ TEST(Windows, ThereIsRoomForThem) {
   for (int round = 0; round < 300; ++round) {
     const Pack pack = random_pack(random);
     const int64_t tokens = std::accumulate(pack.chunks.begin(), pack.chunks.end(), int64_t{0}) * kChunkTokens;
-    const WindowPieces pieces = pack.pieces(random_split(pack, random));
+    const RecomputePieces pieces = pack.pieces(random_split(pack, random));
     const int64_t room = max_entries(forward_of(problem_of(pack.count(), 1, tokens, pack.heads, true)));
     for (const int count : pieces.count) EXPECT_LE(count, room);
   }
@@ -136,7 +137,7 @@ TEST(Slices, HaveRoomForStatesAndRows) {
   int sliced = 0;
   for (int round = 0; round < 500; ++round) {
     const bool packed = round % 2;
-    const int64_t heads = between(1, 64), count = between(1, std::min<int64_t>(16, kMaxPlannedPairs / heads));
+    const int64_t heads = between(1, 64), count = between(1, std::min<int64_t>(16, kMaxPlannedSeqHeads / heads));
     std::vector<int64_t> offsets(1, 0);
     const int64_t longest = int64_t{1} << between(6, 16);
     for (int64_t n = 0; n < count; ++n) offsets.push_back(offsets.back() + between(packed ? 0 : longest, longest));
@@ -146,13 +147,13 @@ TEST(Slices, HaveRoomForStatesAndRows) {
     sliced += slices.count > 1;
     const Sequences s = sequences_of(p.in.sequences);
     for (int64_t n = 0; n < count; ++n) {
-      const int64_t first_slot =
-          packed ? Sequences::first_slot_at(offsets[n], static_cast<int>(n)) : s.first_slot(static_cast<int>(n));
+      const int64_t first_chunk_index = packed ? Sequences::first_chunk_index_at(offsets[n], static_cast<int>(n))
+                                               : s.first_chunk_index(static_cast<int>(n));
       const int64_t length = offsets[n + 1] - offsets[n];
       for (int64_t c = 0; c < Sequences::chunks(length); ++c) {
-        const bool later = first_slot + c - c % slices.piece_chunks >= slices.split;
+        const bool later = first_chunk_index + c - c % slices.recompute_chunks >= slices.split;
         EXPECT_LE(later, slices.count > 1);
-        const int64_t slot = first_slot + c - (later ? slices.split : 0);
+        const int64_t slot = first_chunk_index + c - (later ? slices.split : 0);
         const int64_t token = offsets[n] + c * kChunkTokens - (later ? slices.split_token : 0);
         EXPECT_GE(slot, 0);
         EXPECT_LT(slot, slices.slots);
@@ -169,7 +170,7 @@ TEST(Slices, HaveRoomForStatesAndRows) {
 TEST(Slices, HalveWhatIsThereOfStates) {
   const Slices slices = slices_of(problem_of(1, 1, 32768, 8, false));
   EXPECT_EQ(slices.count, 2);
-  EXPECT_LE(slices.slots, 512 / 2 + kWindowChunks / 2);
+  EXPECT_LE(slices.slots, 512 / 2 + kSaveInterval / 2);
   EXPECT_LE(slices.tokens, slices.slots * kChunkTokens);
   EXPECT_EQ(slices_of(problem_of(1, 1, 31 * kChunkTokens, 8, false)).count, 1);  // less than two windows
   BackwardProblem p = problem_of(1, 1, 32768, 8, false);
