@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "cuda/forward/plan.hpp"
+#include "cuda/workspace/forward.hpp"
 
 namespace gatedelta::cli {
 

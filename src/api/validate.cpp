@@ -8,8 +8,7 @@
 
 #include "api/error.hpp"
 #include "core/thread_pool.hpp"
-#include "cuda/backward/plan.hpp"
-#include "cuda/forward/plan.hpp"
+#include "cuda/workspace/backward.hpp"
 
 namespace gatedelta::api {
 

@@ -1,7 +1,7 @@
 // What of the CUDA backend needs no CUDA: sizes, and in a build without it the answers that say so.
 #include "cuda/backend.hpp"
 
-#include "cuda/backward/plan.hpp"
+#include "cuda/workspace/backward.hpp"
 
 namespace gatedelta::cuda {
 

@@ -1,5 +1,5 @@
 // The backward's scratch memory: its parts, and what docs/api.md says of its size.
-#include "cuda/backward/plan.hpp"
+#include "cuda/workspace/backward.hpp"
 
 #include <gtest/gtest.h>
 

@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "cuda/forward/schedule.hpp"
+#include "cuda/schedule/cost_model.hpp"
 
 namespace gatedelta::cuda {
 namespace {

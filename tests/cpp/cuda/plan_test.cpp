@@ -1,5 +1,5 @@
 // Chunks' places in the workspace, its size, and how the list of work comes to be.
-#include "cuda/forward/plan.hpp"
+#include "cuda/workspace/forward.hpp"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "cuda/backward/plan.hpp"
+#include "cuda/workspace/backward.hpp"
 
 namespace gatedelta::cuda {
 namespace {

@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "cuda/forward/schedule.hpp"
+#include "cuda/sm90/chain/config.hpp"
 
 namespace gatedelta::cuda {
 namespace {

@@ -1,5 +1,5 @@
 // Shared-memory tiles and register fragments against what the PTX ISA says about them.
-#include "cuda/tiles.hpp"
+#include "cuda/sm90/tiles.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // How the chain of states is shared out at windows (src/cuda/backward/windows.hpp), of many random packs.
-#include "cuda/backward/windows.hpp"
+#include "cuda/schedule/recompute.hpp"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "cuda/backward/plan.hpp"
+#include "cuda/workspace/backward.hpp"
 
 namespace gatedelta::cuda {
 namespace {

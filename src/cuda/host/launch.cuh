@@ -1,0 +1,44 @@
+// Launches.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <atomic>
+#include <cstdint>
+
+namespace gatedelta::cuda {
+
+// Lets a kernel have as much shared memory as any block of it may ask for. A fact of the kernel on a device: asked for
+// once for each of the first 64.
+template <class Kernel>
+cudaError_t allow_shared_memory(Kernel kernel, int bytes, int device, std::atomic<uint64_t>& allowed) {
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (allowed.load(std::memory_order_relaxed) & bit) return cudaSuccess;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (!error) allowed.fetch_or(bit, std::memory_order_relaxed);
+  return error;
+}
+
+// Blocks of this kernel may come to the card while the last of the one before it are still there; they wait before they
+// read. Not of the first one of a call: what came before is the caller's.
+template <class Kernel, class... Args>
+cudaError_t launch_kernel(bool early_too, Kernel kernel, int64_t blocks, int threads, int bytes, cudaStream_t stream,
+                          const Args&... args) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(bytes);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = early_too ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+template <class Kernel, class... Args>
+cudaError_t launch_early(Kernel kernel, int64_t blocks, int threads, int bytes, cudaStream_t stream,
+                         const Args&... args) {
+  return launch_kernel(true, kernel, blocks, threads, bytes, stream, args...);
+}
+
+}  // namespace gatedelta::cuda

@@ -1,0 +1,322 @@
+// The cost model: how long a cut takes on the GPU, and which of the candidates is the fastest.
+#pragma once
+
+#include "cuda/schedule/cut.hpp"
+#include "cuda/schedule/warmup.hpp"
+
+namespace gatedelta::cuda {
+
+// Whether a piece of a head that fades takes longer than all that is done for the last segment of one that lasts.
+GD_HOST_DEVICE inline bool is_longer_than_chain(const Cut& cut, int chunks) {
+  const int pieces = segments_of(chunks, cut.decaying), segments = segments_of(chunks, cut.persistent);
+  const float chunk = cut.halves ? Costs::kHalfChunk : Costs::kChunk;
+  const auto length = static_cast<float>(chunks);
+  return fast_div(length, static_cast<float>(pieces)) * chunk >
+         fast_div(length, static_cast<float>(segments)) * (chunk + Costs::kTransition) +
+             static_cast<float>(segments) * Costs::kMerge;
+}
+
+// Sequences of one length, and how many of their heads fade and last.
+struct LengthClass {
+  int chunks, decaying, persistent;
+};
+constexpr int kMaxClasses = 4;
+constexpr int kShares = 5;      // 0, a quarter, a half, three quarters and all of the heads last
+constexpr int kCutBlocks = 16;  // blocks that look for the best cut for one share
+constexpr int kPrepareHelpers = 1 + kShares * kCutBlocks;  // blocks of prepare that sort and choose cuts
+
+// Sequences put together by length, one after the other or by many threads at once: nothing depends on their order.
+struct Lengths {
+  int longest = 0, count = 0;       // count: of different ones
+  int different[kMaxClasses] = {};  // the first of them
+  int chunks[kMaxClasses] = {}, sequences[kMaxClasses] = {};
+
+  // Few lengths: a class for each, the longest first. Many: those that are alike share one, above 3/4 of the longest,
+  // above 1/2, above 1/4, and the rest.
+  GD_HOST_DEVICE int class_of(int length) const {
+    if (count > kMaxClasses) return floor_div((longest - length) * kMaxClasses, longest);
+    int longer = 0;
+    GD_UNROLL for (int i = 0; i < kMaxClasses; ++i) longer += i < count && different[i] > length;
+    return longer;
+  }
+  GD_HOST_DEVICE int classes(int heads, int share, LengthClass* classes) const {
+    const int persistent = floor_div(heads * share + (kShares - 1) / 2, kShares - 1);
+    int found = 0;
+    for (int i = 0; i < kMaxClasses; ++i)
+      if (sequences[i] > 0)
+        classes[found++] = {floor_div(chunks[i] + sequences[i] / 2, sequences[i]), sequences[i] * (heads - persistent),
+                            sequences[i] * persistent};
+    return found;
+  }
+};
+GD_HOST_DEVICE inline bool is_first_of_its_length(const int* chunks, int n) {
+  bool is_first = true;
+  for (int before = 0; before < n; ++before) is_first = is_first && chunks[before] != chunks[n];
+  return is_first;
+}
+// (On the device a thread looks at each.)
+inline int length_classes(const int* chunks, int count, int heads, int share, LengthClass* classes) {
+  Lengths lengths;
+  for (int n = 0; n < count; ++n) {
+    if (chunks[n] == 0 || !is_first_of_its_length(chunks, n)) continue;
+    if (lengths.count < kMaxClasses) lengths.different[lengths.count] = chunks[n];
+    ++lengths.count;
+    if (chunks[n] > lengths.longest) lengths.longest = chunks[n];
+  }
+  for (int n = 0; n < count; ++n) {
+    if (chunks[n] == 0) continue;
+    const int i = lengths.class_of(chunks[n]);
+    lengths.chunks[i] += chunks[n];
+    ++lengths.sequences[i];
+  }
+  return lengths.classes(heads, share, classes);
+}
+
+struct Pieces {
+  int number = 0;
+  float size = 0;
+};
+// Of the sequences of one length, in the classes of the list of work: see EntryCounts.
+struct ClassPieces {
+  Pieces first, decaying, persistent, joins, waiting;
+  int most, boundaries;  // entries if heads turn out to be of the other kind; boundaries
+};
+GD_HOST_DEVICE inline ClassPieces pieces_of(const Cut& cut, const LengthClass& c) {
+  constexpr float kUsualWarmup = 6;  // chunks, of gates as models have them
+  const int per_head = cut.halves ? 2 : 1;
+  const float chunk = cut.halves ? Costs::kHalfChunk : Costs::kChunk;
+  const float warmup_tokens = cut.halves ? Costs::kHalfWarmup : Costs::kWarmup;
+  const auto chunks = static_cast<float>(c.chunks);
+  const int pieces = segments_of(c.chunks, cut.decaying);
+  // Where every boundary is so near to the beginning that a window may reach it, heads that last are cut alike.
+  const int last = c.chunks - floor_div(c.chunks, pieces);
+  const bool are_alike = pieces > 1 && last <= warmup_limit(cut.decaying);
+  const int segments = are_alike ? 1 : segments_of(c.chunks, cut.persistent);
+  ClassPieces p;
+  const float early = kUsualWarmup * fast_div(static_cast<float>(pieces - 1), static_cast<float>(pieces));
+  p.decaying = {c.decaying * pieces * per_head,
+                fast_div(chunks, static_cast<float>(pieces)) * chunk + early * warmup_tokens + Costs::kItem};
+  const int begin = segments > 1 ? persistent_begin(c.chunks, segments, 1) : c.chunks;
+  if (are_alike) {
+    p.persistent = {c.persistent * pieces * per_head, fast_div(chunks, static_cast<float>(pieces)) * chunk +
+                                                          static_cast<float>(last) * warmup_tokens + Costs::kItem};
+  } else if (segments <= 2) {
+    p.persistent = {c.persistent * segments * per_head, static_cast<float>(begin) * chunk + Costs::kItem};
+  } else {
+    const float rest = fast_div(chunks - static_cast<float>(begin), static_cast<float>(segments - 1));
+    p.first = {c.persistent * (2 * (segments - 2) + per_head), rest * Costs::kTransition + Costs::kTransitionItem};
+    p.joins = {c.persistent * 2, static_cast<float>(segments - 2) * Costs::kMerge};
+    p.waiting = {c.persistent * (segments - 1) * per_head, rest * chunk + Costs::kItem};
+  }
+  p.boundaries = segments > 2 ? c.persistent * (segments - 1) : 0;
+  const int merged = segments * per_head + 2 * segments;
+  p.most = (c.decaying + c.persistent) * (pieces * per_head > merged ? pieces * per_head : merged);
+  return p;
+}
+
+struct PiecesOf {
+  ClassPieces classes[kMaxClasses];
+  PiecesOf(const Cut& cut, const LengthClass* lengths, int count) {
+    for (int i = 0; i < count; ++i) classes[i] = pieces_of(cut, lengths[i]);
+  }
+};
+
+// What happens when blocks take pieces of work one after the other. Blocks that come free at about the same time are
+// taken together, in at most kGroups groups, the earliest first. Loops over groups have constant bounds, and what is
+// done for one is a choice between values, not a jump: all of it stays in registers and threads stay together.
+struct Timeline {
+  static constexpr int kGroups = 3;
+  static constexpr float kNone = 1e30f;
+  float free[kGroups];  // when they are; kNone: there is no such group
+  int blocks[kGroups];
+  int all;
+  float end = 0;
+
+  GD_HOST_DEVICE explicit Timeline(int count) : all(count) {
+    for (int i = 0; i < kGroups; ++i) {
+      free[i] = i == 0 ? 0.0f : kNone;
+      blocks[i] = i == 0 ? count : 0;
+    }
+  }
+  // The last of them ends then. `ready` is when the first of them may begin, `spread` how much later the last.
+  GD_HOST_DEVICE float run(const Pieces& pieces, float ready = 0, float spread = 0) {
+    float last = 0;
+    int left = pieces.number;
+    if (left >= 2 * all) {  // rounds of all blocks
+      const int rounds = floor_div(left, all) - 1;
+      left -= rounds * all;
+      for (int i = 0; i < kGroups; ++i) free[i] = fmaxf(free[i], ready) + static_cast<float>(rounds) * pieces.size;
+    }
+    const float later = fast_div(spread, static_cast<float>(pieces.number));
+    float may = ready + later * static_cast<float>(pieces.number - left);
+    GD_NO_UNROLL while (left > 0) {
+      const int next_ticket = left < blocks[0] ? left : blocks[0];
+      const float next = may + later * static_cast<float>(next_ticket);
+      const float done = fmaxf(free[0], may) + pieces.size, last_done = fmaxf(free[0], next - later) + pieces.size;
+      take(next_ticket);
+      add(0.5f * (done + last_done), next_ticket);
+      last = fmaxf(last, last_done);
+      left -= next_ticket;
+      may = next;
+    }
+    end = fmaxf(end, last);
+    return last;
+  }
+  // Blocks of the first group; when none of them is left, the others move up.
+  GD_HOST_DEVICE void take(int count) {
+    const bool is_all = count == blocks[0];
+    blocks[0] -= count;
+    for (int i = 0; i < kGroups; ++i) {
+      const float next = i + 1 < kGroups ? free[(i + 1) % kGroups] : kNone;
+      const int next_blocks = i + 1 < kGroups ? blocks[(i + 1) % kGroups] : 0;
+      free[i] = is_all ? next : free[i];
+      blocks[i] = is_all ? next_blocks : blocks[i];
+    }
+  }
+  // They join the nearest group, or are one of their own if there is room for it and that is too far away.
+  GD_HOST_DEVICE void add(float time, int count) {
+    int nearest = 0, there = blocks[0];
+    float theirs = free[0], distance = fabsf(free[0] - time);
+    for (int i = 1; i < kGroups; ++i) {
+      const float d = fabsf(free[i] - time);
+      const bool is_nearer = d < distance;
+      nearest = is_nearer ? i : nearest;
+      there = is_nearer ? blocks[i] : there;
+      theirs = is_nearer ? free[i] : theirs;
+      distance = is_nearer ? d : distance;
+    }
+    const bool is_near = distance<0.03f * time, is_full = blocks[kGroups - 1]> 0, joins = is_near | is_full;
+    const float share = fast_div(static_cast<float>(count), static_cast<float>(there + count));
+    const float together = theirs + (time - theirs) * share;
+    float times[kGroups];
+    int counts[kGroups];
+    for (int i = 0; i < kGroups; ++i) {
+      const float before = i > 0 ? free[(i + kGroups - 1) % kGroups] : 0.0f;
+      const int blocks_before = i > 0 ? blocks[(i + kGroups - 1) % kGroups] : 0;
+      const bool is_mine = i == nearest, is_earlier = free[i] <= time, is_after = before > time;
+      const float merged = is_mine ? together : free[i], inserted = fminf(fmaxf(before, time), free[i]);
+      const int joined_blocks = is_mine ? there + count : blocks[i];
+      int inserted_blocks = is_after ? blocks_before : count;
+      inserted_blocks = is_earlier ? blocks[i] : inserted_blocks;
+      times[i] = joins ? merged : inserted;
+      counts[i] = joins ? joined_blocks : inserted_blocks;
+    }
+    for (int i = 0; i < kGroups; ++i) {
+      free[i] = times[i];
+      blocks[i] = counts[i];
+    }
+  }
+};
+
+// How long a cut takes, about, given the pieces of every class: its list of work, taken in the order that it will have.
+// What waits, and what it waits for, are of about the same size in all classes and counted as one.
+constexpr float kNever = 1e30f;
+// More pieces than that on a block are not worth a thought. Pieces in halves are for cards that have blocks to spare:
+// both halves read K and Q, and where all blocks do, that takes longer than what is saved.
+constexpr float kMostRounds = 6, kMostHalves = 0.6f;
+GD_HOST_DEVICE inline float cycles_of(const Cut& cut, const ClassPieces* classes, int count, int longest,
+                                      const Limits& limits) {
+  int entries = 0, boundaries = 0, pieces = 0;
+  Pieces first, joins, waiting;
+  GD_NO_UNROLL for (int i = 0; i < count; ++i) {
+    const ClassPieces p = classes[i];
+    entries += p.most;
+    boundaries += p.boundaries;
+    pieces += p.decaying.number + p.persistent.number + p.waiting.number;
+    first.number += p.first.number;
+    first.size += static_cast<float>(p.first.number) * p.first.size;
+    waiting.number += p.waiting.number;
+    waiting.size += static_cast<float>(p.waiting.number) * p.waiting.size;
+    joins.number += p.joins.number;
+    if (p.joins.number > 0 && p.joins.size > joins.size) joins.size = p.joins.size;
+  }
+  const bool is_cut = cut.decaying || cut.persistent;
+  const bool is_crowded = static_cast<float>(first.number + pieces - waiting.number) >
+                          (cut.halves ? kMostHalves : kMostRounds) * static_cast<float>(limits.blocks);
+  if (is_cut && (entries > limits.entries || boundaries > limits.boundaries || is_crowded)) return kNever;
+  if (first.number > 0) {
+    first.size = fast_div(first.size, static_cast<float>(first.number));
+    waiting.size = fast_div(waiting.size, static_cast<float>(waiting.number));
+  }
+
+  Timeline timeline(limits.blocks);
+  const bool longest_first = first.number == 0 || is_longer_than_chain(cut, longest);
+  // Of those who wait for nothing, how many come before joins.
+  const int early = longest_first ? pieces : limits.blocks - first.number;
+  float factors = 0;
+  GD_NO_UNROLL for (int pass = 0; pass < 5; ++pass) {
+    const bool is_first = pass == (longest_first ? 1 : 0), is_early = pass == (longest_first ? 0 : 1);
+    const bool is_one_kind = is_first || pass == 2 || pass == 4;
+    int passed = 0;
+    GD_NO_UNROLL for (int i = 0; i < (is_one_kind ? 1 : 2 * count); ++i) {
+      Pieces some = is_first ? first : pass == 2 ? joins : waiting;
+      if (!is_one_kind) {
+        some = i % 2 == 0 ? classes[i / 2].decaying : classes[i / 2].persistent;
+        const int before = early > passed ? early - passed : 0, now = some.number < before ? some.number : before;
+        passed += some.number;
+        some.number = is_early ? now : some.number - now;
+      }
+      if (some.number == 0) continue;
+      const bool waits = pass == 2 || pass == 4;
+      const float end = timeline.run(some, waits ? factors : 0.0f, pass == 4 ? joins.size : 0.0f);
+      factors = is_first ? end : factors;
+    }
+  }
+  return timeline.end;
+}
+
+// The cuts that are considered, by number; the first are the simplest.
+constexpr int kDecayingLengths = 16, kPersistentLengths = 14;  // not cut; 256, 192, 128, 96 and so on down to 2, to 4
+constexpr int kCuts = 2 * kDecayingLengths * kPersistentLengths;
+static_assert(kCuts % kCutBlocks == 0);
+struct CutCost {
+  float cost;
+  int number;  // negative: there is nothing to cut; the list of work is complete, of so many parts of each head
+};
+GD_HOST_DEVICE inline int length_number(int i) { return i == 0 ? 0 : (i % 2 ? 256 : 192) >> ((i - 1) / 2); }
+// Sequences of more than 512 chunks are cut into longer segments.
+GD_HOST_DEVICE inline int length_scale(int longest) {
+  int scale = 1;
+  while (longest > 512 * scale) scale *= 2;
+  return scale;
+}
+GD_HOST_DEVICE inline Cut cut_number(int i, int scale) {
+  return {scale * length_number(i / 2 % kDecayingLengths), scale * length_number(i / 2 / kDecayingLengths), i % 2 != 0};
+}
+// The estimate is not that good: a cut has to be better by more than this.
+constexpr float kWorthCutting = 1.03f;
+GD_HOST_DEVICE inline float cost_of(const Cut& cut, const ClassPieces* classes, int count, int longest,
+                                    const Limits& limits) {
+  const float time = cycles_of(cut, classes, count, longest, limits);
+  return cut.decaying || cut.persistent ? time * kWorthCutting + Costs::kCut : time;
+}
+
+// The fastest of them all. (On the device many threads price one each.)
+inline CutCost fastest_cut(const LengthClass* classes, int count, int longest, const Limits& limits, bool may_cut) {
+  CutCost best{kNever, 0};
+  for (int number = 0; number < (may_cut ? kCuts : 2); ++number) {
+    const Cut cut = cut_number(number, length_scale(longest));
+    const float cost = cost_of(cut, PiecesOf(cut, classes, count).classes, count, longest, limits);
+    if (cost < best.cost) best = {cost, number};
+  }
+  return best;
+}
+
+// Whether sequences, all of one length, keep the card busy as they are, so that cutting them gains nothing: 1 with
+// whole heads, 2 with halves of heads that all run at once, if they are short, 0 if not. (Two halves take longer than
+// one whole; where sequences are long, pieces of whole heads win.)
+constexpr float kBusy = 0.9f;
+constexpr int kShortChunks = 64;
+GD_HOST_DEVICE inline bool are_busy(int items, int blocks) {
+  return static_cast<float>(items) >= kBusy * static_cast<float>(ceil_div(items, blocks) * blocks);
+}
+GD_HOST_DEVICE inline int busy_parts(int heads, int64_t chunks, int blocks) {
+  if (are_busy(heads, blocks)) return 1;
+  return chunks <= kShortChunks && 2 * heads <= blocks && are_busy(2 * heads, blocks) ? 2 : 0;
+}
+GD_HOST_DEVICE inline int busy_parts(const LengthClass* classes, int count, int blocks) {
+  if (count != 1) return count == 0;
+  return busy_parts(classes[0].decaying + classes[0].persistent, classes[0].chunks, blocks);
+}
+
+}  // namespace gatedelta::cuda

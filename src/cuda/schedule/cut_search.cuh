@@ -1,0 +1,110 @@
+// What helper CTAs of the prepare kernel plan from lengths alone: the order of sequences and the best cuts.
+#pragma once
+
+#include "cuda/schedule/cost_model.hpp"
+#include "cuda/schedule/uncut_list.cuh"
+
+namespace gatedelta::cuda {
+
+// Rank of a sequence = how many are longer, or as long and before it.
+template <int kThreads>
+GD_DEVICE void sort_sequences(const CallParams& p) {
+  const int count = p.sequences.count;
+  for (int n = threadIdx.x; n < count; n += kThreads) {
+    int rank = n;
+    if (p.sequences.offsets.data && count <= kMaxSorted) {
+      const int64_t length = p.sequences[n].length;
+      rank = 0;
+      for (int m = 0; m < count; ++m) {
+        const int64_t other = p.sequences[m].length;
+        rank += other > length || (other == length && m < n);
+      }
+    }
+    p.order[rank] = n;
+  }
+  if (p.checkpoint_every && threadIdx.x == 0) {
+    int64_t total = 0;
+    for (int n = 0; n < count; ++n) {
+      p.first_checkpoint[n] = total;
+      total += p.sequences[n].length / p.checkpoint_every;
+    }
+  }
+  if (p.saved_list && !p.has_saved && threadIdx.x == 0) p.saved_list->schedule.count = SavedList::kNone;
+  if (p.list != kPlannedList) return;
+  for (int i = threadIdx.x; i < p.limits.boundaries; i += kThreads) p.boundary_ready[i] = 0;
+  for (int i = threadIdx.x; i < count * p.value_heads; i += kThreads) p.initial_read[i] = 0;
+}
+
+struct CutSmem {
+  int chunks[kMaxPlannedSequences];
+  Lengths lengths;
+  LengthClass classes[kMaxClasses];
+  int class_count;
+  int parts;  // of a head, if nothing is cut
+  ClassPieces pieces[kCuts / kCutBlocks][kMaxClasses];
+  unsigned long long best;
+};
+
+// What there is to cut, for all threads after the next barrier.
+GD_DEVICE void find_classes(const CallParams& p, int share, CutSmem& s) {
+  const int tid = threadIdx.x, count = p.sequences.count;
+  const int chunks =
+      tid < count && !p.is_padding(tid) ? static_cast<int>(Sequences::chunks(p.sequences[tid].length)) : 0;
+  if (tid < count) s.chunks[tid] = chunks;
+  if (tid == 0) s.lengths = {};
+  __syncthreads();
+  if (chunks > 0) {
+    atomicMax(&s.lengths.longest, chunks);
+    if (is_first_of_its_length(s.chunks, tid)) {
+      const int at = atomicAdd(&s.lengths.count, 1);
+      if (at < kMaxClasses) s.lengths.different[at] = chunks;
+    }
+  }
+  __syncthreads();
+  if (chunks > 0) {
+    const int mine = s.lengths.class_of(chunks);
+    atomicAdd(&s.lengths.chunks[mine], chunks);
+    atomicAdd(&s.lengths.sequences[mine], 1);
+  }
+  __syncthreads();
+  if (tid != 0) return;
+  s.class_count = s.lengths.classes(p.value_heads, share, s.classes);
+  s.parts = p.forced.decaying ? 0 : busy_parts(s.classes, s.class_count, p.limits.blocks);
+  s.best = ~0ull;
+}
+
+// The fastest of a part of the cuts, if `share` of kShares - 1 parts of all heads last. Or, if sequences keep the card
+// busy as they are, a part of the list of work, which then is complete: all blocks come to the same conclusion.
+template <int kThreads>
+GD_DEVICE void choose_cut(const CallParams& p, int helper, CutSmem& s) {
+  const int tid = threadIdx.x, share = helper / kCutBlocks, part = helper % kCutBlocks;
+  find_classes(p, share, s);
+  __syncthreads();
+  CutCost& best = p.cuts[helper];
+  if (s.parts > 0) {
+    list_uncut(p, helper * kThreads + tid, kShares * kCutBlocks * kThreads, s.parts, [](int rank) { return rank; });
+    if (tid == 0) best.number = -s.parts;
+    return;
+  }
+  // Four threads look at a cut, each at one of the classes; then they all do the same. Cuts that are alike share a
+  // warp, and few do: it takes as long as all that its threads do differently.
+  constexpr int kEach = kCuts / kCutBlocks;
+  static_assert(kMaxClasses == 4 && kEach * kMaxClasses <= kThreads);
+  const int index = tid / kMaxClasses, number = part * kEach + index;
+  const bool is_candidate = index < kEach && number < (p.may_cut ? kCuts : 2);
+  const int longest = s.lengths.longest;
+  const Cut cut = cut_number(number, length_scale(longest));
+  if (is_candidate && tid % kMaxClasses < s.class_count)
+    s.pieces[index][tid % kMaxClasses] = pieces_of(cut, s.classes[tid % kMaxClasses]);
+  __syncwarp();
+  unsigned long long mine = ~0ull;
+  if (is_candidate) {
+    const float cost = cost_of(cut, s.pieces[index], s.class_count, longest, p.limits);
+    mine = static_cast<unsigned long long>(__float_as_uint(cost)) << 32 | static_cast<unsigned>(number);
+  }
+  atomicMin(&s.best, mine);
+  __syncthreads();
+  if (tid == 0) best = {__uint_as_float(static_cast<uint32_t>(s.best >> 32)), static_cast<int>(s.best & 0xffffffff)};
+}
+
+}  // namespace gatedelta::cuda

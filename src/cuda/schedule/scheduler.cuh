@@ -1,0 +1,256 @@
+// The list of work, made between prepare, which has seen the gates, and main. One block finds out which heads fade, and
+// writes the list. What depends on lengths alone is done during prepare: which cut is the fastest, for each share of
+// heads that may turn out to last; and where nothing is to be cut anyway, all of the list.
+#pragma once
+
+#include "cuda/schedule/cost_model.hpp"
+#include "cuda/schedule/uncut_list.cuh"
+#include "cuda/schedule/work_list.hpp"
+
+namespace gatedelta::cuda {
+
+constexpr int kScheduleThreads = 256;  // more would be in each other's way
+constexpr int kScheduleBlocks = 64;
+
+struct ScheduleSmem {
+  WorkItem items[kMaxPlannedSequences];  // by rank: of the whole sequence and its first head
+  int chunks[kMaxPlannedSequences], first_chunk[kMaxPlannedSequences];  // their number, and the first one's slot
+  int first_warmup[kMaxPlannedSequences];
+  int segments[2][kMaxPlannedSequences];  // of heads that fade, and that last
+  CutCost cuts[kShares * kCutBlocks];
+  int persistent, warmup_count;
+  uint32_t per_head;  // 2^32 / heads, rounded up
+  bool longest_first;
+  uint8_t persists[kMaxPlannedSeqHeads];      // by the chunk in the middle of the sequence
+  uint8_t lacks_warmup[kMaxPlannedSeqHeads];  // has a boundary without a window
+  uint8_t windows[kMaxPlannedEntries];
+  unsigned long long entry_sums[kScheduleThreads / 32];
+  EntryCounts before[kMaxPlannedSeqHeads];  // entries of the pairs before
+};
+
+// What the threads before this one have, all together; and the sum of all.
+GD_DEVICE unsigned long long sum_before(unsigned long long mine, unsigned long long (&sums)[kScheduleThreads / 32],
+                                        unsigned long long& total) {
+  const int lane = threadIdx.x & 31, warp = static_cast<int>(threadIdx.x) >> 5;
+  unsigned long long sum = mine;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const unsigned long long before = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += before;
+  }
+  if (lane == 31) sums[warp] = sum;
+  __syncthreads();
+  unsigned long long others = 0;
+  total = 0;
+#pragma unroll
+  for (int i = 0; i < kScheduleThreads / 32; ++i) {
+    if (i == warp) others = total;
+    total += sums[i];
+  }
+  return others + sum - mine;
+}
+
+// The sequences by rank, longest first; for all threads after the next barrier. From what the caller has given alone,
+// while prepare may still run.
+GD_DEVICE void rank_sequences(const CallParams& p, ScheduleSmem& s) {
+  const int tid = threadIdx.x, count = p.sequences.count;
+  if (tid == 0) {
+    s.persistent = 0;
+    s.per_head = ~0u / p.value_heads + 1;
+  }
+  for (int seq_head = tid; seq_head < count * p.value_heads; seq_head += kScheduleThreads) s.lacks_warmup[seq_head] = 0;
+  WorkItem item{};
+  if (tid < count) {
+    item = whole_item(p, tid, 0);
+    s.first_chunk[tid] = item.tokens;
+  }
+  __syncthreads();
+  int rank = 0;
+#pragma unroll 1
+  for (int n = 0; n < count; ++n)
+    rank += s.first_chunk[n] > item.tokens || (s.first_chunk[n] == item.tokens && n < tid);
+  __syncthreads();
+  if (tid >= count) return;
+  s.items[rank] = item;
+  s.chunks[rank] = static_cast<int>(Sequences::chunks(item.tokens));
+  s.first_chunk[rank] = floor_div(item.prepared, p.value_heads);
+}
+
+// Makes one list of a call, all threads of a block together.
+template <Pass kPass>
+struct Scheduler {
+  const CallParams& p;
+  ScheduleSmem& s;
+  Schedule* schedule;
+  WorkItem* work;
+  int room;  // for entries, of a list that may be left out
+
+  GD_DEVICE int seq_heads() const { return p.sequences.count * p.value_heads; }
+  GD_DEVICE int rank_of(int seq_head) const {
+    return p.value_heads == 1 ? seq_head : static_cast<int>(__umulhi(static_cast<uint32_t>(seq_head), s.per_head));
+  }
+  // Now, not where the compiler would rather have it: behind the exits that those before it lead to, so that every one
+  // would be waited for alone.
+  GD_DEVICE static ChunkDecay load_decay(const ChunkDecay* from) {
+    ChunkDecay decay;
+    asm volatile("ld.global.v2.f32 {%0,%1}, [%2];" : "=f"(decay.log2_left), "=f"(decay.written) : "l"(from));
+    return decay;
+  }
+  GD_DEVICE const ChunkDecay* decays_of(int rank, int head) const {
+    return p.decays + head * p.sequences.workspace_chunks() + s.first_chunk[rank];
+  }
+  // Where heads that fade are cut, their windows tell which ones do; elsewhere the middle of the sequence is as good.
+  GD_DEVICE bool persists(int seq_head, int rank) const {
+    return (s.segments[0][rank] > 1 ? s.lacks_warmup : s.persists)[seq_head] != 0;
+  }
+
+  // After rank_sequences. False: there is nothing to cut, as was found out during prepare.
+  GD_DEVICE bool plan() const {
+    __syncthreads();
+    look_at_prepared();
+    __syncthreads();
+    Cut cut = p.forced;
+    if (!cut.decaying && s.cuts[0].number < 0) return false;
+    // What a forward has kept for its backward is the best of more cuts than may be made, perhaps.
+    if (!cut.decaying && (p.may_cut || !p.has_saved)) cut = best_cut();
+    find_segments(cut);
+    __syncthreads();
+    find_order(cut);
+    find_warmups(cut);
+    __syncthreads();
+    write(cut);
+    return true;
+  }
+
+  // In one trip to memory: the cuts, and how many of the heads last, about, by the chunk in the middle of the sequence.
+  GD_DEVICE void look_at_prepared() const {
+    const int tid = threadIdx.x;
+    if (tid < kShares * kCutBlocks) s.cuts[tid] = p.cuts[tid];
+#pragma unroll 1
+    for (int seq_head = tid; seq_head < seq_heads(); seq_head += kScheduleThreads) {
+      const int rank = rank_of(seq_head), chunks = s.chunks[rank];
+      const bool persists = chunks > 0 && decays_of(rank, seq_head - rank * p.value_heads)[chunks / 2].log2_left >
+                                              usual_log2_left<kPass>();
+      s.persists[seq_head] = persists;
+      if (persists) atomicAdd(&s.persistent, 1);
+    }
+  }
+
+  // Every warp finds it. Prices are positive: as numbers without sign they are in the same order.
+  GD_DEVICE Cut best_cut() const {
+    const int share = p.may_cut ? floor_div(s.persistent * (kShares - 1) + seq_heads() / 2, seq_heads()) : 0;
+    static_assert(kCutBlocks <= 32);
+    const int lane = threadIdx.x & 31;
+    const CutCost mine = s.cuts[share * kCutBlocks + lane % kCutBlocks];
+    const uint32_t cost = __float_as_uint(mine.cost), best = __reduce_min_sync(~0u, cost);
+    const int number = __reduce_min_sync(~0u, cost == best ? mine.number : kCuts);
+    return cut_number(number, length_scale(s.chunks[0]));
+  }
+
+  // Of every sequence, and where its windows come, by the first warp.
+  GD_DEVICE void find_segments(const Cut& cut) const {
+    const int lane = threadIdx.x;
+    if (lane >= 32) return;
+    int at = 0;
+#pragma unroll 1
+    for (int first = 0; first < p.sequences.count; first += 32) {
+      const int rank = first + lane;
+      int mine = 0;
+      if (rank < p.sequences.count) {
+        const int segments = s.segments[0][rank] = segments_of<kPass>(cut, s.chunks[rank], false);
+        s.segments[1][rank] = segments_of<kPass>(cut, s.chunks[rank], true);
+        mine = p.value_heads * (segments - 1);
+      }
+      int sum = mine;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int before = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += before;
+      }
+      if (rank < p.sequences.count) s.first_warmup[rank] = at + sum - mine;
+      at += __shfl_sync(~0u, sum, 31);
+    }
+    if (lane == 0) s.warmup_count = at;
+  }
+
+  // By the last thread, which seldom has a window to find.
+  GD_DEVICE void find_order(const Cut& cut) const {
+    if (threadIdx.x == kScheduleThreads - 1) s.longest_first = is_longer_than_chain(cut, s.chunks[0]);
+  }
+
+  // For every boundary of a cut for heads that fade.
+  GD_DEVICE void find_warmups(const Cut& cut) const {
+    const int limit = warmup_limit<kPass>(cut.decaying);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < s.warmup_count; i += kScheduleThreads) {
+      int rank = 0;
+#pragma unroll 1
+      while (rank + 1 < p.sequences.count && s.first_warmup[rank + 1] <= i) ++rank;
+      const int chunks = s.chunks[rank], segments = s.segments[0][rank];
+      const int within = i - s.first_warmup[rank], head = floor_div(within, segments - 1);
+      const int boundary = decaying_begin(chunks, segments, within - head * (segments - 1) + 1);
+      const ChunkDecay* decays = decays_of(rank, head);
+      const int window = warmup_length<kPass>(boundary, limit, [&](int chunk) {
+        return load_decay(decays + (kPass == Pass::kBackward ? chunks - 1 - chunk : chunk));
+      });
+      s.windows[i] = static_cast<uint8_t>(window == kNoWarmup ? 0 : window);
+      if (window == kNoWarmup) s.lacks_warmup[rank * p.value_heads + head] = 1;
+    }
+  }
+
+  GD_DEVICE EntryCounts count_seq_head(int seq_head, const Cut& cut) const {
+    const int rank = rank_of(seq_head);
+    const bool persistent = persists(seq_head, rank);
+    return entries_of(s.segments[persistent][rank], s.chunks[rank], persistent, cut.halves ? 2 : 1);
+  }
+
+  GD_DEVICE void write(Cut cut) const {
+    const int tid = threadIdx.x;
+    const int each = ceil_div(seq_heads(), kScheduleThreads), begin = tid * each, end = min(begin + each, seq_heads());
+    EntryCounts total{0};
+    for (;;) {
+      EntryCounts mine{0}, before{0};
+#pragma unroll 1
+      for (int seq_head = begin; seq_head < end; ++seq_head) mine.all += count_seq_head(seq_head, cut).all;
+      before.all = sum_before(mine.all, s.entry_sums, total.all);
+#pragma unroll 1
+      for (int seq_head = begin; seq_head < end; ++seq_head) {
+        s.before[seq_head] = before;
+        before.all += count_seq_head(seq_head, cut).all;
+      }
+      if (fits(cut, total, p.limits)) break;
+      __syncthreads();
+      find_segments(cut);
+      find_order(cut);
+      __syncthreads();
+    }
+    const int entries = total.entries(cut.halves ? 2 : 1);
+    if (entries > room) return;
+    // Pieces may wait for others: a block that is not on the card yet must not have one of those.
+    const bool is_cut = cut.decaying || cut.persistent;
+    if (tid == 0) *schedule = {entries, 0, is_cut ? 0 : p.main_blocks()};
+    __syncthreads();
+    // Gradients of states are tensors of their own.
+    const bool in_place = kPass != Pass::kBackward && p.initial.data && p.final.data;
+    const ListPlan list{cut, total, p.limits.blocks, s.longest_first, p.value_heads, in_place};
+    int log_lanes = 5;  // threads a pair gets
+    while (log_lanes > 0 && seq_heads() << log_lanes > kScheduleThreads) --log_lanes;
+#pragma unroll 1
+    for (int i = tid; i < seq_heads() << log_lanes; i += kScheduleThreads)
+      write_seq_head(list, i >> log_lanes, i & ((1 << log_lanes) - 1), 1 << log_lanes);
+  }
+
+  GD_DEVICE void write_seq_head(const ListPlan& list, int seq_head, int lane, int lanes) const {
+    const int rank = rank_of(seq_head), head = seq_head - rank * p.value_heads, chunks = s.chunks[rank];
+    const bool persistent = persists(seq_head, rank);
+    WorkItem whole = s.items[rank];
+    whole.head = head;
+    whole.key_head = floor_div(head, p.group);
+    whole.prepared += head;
+    list_seq_head<kPass>(list, whole, seq_head, chunks, s.segments[persistent][rank], persistent, s.before[seq_head],
+                         s.windows + s.first_warmup[rank] + head * (s.segments[0][rank] - 1), lane, lanes,
+                         [&](int i, const WorkItem& item) { work[i] = item; });
+  }
+};
+
+}  // namespace gatedelta::cuda

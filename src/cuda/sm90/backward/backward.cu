@@ -1,0 +1,178 @@
+// The backward on CUDA: a validated problem becomes four to seven kernels on the caller's stream.
+#include <algorithm>
+
+#include "cuda/backend.hpp"
+#include "cuda/host/launch.cuh"
+#include "cuda/host/params.cuh"
+#include "cuda/host/tensor_map.cuh"
+#include "cuda/schedule/backward_lists.cuh"
+#include "cuda/sm90/backward/grad_chain.cuh"
+#include "cuda/sm90/backward/gradients/kernel.cuh"
+#include "cuda/sm90/backward/states_chain.cuh"
+#include "cuda/sm90/prepare/launch.cuh"
+#include "cuda/workspace/backward.hpp"
+
+namespace gatedelta::cuda {
+
+namespace {
+
+BackwardParams params_of(const BackwardProblem& problem, char* workspace, int multiprocessors) {
+  constexpr uintptr_t kAlign = ForwardWorkspace::kAlign;
+  const BackwardWorkspace layout = backward_layout(problem);
+  char* const base = workspace + (kAlign - reinterpret_cast<uintptr_t>(workspace) % kAlign) % kAlign;
+  BackwardParams p{};
+  static_cast<CallParams&>(p) = call_params(forward_of(problem), workspace, multiprocessors, kBackwardPreparedBytes);
+  p.has_saved = problem.saved != nullptr;
+  const auto at = [&](size_t offset) { return base + offset; };
+  p.grad_schedule = reinterpret_cast<Schedule*>(at(layout.grad_schedule));
+  p.grad_work = reinterpret_cast<WorkItem*>(at(layout.grad_work));
+  p.grad_boundary_ready = reinterpret_cast<int*>(at(layout.grad_boundary_ready));
+  p.grad_boundaries = reinterpret_cast<uint8_t*>(at(layout.grad_boundaries));
+  p.states = reinterpret_cast<uint8_t*>(at(layout.states));
+  p.gradients = reinterpret_cast<uint8_t*>(at(layout.gradients));
+  if (problem.dA_log || problem.d_dt_bias) p.head_sums = reinterpret_cast<float2*>(at(layout.head_sums));
+  p.d_o = rows_of(problem.d_o);
+  p.dq = rows_of(problem.dq);
+  p.dk = rows_of(problem.dk);
+  p.dg = rows_of(problem.dg);
+  p.dbeta = rows_of(problem.dbeta);
+  p.dA_log = scalars_of(problem.dA_log);
+  p.d_dt_bias = scalars_of(problem.d_dt_bias);
+  const int64_t row = int64_t{p.value_heads} * kHeadDim;
+  const auto rows_at = [&](size_t offset) -> Rows {
+    return {at(offset), p.sequences.tokens * row, row, kHeadDim, problem.in.q.dtype};
+  };
+  p.dv = problem.dv ? rows_of(problem.dv) : rows_at(layout.dv);
+  p.u = rows_at(layout.u);
+  const Slices& slices = layout.slices;
+  p.recompute_chunks = static_cast<int>(slices.recompute_chunks);
+  p.split = static_cast<int>(slices.split);
+  p.slice = {0, p.split};
+  if (slices.count > 1) {
+    p.slice1_schedule = reinterpret_cast<Schedule*>(at(layout.slice1_schedule));
+    p.slice1_work = reinterpret_cast<WorkItem*>(at(layout.slice1_work));
+  }
+  p.d_final = states_of(problem.d_final, {}, base);
+  p.d_initial = states_of(problem.d_initial, {}, base);
+  return p;
+}
+
+// What the second slice has otherwise.
+BackwardParams slice1_params(const BackwardParams& p, const Slices& slices) {
+  BackwardParams later = p;
+  later.slice = {p.split, static_cast<int>(p.sequences.workspace_chunks())};
+  later.schedule = p.slice1_schedule;
+  later.work = p.slice1_work;
+  later.states -= slices.split * p.value_heads * kStateTileBytes;
+  later.u.data = static_cast<char*>(p.u.data) - slices.split_token * p.u.token_stride * 2;
+  return later;
+}
+
+// The chains are the forward's with other tensors.
+CallParams states_params(const BackwardParams& p) {
+  CallParams states = p;
+  states.o = p.u;
+  states.o_map = p.u_map;
+  return states;
+}
+CallParams chain_params(const BackwardParams& p) {
+  CallParams chain = p;
+  chain.v = p.d_o;
+  chain.v_map = p.d_o_map;
+  chain.o = p.dv;
+  chain.o_map = p.dv_map;
+  chain.initial = p.d_final;
+  chain.final = p.d_initial;
+  chain.work = p.grad_work;
+  chain.schedule = p.grad_schedule;
+  chain.boundary_ready = p.grad_boundary_ready;
+  chain.boundaries = p.grad_boundaries;
+  return chain;
+}
+
+template <auto kKernel, class... Args>
+cudaError_t launch_after(int64_t blocks, int threads, int bytes, int device, cudaStream_t stream, const Args&... args) {
+  static std::atomic<uint64_t> allowed{0};
+  if (bytes > 0)
+    if (const cudaError_t e = allow_shared_memory(kKernel, bytes, device, allowed)) return e;
+  return launch_early(kKernel, blocks, threads, bytes, stream, args...);
+}
+
+// `later`: the second slice, if there is one.
+template <class Elem>
+Outcome launch(const BackwardParams& p, const BackwardParams* later, int device, cudaStream_t stream) {
+  Outcome outcome;
+  const auto ran = [&](cudaError_t error, const char* what) {
+    if (error) outcome = failure(error, what);
+    return !error;
+  };
+  // What the forward has kept is prepared.
+  if (!p.has_saved &&
+      !ran(launch_prepare(p, std::is_same_v<Elem, __nv_bfloat16>, device, stream), "launch the prepare kernel"))
+    return outcome;
+  const int chain_blocks = p.main_blocks();
+  constexpr int kBytes = ChainSmem::kAllocated;
+  if (p.sequences.count > 0) {
+    const int lists = p.list == kPlannedList ? kPlannedLists : kScheduleBlocks;
+    const bool all = ran(launch_kernel(!p.has_saved, backward_lists_kernel, lists, kScheduleThreads, 0, stream, p),
+                         "launch the lists of work") &&
+                     ran(launch_after<backward_chain_kernel<Elem>>(chain_blocks, kChainThreads, kBytes, device, stream,
+                                                                   chain_params(p)),
+                         "launch the chain of gradients");
+    if (!all) return outcome;
+  }
+  const int64_t units = p.sequences.workspace_chunks() * p.key_heads,
+                blocks = std::min<int64_t>(units, p.limits.blocks);
+  for (const BackwardParams* of : {&p, later}) {
+    if (!of) continue;
+    if (p.sequences.count > 0 &&
+        !ran(launch_after<states_kernel<Elem>>(chain_blocks, kChainThreads, kBytes, device, stream, states_params(*of),
+                                               of->states, later != nullptr),
+             "launch the states kernel"))
+      return outcome;
+    if (blocks > 0 && !ran(launch_after<gradients_kernel<Elem>>(blocks, kGradientThreads, GradientSmem::kAllocated,
+                                                                device, stream, *of),
+                           "launch the gradients kernel"))
+      return outcome;
+  }
+  if (p.head_sums)
+    ran(launch_after<head_sums_kernel>(p.value_heads, 256, 0, device, stream, p), "launch the sums over tokens");
+  return outcome;
+}
+
+}  // namespace
+
+Outcome backward(const BackwardProblem& problem, const Context& context) {
+  return with_device(context.device, [&](int multiprocessors) -> Outcome {
+    BackwardParams p = params_of(problem, context.workspace, multiprocessors);
+    const bool bf16 = problem.in.q.dtype == GD_BF16;
+    if (p.sequences.batch > 0 && p.sequences.tokens > 0) {
+      for (const MappedTensor& t : {MappedTensor{"q", &p.q_map, p.q, p.key_heads},
+                                    {"k", &p.k_map, p.k, p.key_heads},
+                                    {"v", &p.v_map, p.v, p.value_heads},
+                                    {"d_o", &p.d_o_map, p.d_o, p.value_heads},
+                                    {"dv", &p.dv_map, p.dv, p.value_heads},
+                                    {"u", &p.u_map, p.u, p.value_heads}})
+        if (Outcome outcome = encode_map(t, p.sequences, bf16); outcome.status != GD_OK) return outcome;
+      for (const MappedTensor& t :
+           {MappedTensor{"dq", &p.dq_map, p.dq, p.key_heads}, {"dk", &p.dk_map, p.dk, p.key_heads}})
+        if (t.rows.data)
+          if (Outcome outcome = encode_map(t, p.sequences, bf16); outcome.status != GD_OK) return outcome;
+    }
+    const Slices slices = slices_of(problem);
+    BackwardParams of_later;
+    const BackwardParams* later = nullptr;
+    if (slices.count > 1) {
+      of_later = slice1_params(p, slices);
+      if (Outcome outcome = encode_map({"u", &of_later.u_map, of_later.u, p.value_heads}, p.sequences, bf16);
+          outcome.status != GD_OK)
+        return outcome;
+      later = &of_later;
+    }
+    const auto stream = static_cast<cudaStream_t>(context.stream);
+    return bf16 ? launch<__nv_bfloat16>(p, later, context.device, stream)
+                : launch<__half>(p, later, context.device, stream);
+  });
+}
+
+}  // namespace gatedelta::cuda

@@ -1,0 +1,61 @@
+// The CUDA backend: a validated problem becomes two or three kernels on the caller's stream.
+#include "cuda/backend.hpp"
+#include "cuda/host/params.cuh"
+#include "cuda/host/tensor_map.cuh"
+#include "cuda/sm90/forward/launch.cuh"
+#include "cuda/sm90/prepare/launch.cuh"
+
+namespace gatedelta::cuda {
+
+namespace {
+
+// What the copy engine is told of q, k, v and o.
+Outcome encode_maps(CallParams& p, bool bf16) {
+  for (const MappedTensor& t : {MappedTensor{"q", &p.q_map, p.q, p.key_heads},
+                                {"k", &p.k_map, p.k, p.key_heads},
+                                {"v", &p.v_map, p.v, p.value_heads},
+                                {"o", &p.o_map, p.o, p.value_heads}})
+    if (Outcome outcome = encode_map(t, p.sequences, bf16); outcome.status != GD_OK) return outcome;
+  return {};
+}
+
+template <class Elem>
+Outcome launch(const CallParams& p, int device, cudaStream_t stream) {
+  if (const cudaError_t error = launch_prepare<Elem>(p, device, stream))
+    return failure(error, "launch the prepare kernel");
+  if (p.sequences.count == 0) return {};  // prepare has zeroed what belongs to nobody
+  if (p.list != kEvenList)
+    if (const cudaError_t error = launch_schedule(p, stream)) return failure(error, "launch the schedule kernel");
+  if (const cudaError_t error = launch_main<Elem>(p, device, stream))
+    return failure(error, "launch the forward kernel");
+  return {};
+}
+
+}  // namespace
+
+cudaError_t launch_prepare(const CallParams& p, bool bf16, int device, cudaStream_t stream) {
+  return bf16 ? launch_prepare<__nv_bfloat16>(p, device, stream) : launch_prepare<__half>(p, device, stream);
+}
+
+bool is_compiled() { return true; }
+
+int usable_devices() {
+  int count = 0, usable = 0;
+  if (cudaGetDeviceCount(&count)) count = 0;
+  for (int device = 0; device < count; ++device) usable += check_device(device).status == GD_OK;
+  cudaGetLastError();
+  return usable;
+}
+
+Outcome forward(const ForwardProblem& problem, const Context& context) {
+  return with_device(context.device, [&](int multiprocessors) -> Outcome {
+    CallParams p = call_params(problem, context.workspace, multiprocessors);
+    const bool bf16 = problem.in.q.dtype == GD_BF16;
+    if (p.sequences.batch > 0 && p.sequences.tokens > 0)  // an empty tensor has no map, and nobody looks at it
+      if (Outcome outcome = encode_maps(p, bf16); outcome.status != GD_OK) return outcome;
+    const auto stream = static_cast<cudaStream_t>(context.stream);
+    return bf16 ? launch<__nv_bfloat16>(p, context.device, stream) : launch<__half>(p, context.device, stream);
+  });
+}
+
+}  // namespace gatedelta::cuda

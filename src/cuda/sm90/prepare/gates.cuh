@@ -1,0 +1,110 @@
+// Gates, betas and the vectors made of them.
+#pragma once
+
+#include "cuda/params.hpp"
+#include "cuda/sm90/device.cuh"
+#include "cuda/sm90/prepare/config.hpp"
+
+namespace gatedelta::cuda {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLowestGate = -128.0f;  // e^g is 0 in fp32 from here on, and -inf would make differences NaN
+
+GD_DEVICE float gate_of(const CallParams& p, float g, int head) {
+  if (p.gate == GD_GATE_RAW) {
+    if (p.dt_bias.data) g += load_number(p.dt_bias.data, p.dt_bias.dtype, head * p.dt_bias.stride);
+    const float softplus = g > 20.0f ? g : log1pf(expf(g));
+    g = -expf(load_number(p.A_log.data, p.A_log.dtype, head * p.A_log.stride)) * softplus;
+  }
+  return fmaxf(g, kLowestGate);
+}
+
+GD_DEVICE float beta_of(const CallParams& p, float x) {
+  if (p.beta_kind == GD_BETA_VALUE) return x;
+  const float y = 1.0f / (1.0f + expf(-x));
+  return p.beta_kind == GD_BETA_LOGIT ? y : 2.0f * y;
+}
+
+// Gates and betas of the chunk to shared memory, as they lie in memory: up to four heads beside each other. Of one head
+// alone, half of the threads take the gates and half the betas. Tokens past the end have g = 0 and beta = 0.
+GD_DEVICE void load_gates(const CallParams& p, int batch, int token, int rows, int first_head, uint32_t smem) {
+  const int tid = static_cast<int>(threadIdx.x);
+  const auto put = [&](int v, int row, float x) {
+    store_shared(smem + PrepareSmem::kGates + (v * kChunkTokens + row) * 4, x);
+  };
+  if (p.group == 1) {
+    const int row = tid % kChunkTokens;
+    const bool is_gate = tid < kChunkTokens;
+    const Rows& from = is_gate ? p.g : p.beta;
+    float x = 0;
+    if (row < rows) {
+      x = load_number(from.data, from.dtype, from.offset(batch, token + row, first_head));
+      x = is_gate ? gate_of(p, x, first_head) * kLog2e : beta_of(p, x);
+    }
+    return put(is_gate ? 0 : 1, row, x);
+  }
+  constexpr int kStep = kChunkTokens / 2;
+  const int row = tid / 4;
+#pragma unroll 1
+  for (int v = tid % 4; v < p.group; v += 4) {
+    const int head = first_head + v;
+    const int64_t at_g = p.g.offset(batch, token + row, head), at_beta = p.beta.offset(batch, token + row, head);
+    float g[2] = {}, beta[2] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (row + i * kStep >= rows) continue;
+      g[i] = load_number(p.g.data, p.g.dtype, at_g + i * kStep * p.g.token_stride);
+      beta[i] = load_number(p.beta.data, p.beta.dtype, at_beta + i * kStep * p.beta.token_stride);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool here = row + i * kStep < rows;
+      put(v, row + i * kStep, here ? gate_of(p, g[i], head) * kLog2e : 0.0f);
+      put(p.group + v, row + i * kStep, here ? beta_of(p, beta[i]) : 0.0f);
+    }
+  }
+}
+
+// The vectors of one value head, by one warp, two tokens a lane.
+GD_DEVICE void prepare_vectors(const CallParams& p, int chunk_index, int head, uint32_t smem, uint32_t gates,
+                               uint32_t betas, int lane) {
+  auto* const vectors = reinterpret_cast<float*>(p.prepared_chunk(chunk_index, head) + kInverseBytes);
+  ChunkDecay* const decay = p.decays + head * p.sequences.workspace_chunks() + chunk_index;
+  const float2 g = load_shared2(gates + lane * 8), beta = load_shared2(betas + lane * 8);
+  float sum = g.x + g.y;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const float before = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += before;
+  }
+  const float block_end = __shfl_sync(~0u, sum, lane | 7);
+  const float b[2] = {sum - g.y, sum};
+  const float2 rk = load_shared2(smem + PrepareSmem::kNorms + lane * 8);
+  const float2 rq = load_shared2(smem + PrepareSmem::kNorms + kVectorBytes + lane * 8);
+  const float2 gamma = make_float2(exp2_approx(b[0]), exp2_approx(b[1]));
+  const float2 s = make_float2(p.scale * rq.x, p.scale * rq.y);
+  const auto put = [&](ChunkVector v, float x, float y) {
+    reinterpret_cast<float2*>(vectors + v * kChunkTokens)[lane] = make_float2(x, y);
+  };
+  put(kLogGamma, b[0], b[1]);
+  put(kReadKey, gamma.x * rk.x, gamma.y * rk.y);
+  put(kReadQuery, gamma.x * s.x, gamma.y * s.y);
+  put(kBeta, beta.x, beta.y);
+  put(kBetaTail, beta.x * exp2_approx(block_end - b[0]), beta.y * exp2_approx(block_end - b[1]));
+  put(kScoreScale, s.x, s.y);
+  if (p.prepared_bytes == kBackwardPreparedBytes) put(kKeyNorm, rk.x, rk.y);
+
+  const float end = __shfl_sync(~0u, sum, 31);
+  const float2 length = load_shared2(smem + PrepareSmem::kLengths + lane * 8);
+  float written = beta.x * exp2_approx(end - b[0]) + beta.y * exp2_approx(end - b[1]);
+  const float most = fmaxf(fabsf(1.0f - beta.x * length.x), 1.0f) * fmaxf(fabsf(1.0f - beta.y * length.y), 1.0f);
+  float growth = log2f(most);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    written += __shfl_xor_sync(~0u, written, step);
+    growth += __shfl_xor_sync(~0u, growth, step);
+  }
+  if (lane == 0) *decay = {end + growth, growth > 0 || !(written >= 0) ? -1.0f : written};
+}
+
+}  // namespace gatedelta::cuda

@@ -1,0 +1,281 @@
+// The PTX this library uses, one function per instruction. sm_90a.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "cuda/sm90/tiles.hpp"
+
+#define GD_DEVICE __device__ __forceinline__
+
+namespace gatedelta::cuda {
+
+// ---- shared memory addresses, loads and stores ---------------------------------------------------------------------
+
+GD_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+GD_DEVICE float load_shared(uint32_t p) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(p));
+  return v;
+}
+GD_DEVICE float2 load_shared2(uint32_t p) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(p));
+  return v;
+}
+GD_DEVICE float4 load_shared4(uint32_t p) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(p));
+  return v;
+}
+GD_DEVICE uint4 load_shared_words(uint32_t p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
+GD_DEVICE uint32_t load_shared_word(uint32_t p) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p));
+  return v;
+}
+GD_DEVICE void store_shared(uint32_t p, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(p), "f"(v) : "memory");
+}
+GD_DEVICE void store_shared4(uint32_t p, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+GD_DEVICE void store_shared_words(uint32_t p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+GD_DEVICE void store_shared_if(bool stores, uint32_t p, int x) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %0, 0;\n@p st.shared.b32 [%1], %2;}" ::"r"(int(stores)), "r"(p), "r"(x)
+               : "memory");
+}
+GD_DEVICE void copy_async16(uint32_t dst, const void* src, bool valid) {
+  const int bytes = valid ? 16 : 0;  // the rest is filled with zeros
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+}
+GD_DEVICE void copy_async_wait() { asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory"); }
+
+// ---- 8 x 8 matrices ------------------------------------------------------------------------------------------------
+
+GD_DEVICE void ldmatrix(uint32_t (&r)[4], uint32_t p) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(p)
+               : "memory");
+}
+GD_DEVICE void ldmatrix_trans(uint32_t* r, uint32_t p) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(p)
+               : "memory");
+}
+GD_DEVICE void ldmatrix_x2(uint32_t* r, uint32_t p) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(p) : "memory");
+}
+GD_DEVICE void ldmatrix_x2_trans(uint32_t* r, uint32_t p) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(p)
+               : "memory");
+}
+GD_DEVICE void stmatrix(uint32_t p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+GD_DEVICE void stmatrix_trans(uint32_t p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
+// c += a b, fp16 operands, fp32 sums: 16 x 8 with 16 or 8 contracted.
+GD_DEVICE void mma_k16(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+GD_DEVICE void mma_k8(float* c, uint32_t a0, uint32_t a1, uint32_t b0) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a0), "r"(a1), "r"(b0));
+}
+
+// The same number, which the compiler cannot know to be the same: what follows from it is found anew instead of being
+// kept in registers.
+GD_DEVICE int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// ---- numbers -------------------------------------------------------------------------------------------------------
+
+GD_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two 16-bit numbers in one register; the first is the lower half.
+template <class Elem>
+GD_DEVICE uint32_t pack(float first, float second);
+template <>
+GD_DEVICE uint32_t pack<__nv_bfloat16>(float first, float second) {
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
+  return r;
+}
+template <>
+GD_DEVICE uint32_t pack<__half>(float first, float second) {
+  uint32_t r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
+  return r;
+}
+template <class Elem>
+GD_DEVICE float2 unpack(uint32_t x);
+template <>
+GD_DEVICE float2 unpack<__nv_bfloat16>(uint32_t x) {
+  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}
+template <>
+GD_DEVICE float2 unpack<__half>(uint32_t x) {
+  float2 v;
+  asm("{.reg .b16 l,h;\nmov.b32 {l,h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;}" : "=f"(v.x), "=f"(v.y) : "r"(x));
+  return v;
+}
+
+// ---- barriers and fences -------------------------------------------------------------------------------------------
+
+GD_DEVICE void barrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+GD_DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+GD_DEVICE void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+GD_DEVICE void barrier_arrive(uint32_t barrier, int times) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
+}
+GD_DEVICE void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+GD_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain_%=:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again_%=;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+// True for one thread of a warp that is all here.
+GD_DEVICE bool elect_one() {
+  uint32_t is_elected;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;}" : "=r"(is_elected));
+  return is_elected;
+}
+// A warp arrives, after what its lanes have read and written: one lane for all of them. compute-sanitizer's racecheck
+// takes that for a race, because ptxas leaves out a __syncwarp() where it knows that the lanes are together anyway. In
+// a build for that tool (GD_RACECHECK) every lane arrives for itself.
+#ifdef GD_EVERY_LANE_ARRIVES
+constexpr int kArrivals = 32;
+#else
+constexpr int kArrivals = 1;
+#endif
+GD_DEVICE bool is_arriving() { return kArrivals > 1 || elect_one(); }
+GD_DEVICE void warp_arrive(uint32_t barrier) {
+  __syncwarp();
+  if (is_arriving()) barrier_arrive(barrier);
+}
+// Threads that meet at a named barrier; ids below 16, 0 is __syncthreads().
+GD_DEVICE void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// The same for warps that come from different places in the code, which the one above does not allow.
+GD_DEVICE void named_barrier_sync_divergent(int id, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// The same for a thread that does not wait for the others.
+GD_DEVICE void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// What this thread wrote to shared memory, before the copy engine or wgmma reads it.
+GD_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Programmatic dependent launch: the next kernel may be put on the card once every block has called allow_next_kernel
+// (or ended); it sees what this one wrote after wait_for_previous_kernel.
+GD_DEVICE void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+GD_DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+template <int kRegisters>
+GD_DEVICE void grow_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+GD_DEVICE void shrink_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// One more, for a thread that counts; what it was before. Without a branch, after which nothing would be uniform.
+GD_DEVICE int atomic_inc_if(int* counter, bool counts) {
+  int before;
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p atom.global.add.u32 %0, [%1], 1;}"
+               : "=r"(before)
+               : "l"(counter), "r"(int(counts))
+               : "memory");
+  return before;
+}
+
+// Counters that blocks tell each other by what they wrote to memory.
+GD_DEVICE int load_acquire(const int* counter) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+GD_DEVICE void add_release(int* counter, int n) {
+  asm volatile("fence.acq_rel.gpu;\nred.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(n) : "memory");
+}
+GD_DEVICE void pause() { asm volatile("nanosleep.u32 64;" ::: "memory"); }
+// Between the copy engine's accesses to memory and other ones.
+GD_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// ---- copy engine ---------------------------------------------------------------------------------------------------
+
+// A box of a 5-D tensor (column, head, token, batch, half of the columns) to shared memory, and back.
+GD_DEVICE void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t barrier, int head, int token, int batch,
+                        int half) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6,%7}], "
+      "[%2];" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(0), "r"(head), "r"(token), "r"(batch), "r"(half)
+      : "memory");
+}
+GD_DEVICE void tma_store(const CUtensorMap* map, uint32_t src, int head, int token, int batch, int half) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5,%6}], [%1];" ::"l"(map),
+               "r"(src), "r"(0), "r"(head), "r"(token), "r"(batch), "r"(half)
+               : "memory");
+}
+GD_DEVICE void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+               "l"(src), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+GD_DEVICE void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes)
+               : "memory");
+}
+GD_DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until at most kPending of this thread's committed stores have not yet read their source.
+template <int kPending>
+GD_DEVICE void store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+template <int kPending>
+GD_DEVICE void store_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace gatedelta::cuda
