@@ -1,4 +1,4 @@
-// What of the CUDA backend needs no CUDA: sizes, and in a build without it the answers that say so.
+// The parts of the CUDA backend that need no CUDA: sizes, and the refusals of a build without it.
 #include "cuda/backend.hpp"
 
 #include "cuda/workspace/backward.hpp"

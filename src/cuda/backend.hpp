@@ -14,7 +14,7 @@ struct Context {
   char* workspace = nullptr;  // 64-byte aligned
 };
 
-// What became of a call, with a message where that is not GD_OK.
+// Status of a call, with a message unless it is GD_OK.
 struct Outcome {
   gd_status status = GD_OK;
   char message[256] = "";
@@ -25,7 +25,7 @@ bool is_compiled();
 int usable_devices();
 
 size_t forward_workspace(const ForwardProblem&);
-// Puts the kernels on the stream and returns: nothing is waited for, allocated or read back.
+// Launches the kernels and returns: no synchronisation, allocation or readback.
 Outcome forward(const ForwardProblem&, const Context&);
 
 size_t saved_bytes(const Layer&);  // that a forward keeps for its backward, if asked to

@@ -23,26 +23,26 @@ struct CallParams {
   float scale;
   States initial, final, checkpoints;
   int64_t checkpoint_every;  // tokens; 0 = none
-  uint8_t* prepared;         // [slots][value_heads][prepared_bytes]
+  uint8_t* prepared;         // [chunks][value_heads][prepared_bytes]
   int prepared_bytes;
-  bool has_saved;             // by the forward of this backward
+  bool has_saved;             // a backward with the forward's saved results
   int* order;                 // [N] sequences, longest first
   int64_t* first_checkpoint;  // [N]
-  ChunkDecay* decays;         // [value_heads][slots]
+  ChunkDecay* decays;         // [value_heads][chunks]
   CutCost* cuts;              // [kShares][kCutParts]
-  SavedList* saved_list;      // in what is saved; null = nothing is
-  bool saves_list;            // the forward makes one, the backward takes it if it is there
+  SavedList* saved_list;      // inside `saved`; null without it
+  bool saves_list;            // the forward writes it, the backward copies it if present
   Schedule* schedule;
   WorkItem* work;       // [schedule->count]
   uint8_t* boundaries;  // [limits.boundaries][kBoundaryBytes]
-  uint8_t* gradients;   // [slots][value_heads][kImageBytes], of states, in a backward
+  uint8_t* gradients;   // [chunks][value_heads][kStateTileBytes], of states, in a backward
   int* boundary_ready;  // [limits.boundaries], see Ready
   int* initial_read;    // [N * value_heads]: warpgroups that have read the initial state of a sequence that is cut
   Limits limits;
   ListMode list;
   bool may_cut;
-  int even_parts;  // of a head, in a list that is even
-  Cut forced;      // if its segments have a length
+  int even_parts;  // items per head of an even list
+  Cut forced;      // by segment_chunks; zero lengths: not forced
 
   GD_HOST_DEVICE int main_blocks() const { return limits.entries < limits.blocks ? limits.entries : limits.blocks; }
   GD_HOST_DEVICE bool is_padding(int n) const {
@@ -55,24 +55,24 @@ struct CallParams {
   }
 };
 
-// Rows whose beta is small leave the chain as Z, not as dV = beta o Z, which would have lost bits, or all of them.
+// Rows with a small beta leave the chain as Z: dV = beta o Z would lose bits, or all of them.
 constexpr float kSmallBeta = 1.0f / 64;
 GD_HOST_DEVICE inline bool stores_unscaled(float beta) { return fabsf(beta) < kSmallBeta; }
 
 struct BackwardParams : CallParams {
   CUtensorMap d_o_map, dq_map, dk_map, dv_map, u_map;
   Rows d_o, dq, dk, dv, dg, dbeta;
-  Rows u;  // what chunks write: beta o (v - k S), token by token
+  Rows u;  // what each token writes: beta (v - k S)
   HeadScalars dA_log, d_dt_bias;
   States d_final, d_initial;
-  uint8_t* states;    // [slots][value_heads][kImageBytes], before each chunk; what there is of it is that of a slice
-  float2* head_sums;  // [slots][value_heads], of dA_log and d_dt_bias; null = not wanted
-  // The states are listed in pieces of so many chunks, and in two slices if `split` is one of the slots.
+  uint8_t* states;    // [chunks][value_heads][kStateTileBytes], before each chunk, of one slice
+  float2* head_sums;  // [chunks][value_heads], of dA_log and d_dt_bias; null = not wanted
+  // Chunks per item of the states' list; chunk index of the second slice, if there are two.
   int recompute_chunks, split;
-  Slice slice;  // that of the gradients
+  Slice slice;  // of this launch of the gradients kernel
   Schedule* slice1_schedule;
   WorkItem* slice1_work;
-  // The second list of work, of gradients of states, and the counters of its boundaries.
+  // The gradient chain's list and its boundary counters.
   Schedule* grad_schedule;
   WorkItem* grad_work;
   uint8_t* grad_boundaries;

@@ -61,8 +61,8 @@ struct Sequences {
     const int64_t begin = offsets[n];
     return {0, begin, offsets[n + 1] - begin};
   }
-  // A chunk's place in the workspace needs no table: chunk c of sequence n is slot first_slot(n) + c, and slots of
-  // different sequences never meet because every sequence brings one to spare.
+  // Chunk c of sequence n has chunk index first_chunk_index(n) + c. This needs no table, and indices of different
+  // sequences never collide because every sequence has one to spare.
   GD_HOST_DEVICE int64_t first_chunk_index(int n) const {
     return offsets.data ? first_chunk_index_at(offsets[n], n) : n * chunks(tokens);
   }
@@ -71,7 +71,7 @@ struct Sequences {
     return begin / kChunkTokens + n;
   }
   GD_HOST_DEVICE static int64_t chunks(int64_t length) { return (length + kChunkTokens - 1) / kChunkTokens; }
-  // Tokens past the last offset count as sequence N, which nobody owns.
+  // Tokens past the last offset count as sequence N, which is padding.
   GD_HOST_DEVICE int64_t workspace_chunks() const {
     return offsets.data ? tokens / kChunkTokens + count + 1 : count * chunks(tokens);
   }

@@ -17,7 +17,7 @@ constexpr int kSupportedMajor = 9;  // compute capability: the kernels are sm_90
   va_start(values, format);
   std::vsnprintf(outcome.message, sizeof outcome.message, format, values);
   va_end(values);
-  cudaGetLastError();  // the next launch would report an error that is told already
+  cudaGetLastError();  // clear it: the next launch would report it again
   return outcome;
 }
 inline Outcome failure(cudaError_t error, const char* what) {
@@ -37,7 +37,7 @@ inline Outcome check_device(int device) {
   return {};
 }
 
-// Makes a device the thread's current one for as long as it lives.
+// Scope guard: makes a device the thread's current one.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int device) {
@@ -59,7 +59,7 @@ class CurrentDevice {
   bool changed_ = false;
 };
 
-// A kernel's first use loads its code, which a capture in one of the stricter modes would take for a mistake.
+// A kernel's first use loads its module, which the stricter stream-capture modes reject.
 class RelaxedCapture {
  public:
   RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -71,7 +71,7 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Of a device the kernels run on. A fact of the device: asked for once for each of the first 64.
+// Number of SMs of a supported device. Cached for the first 64 devices.
 inline Outcome count_multiprocessors(int device, int& count) {
   static std::atomic<int> counted[64];
   if (device < 64) count = counted[device].load(std::memory_order_relaxed);

@@ -7,8 +7,7 @@
 
 namespace gatedelta::cuda {
 
-// Lets a kernel have as much shared memory as any block of it may ask for. A fact of the kernel on a device: asked for
-// once for each of the first 64.
+// Raises a kernel's shared-memory limit to the most any launch needs. Done once per device for the first 64 devices.
 template <class Kernel>
 cudaError_t allow_shared_memory(Kernel kernel, int bytes, int device, std::atomic<uint64_t>& allowed) {
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
@@ -18,8 +17,8 @@ cudaError_t allow_shared_memory(Kernel kernel, int bytes, int device, std::atomi
   return error;
 }
 
-// Blocks of this kernel may come to the card while the last of the one before it are still there; they wait before they
-// read. Not of the first one of a call: what came before is the caller's.
+// PDL launch: CTAs of this kernel may start while the last ones of the previous kernel still run; they wait before they
+// read. Not for the first kernel of a call: the work before it is the caller's.
 template <class Kernel, class... Args>
 cudaError_t launch_kernel(bool early_too, Kernel kernel, int64_t blocks, int threads, int bytes, cudaStream_t stream,
                           const Args&... args) {

@@ -8,7 +8,7 @@ namespace gatedelta::cuda {
 
 inline Rows rows_of(const TokenRows& t) { return {t.data, t.batch_stride, t.token_stride, t.head_stride, t.dtype}; }
 inline HeadScalars scalars_of(const HeadVector& v) { return {v.data, v.stride, v.dtype}; }
-// The kernels know by the pointer whether something is there. A pool without slots may have none: `present` stands in.
+// Kernels test the pointer for presence. A state pool without slots may have a null pointer: `present` stands in.
 inline States states_of(const StateRows& s, const IndexVector& indices, void* present) {
   return {!s       ? nullptr
           : s.data ? s.data

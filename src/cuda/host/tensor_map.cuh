@@ -45,7 +45,7 @@ inline cudaError_t find_encoder(EncodeTiled& encode) {
   return cudaSuccess;
 }
 
-// What the copy engine is told of a tensor of rows.
+// Tensor maps for TMA.
 struct MappedTensor {
   const char* name;
   CUtensorMap* map;

@@ -1,5 +1,5 @@
-// The lists of work of the backward: one of the states, one of their gradients, where chunks are walked through from
-// the last to the first. What depends on lengths alone is as in the forward (cuda/forward/schedule.cuh).
+// The backward's two work lists: states, and the gradient chain, which runs from the last chunk to the first. What
+// depends on lengths alone is shared with the forward (scheduler.cuh).
 #pragma once
 
 #include "cuda/schedule/recompute.hpp"
@@ -7,9 +7,10 @@
 
 namespace gatedelta::cuda {
 
-constexpr int kPlannedLists = 2;  // a block makes each
+constexpr int kPlannedLists = 2;  // one CTA writes each
 
-// Both lists where nothing is cut; that of the states may be there already, from prepare, or is another one in slices.
+// Both lists where nothing is cut. Prepare may have written the states' list already; with slices it is a different
+// list.
 GD_DEVICE void list_both_uncut(const BackwardParams& p) {
   const int thread = static_cast<int>(blockIdx.x) * kScheduleThreads + static_cast<int>(threadIdx.x);
   const int stride = static_cast<int>(gridDim.x) * kScheduleThreads;
@@ -26,7 +27,7 @@ GD_DEVICE void list_both_uncut(const BackwardParams& p) {
   *p.grad_schedule = {entries, 0, p.main_blocks()};
 }
 
-// The list of the states where the forward has kept those at the ends of windows. After rank_sequences.
+// The states' list where the forward saved states. Call after rank_sequences.
 GD_DEVICE void list_recompute(const BackwardParams& p, const ScheduleSmem& s) {
   __shared__ RecomputePieces pieces;
   const auto chunks = [&](int rank) { return s.chunks[rank]; };
@@ -55,7 +56,7 @@ GD_DEVICE void list_recompute(const BackwardParams& p, const ScheduleSmem& s) {
   }
 }
 
-// The list of the gradients of states, if the forward has made it for what is asked for now.
+// Copies the gradient chain's list that the forward saved, if it was made for the same limits.
 GD_DEVICE bool take_saved_list(const BackwardParams& p) {
   if (!p.saves_list) return false;
   const Schedule saved_list = p.saved_list->schedule;
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(kScheduleThreads, 1) backward_lists_kernel(con
       for (int i = threadIdx.x; i < p.sequences.count * p.value_heads; i += kScheduleThreads) p.initial_read[i] = 0;
     if (take_saved_list(p)) return;
   }
-  const bool is_uncut = p.has_saved && !p.forced.decaying && p.cuts[0].number < 0;  // on its way meanwhile
+  const bool is_uncut = p.has_saved && !p.forced.decaying && p.cuts[0].number < 0;  // the load overlaps rank_sequences
   const bool has_saved_states = p.slice1_work || (p.has_saved && p.list == kPlannedList && !is_uncut);
   const bool lists_recompute = has_saved_states && blockIdx.x == 0;
   if (p.list == kPlannedList || lists_recompute) rank_sequences(p, smem);

@@ -6,7 +6,7 @@
 
 namespace gatedelta::cuda {
 
-// Whether a piece of a head that fades takes longer than all that is done for the last segment of one that lasts.
+// Whether a piece of a decaying head takes longer than everything up to the last segment of a persistent one.
 GD_HOST_DEVICE inline bool is_longer_than_chain(const Cut& cut, int chunks) {
   const int pieces = segments_of(chunks, cut.decaying), segments = segments_of(chunks, cut.persistent);
   const float chunk = cut.halves ? Costs::kHalfChunk : Costs::kChunk;
@@ -16,23 +16,22 @@ GD_HOST_DEVICE inline bool is_longer_than_chain(const Cut& cut, int chunks) {
              static_cast<float>(segments) * Costs::kMerge;
 }
 
-// Sequences of one length, and how many of their heads fade and last.
+// Sequences of one length, and how many of their heads are decaying and persistent.
 struct LengthClass {
   int chunks, decaying, persistent;
 };
 constexpr int kMaxClasses = 4;
-constexpr int kShares = 5;      // 0, a quarter, a half, three quarters and all of the heads last
-constexpr int kCutBlocks = 16;  // blocks that look for the best cut for one share
-constexpr int kPrepareHelpers = 1 + kShares * kCutBlocks;  // blocks of prepare that sort and choose cuts
+constexpr int kShares = 5;                                 // 0, 1/4, 1/2, 3/4 and all of the heads are persistent
+constexpr int kCutBlocks = 16;                             // CTAs that search the cuts for one share
+constexpr int kPrepareHelpers = 1 + kShares * kCutBlocks;  // CTAs of prepare that sort and search cuts
 
-// Sequences put together by length, one after the other or by many threads at once: nothing depends on their order.
+// Sequences grouped by length. The result does not depend on the order in which they are added.
 struct Lengths {
-  int longest = 0, count = 0;       // count: of different ones
-  int different[kMaxClasses] = {};  // the first of them
+  int longest = 0, count = 0;       // count: of different lengths
+  int different[kMaxClasses] = {};  // the first few of those
   int chunks[kMaxClasses] = {}, sequences[kMaxClasses] = {};
 
-  // Few lengths: a class for each, the longest first. Many: those that are alike share one, above 3/4 of the longest,
-  // above 1/2, above 1/4, and the rest.
+  // Up to kMaxClasses lengths: a class each, longest first. More: quarters of the longest length.
   GD_HOST_DEVICE int class_of(int length) const {
     if (count > kMaxClasses) return floor_div((longest - length) * kMaxClasses, longest);
     int longer = 0;
@@ -54,7 +53,7 @@ GD_HOST_DEVICE inline bool is_first_of_its_length(const int* chunks, int n) {
   for (int before = 0; before < n; ++before) is_first = is_first && chunks[before] != chunks[n];
   return is_first;
 }
-// (On the device a thread looks at each.)
+// Host version; on the device one thread handles one sequence.
 inline int length_classes(const int* chunks, int count, int heads, int share, LengthClass* classes) {
   Lengths lengths;
   for (int n = 0; n < count; ++n) {
@@ -76,19 +75,19 @@ struct Pieces {
   int number = 0;
   float size = 0;
 };
-// Of the sequences of one length, in the classes of the list of work: see EntryCounts.
+// Pieces of the sequences of one length, by their class in the work list (EntryCounts).
 struct ClassPieces {
-  Pieces first, decaying, persistent, joins, waiting;
-  int most, boundaries;  // entries if heads turn out to be of the other kind; boundaries
+  Pieces first, decaying, persistent, merges, waiting;
+  int most, boundaries;  // most: entries if the heads turn out to be of the other kind
 };
 GD_HOST_DEVICE inline ClassPieces pieces_of(const Cut& cut, const LengthClass& c) {
-  constexpr float kUsualWarmup = 6;  // chunks, of gates as models have them
+  constexpr float kUsualWarmup = 6;  // chunks, for the gates of real models
   const int per_head = cut.halves ? 2 : 1;
   const float chunk = cut.halves ? Costs::kHalfChunk : Costs::kChunk;
   const float warmup_tokens = cut.halves ? Costs::kHalfWarmup : Costs::kWarmup;
   const auto chunks = static_cast<float>(c.chunks);
   const int pieces = segments_of(c.chunks, cut.decaying);
-  // Where every boundary is so near to the beginning that a window may reach it, heads that last are cut alike.
+  // If the warm-up of every boundary may reach the beginning, persistent heads are cut like decaying ones.
   const int last = c.chunks - floor_div(c.chunks, pieces);
   const bool are_alike = pieces > 1 && last <= warmup_limit(cut.decaying);
   const int segments = are_alike ? 1 : segments_of(c.chunks, cut.persistent);
@@ -105,7 +104,7 @@ GD_HOST_DEVICE inline ClassPieces pieces_of(const Cut& cut, const LengthClass& c
   } else {
     const float rest = fast_div(chunks - static_cast<float>(begin), static_cast<float>(segments - 1));
     p.first = {c.persistent * (2 * (segments - 2) + per_head), rest * Costs::kTransition + Costs::kTransitionItem};
-    p.joins = {c.persistent * 2, static_cast<float>(segments - 2) * Costs::kMerge};
+    p.merges = {c.persistent * 2, static_cast<float>(segments - 2) * Costs::kMerge};
     p.waiting = {c.persistent * (segments - 1) * per_head, rest * chunk + Costs::kItem};
   }
   p.boundaries = segments > 2 ? c.persistent * (segments - 1) : 0;
@@ -121,13 +120,13 @@ struct PiecesOf {
   }
 };
 
-// What happens when blocks take pieces of work one after the other. Blocks that come free at about the same time are
-// taken together, in at most kGroups groups, the earliest first. Loops over groups have constant bounds, and what is
-// done for one is a choice between values, not a jump: all of it stays in registers and threads stay together.
+// Simulates CTAs that take pieces one after the other. CTAs that become free at about the same time form a group; there
+// are at most kGroups, earliest first. Loops over groups have constant bounds and select instead of branching:
+// everything stays in registers and the threads of a warp stay together.
 struct Timeline {
   static constexpr int kGroups = 3;
   static constexpr float kNone = 1e30f;
-  float free[kGroups];  // when they are; kNone: there is no such group
+  float free[kGroups];  // when each group is; kNone: no such group
   int blocks[kGroups];
   int all;
   float end = 0;
@@ -138,11 +137,11 @@ struct Timeline {
       blocks[i] = i == 0 ? count : 0;
     }
   }
-  // The last of them ends then. `ready` is when the first of them may begin, `spread` how much later the last.
+  // Runs pieces and returns when the last of them ends. The first may start at `ready`, the last `spread` later.
   GD_HOST_DEVICE float run(const Pieces& pieces, float ready = 0, float spread = 0) {
     float last = 0;
     int left = pieces.number;
-    if (left >= 2 * all) {  // rounds of all blocks
+    if (left >= 2 * all) {  // whole rounds of all CTAs
       const int rounds = floor_div(left, all) - 1;
       left -= rounds * all;
       for (int i = 0; i < kGroups; ++i) free[i] = fmaxf(free[i], ready) + static_cast<float>(rounds) * pieces.size;
@@ -162,7 +161,7 @@ struct Timeline {
     end = fmaxf(end, last);
     return last;
   }
-  // Blocks of the first group; when none of them is left, the others move up.
+  // Takes CTAs from the first group; when it is empty, the others move up.
   GD_HOST_DEVICE void take(int count) {
     const bool is_all = count == blocks[0];
     blocks[0] -= count;
@@ -173,7 +172,7 @@ struct Timeline {
       blocks[i] = is_all ? next_blocks : blocks[i];
     }
   }
-  // They join the nearest group, or are one of their own if there is room for it and that is too far away.
+  // Adds CTAs to the nearest group, or as a new group if that is too far away and there is room.
   GD_HOST_DEVICE void add(float time, int count) {
     int nearest = 0, there = blocks[0];
     float theirs = free[0], distance = fabsf(free[0] - time);
@@ -185,7 +184,7 @@ struct Timeline {
       theirs = is_nearer ? free[i] : theirs;
       distance = is_nearer ? d : distance;
     }
-    const bool is_near = distance<0.03f * time, is_full = blocks[kGroups - 1]> 0, joins = is_near | is_full;
+    const bool is_near = distance<0.03f * time, is_full = blocks[kGroups - 1]> 0, is_added = is_near | is_full;
     const float share = fast_div(static_cast<float>(count), static_cast<float>(there + count));
     const float together = theirs + (time - theirs) * share;
     float times[kGroups];
@@ -195,11 +194,11 @@ struct Timeline {
       const int blocks_before = i > 0 ? blocks[(i + kGroups - 1) % kGroups] : 0;
       const bool is_mine = i == nearest, is_earlier = free[i] <= time, is_after = before > time;
       const float merged = is_mine ? together : free[i], inserted = fminf(fmaxf(before, time), free[i]);
-      const int joined_blocks = is_mine ? there + count : blocks[i];
+      const int merged_blocks = is_mine ? there + count : blocks[i];
       int inserted_blocks = is_after ? blocks_before : count;
       inserted_blocks = is_earlier ? blocks[i] : inserted_blocks;
-      times[i] = joins ? merged : inserted;
-      counts[i] = joins ? joined_blocks : inserted_blocks;
+      times[i] = is_added ? merged : inserted;
+      counts[i] = is_added ? merged_blocks : inserted_blocks;
     }
     for (int i = 0; i < kGroups; ++i) {
       free[i] = times[i];
@@ -208,16 +207,16 @@ struct Timeline {
   }
 };
 
-// How long a cut takes, about, given the pieces of every class: its list of work, taken in the order that it will have.
-// What waits, and what it waits for, are of about the same size in all classes and counted as one.
+// Estimated cycles of a cut: its work list, run in list order. Pieces that wait, and those they wait for, have about
+// the same size in all classes and are counted as one.
 constexpr float kNever = 1e30f;
-// More pieces than that on a block are not worth a thought. Pieces in halves are for cards that have blocks to spare:
-// both halves read K and Q, and where all blocks do, that takes longer than what is saved.
+// Cuts with more rounds of pieces than this are not considered. Halves are for GPUs with idle SMs: both halves read K
+// and Q, and if all SMs do, that costs more than it saves.
 constexpr float kMostRounds = 6, kMostHalves = 0.6f;
 GD_HOST_DEVICE inline float cycles_of(const Cut& cut, const ClassPieces* classes, int count, int longest,
                                       const Limits& limits) {
   int entries = 0, boundaries = 0, pieces = 0;
-  Pieces first, joins, waiting;
+  Pieces first, merges, waiting;
   GD_NO_UNROLL for (int i = 0; i < count; ++i) {
     const ClassPieces p = classes[i];
     entries += p.most;
@@ -227,8 +226,8 @@ GD_HOST_DEVICE inline float cycles_of(const Cut& cut, const ClassPieces* classes
     first.size += static_cast<float>(p.first.number) * p.first.size;
     waiting.number += p.waiting.number;
     waiting.size += static_cast<float>(p.waiting.number) * p.waiting.size;
-    joins.number += p.joins.number;
-    if (p.joins.number > 0 && p.joins.size > joins.size) joins.size = p.joins.size;
+    merges.number += p.merges.number;
+    if (p.merges.number > 0 && p.merges.size > merges.size) merges.size = p.merges.size;
   }
   const bool is_cut = cut.decaying || cut.persistent;
   const bool is_crowded = static_cast<float>(first.number + pieces - waiting.number) >
@@ -241,15 +240,15 @@ GD_HOST_DEVICE inline float cycles_of(const Cut& cut, const ClassPieces* classes
 
   Timeline timeline(limits.blocks);
   const bool longest_first = first.number == 0 || is_longer_than_chain(cut, longest);
-  // Of those who wait for nothing, how many come before joins.
+  // How many of the pieces that wait for nothing stand before the merges.
   const int early = longest_first ? pieces : limits.blocks - first.number;
-  float factors = 0;
+  float transitions = 0;
   GD_NO_UNROLL for (int pass = 0; pass < 5; ++pass) {
     const bool is_first = pass == (longest_first ? 1 : 0), is_early = pass == (longest_first ? 0 : 1);
     const bool is_one_kind = is_first || pass == 2 || pass == 4;
     int passed = 0;
     GD_NO_UNROLL for (int i = 0; i < (is_one_kind ? 1 : 2 * count); ++i) {
-      Pieces some = is_first ? first : pass == 2 ? joins : waiting;
+      Pieces some = is_first ? first : pass == 2 ? merges : waiting;
       if (!is_one_kind) {
         some = i % 2 == 0 ? classes[i / 2].decaying : classes[i / 2].persistent;
         const int before = early > passed ? early - passed : 0, now = some.number < before ? some.number : before;
@@ -258,23 +257,23 @@ GD_HOST_DEVICE inline float cycles_of(const Cut& cut, const ClassPieces* classes
       }
       if (some.number == 0) continue;
       const bool waits = pass == 2 || pass == 4;
-      const float end = timeline.run(some, waits ? factors : 0.0f, pass == 4 ? joins.size : 0.0f);
-      factors = is_first ? end : factors;
+      const float end = timeline.run(some, waits ? transitions : 0.0f, pass == 4 ? merges.size : 0.0f);
+      transitions = is_first ? end : transitions;
     }
   }
   return timeline.end;
 }
 
-// The cuts that are considered, by number; the first are the simplest.
-constexpr int kDecayingLengths = 16, kPersistentLengths = 14;  // not cut; 256, 192, 128, 96 and so on down to 2, to 4
+// The candidate cuts, by number; the first are the simplest.
+constexpr int kDecayingLengths = 16, kPersistentLengths = 14;  // uncut, then 256, 192, 128, 96, ... down to 2, or to 4
 constexpr int kCuts = 2 * kDecayingLengths * kPersistentLengths;
 static_assert(kCuts % kCutBlocks == 0);
 struct CutCost {
   float cost;
-  int number;  // negative: there is nothing to cut; the list of work is complete, of so many parts of each head
+  int number;  // negative: nothing to cut; -number is the parts per head, and the work list is complete
 };
 GD_HOST_DEVICE inline int length_number(int i) { return i == 0 ? 0 : (i % 2 ? 256 : 192) >> ((i - 1) / 2); }
-// Sequences of more than 512 chunks are cut into longer segments.
+// Sequences of more than 512 chunks get longer segments.
 GD_HOST_DEVICE inline int length_scale(int longest) {
   int scale = 1;
   while (longest > 512 * scale) scale *= 2;
@@ -283,7 +282,7 @@ GD_HOST_DEVICE inline int length_scale(int longest) {
 GD_HOST_DEVICE inline Cut cut_number(int i, int scale) {
   return {scale * length_number(i / 2 % kDecayingLengths), scale * length_number(i / 2 / kDecayingLengths), i % 2 != 0};
 }
-// The estimate is not that good: a cut has to be better by more than this.
+// The estimate has an error: a cut must win by more than this.
 constexpr float kWorthCutting = 1.03f;
 GD_HOST_DEVICE inline float cost_of(const Cut& cut, const ClassPieces* classes, int count, int longest,
                                     const Limits& limits) {
@@ -291,7 +290,7 @@ GD_HOST_DEVICE inline float cost_of(const Cut& cut, const ClassPieces* classes, 
   return cut.decaying || cut.persistent ? time * kWorthCutting + Costs::kCut : time;
 }
 
-// The fastest of them all. (On the device many threads price one each.)
+// Host version of the search; on the device many threads compute the cost of one cut each.
 inline CutCost fastest_cut(const LengthClass* classes, int count, int longest, const Limits& limits, bool may_cut) {
   CutCost best{kNever, 0};
   for (int number = 0; number < (may_cut ? kCuts : 2); ++number) {
@@ -302,9 +301,9 @@ inline CutCost fastest_cut(const LengthClass* classes, int count, int longest, c
   return best;
 }
 
-// Whether sequences, all of one length, keep the card busy as they are, so that cutting them gains nothing: 1 with
-// whole heads, 2 with halves of heads that all run at once, if they are short, 0 if not. (Two halves take longer than
-// one whole; where sequences are long, pieces of whole heads win.)
+// Parts per head with which uncut sequences of one length fill the GPU, so that a cut gains nothing: 1 (whole heads),
+// or 2 (halves that all run at once, for short sequences only: two halves cost more than one whole). 0: they do not
+// fill it.
 constexpr float kBusy = 0.9f;
 constexpr int kShortChunks = 64;
 GD_HOST_DEVICE inline bool are_busy(int items, int blocks) {

@@ -9,34 +9,33 @@ namespace gatedelta::cuda {
 
 // Lengths of segments in chunks; 0 = not cut.
 struct Cut {
-  int decaying;    // of heads whose older states fade: each segment begins some chunks early, with no state
-  int persistent;  // of heads whose states last: two segments, the second of which runs through the first silently, or
-                   // more, which are joined
-  bool halves;     // two blocks share a head, half of its value columns each
+  int decaying;    // of decaying heads: each segment starts with a warm-up from no state
+  int persistent;  // of persistent heads: two segments, of which the second warms up over the whole first, or more,
+                   // which are merged
+  bool halves;     // two CTAs share a head, half of its value columns each
 };
 
 GD_HOST_DEVICE inline int segments_of(int chunks, int length) {
   return length <= 0 || chunks <= length ? 1 : ceil_div(chunks, length);
 }
 
-// Where segment i of a sequence begins. Heads that fade: equal ones.
+// Where segment i of a decaying head begins: equal segments.
 GD_HOST_DEVICE inline int decaying_begin(int chunks, int segments, int i) {
   const int each = floor_div(chunks, segments), more = chunks - each * segments;
   return each * i + (i < more ? i : more);
 }
-// Heads that last: the first of the joined segments is shorter. It hands its state on when it has ended, with outputs,
-// about when the others have their factors, without. Of two, the second runs through the first. In a backward silent
-// chunks take as long as others do: segments are equal, and of two the second would gain nothing.
-constexpr int kWorthMerging = 48;  // chunks of a sequence: fewer take less time than factors and joins
+// Persistent heads: the first of the merged segments is shorter. It computes outputs, and ends about when the others,
+// which do not yet, have their transitions. Of two segments, the second warms up over the first. In the gradient chain
+// a warm-up chunk costs as much as any other: segments are equal there, and a cut in two would gain nothing.
+constexpr int kWorthMerging = 48;  // chunks of a sequence: fewer cost less than transitions and merges
 template <Pass kPass = Pass::kForward>
 GD_HOST_DEVICE int persistent_segments(int chunks, int length) {
   const int segments = segments_of(chunks, length);
   return kPass == Pass::kForward || segments != 2 ? segments : chunks < kWorthMerging ? 1 : 3;
 }
-// Where the segments of one head begin: the first may be another length than the rest, of which some are a chunk
-// longer.
+// Where the segments of one head begin. The first may differ in length; of the rest, some are one chunk longer.
 struct Borders {
-  int first, each, longer;  // chunks of the first; of the rest, of which so many have one more
+  int first, each, longer;  // chunks of the first; of each other; how many of those have one more
   GD_HOST_DEVICE Borders(int chunks, int segments, int first_chunks) : first(first_chunks) {
     const int rest = first > 0 ? segments - 1 : segments;
     each = floor_div(chunks - first, rest);

@@ -6,7 +6,7 @@
 
 namespace gatedelta::cuda {
 
-// Rank of a sequence = how many are longer, or as long and before it.
+// The rank of a sequence is the number of longer ones, plus equally long ones before it.
 template <int kThreads>
 GD_DEVICE void sort_sequences(const CallParams& p) {
   const int count = p.sequences.count;
@@ -40,12 +40,12 @@ struct CutSmem {
   Lengths lengths;
   LengthClass classes[kMaxClasses];
   int class_count;
-  int parts;  // of a head, if nothing is cut
+  int parts;  // items per head if nothing is cut
   ClassPieces pieces[kCuts / kCutBlocks][kMaxClasses];
   unsigned long long best;
 };
 
-// What there is to cut, for all threads after the next barrier.
+// Groups the sequences into length classes. Valid for all threads after the next barrier.
 GD_DEVICE void find_classes(const CallParams& p, int share, CutSmem& s) {
   const int tid = threadIdx.x, count = p.sequences.count;
   const int chunks =
@@ -73,11 +73,12 @@ GD_DEVICE void find_classes(const CallParams& p, int share, CutSmem& s) {
   s.best = ~0ull;
 }
 
-// The fastest of a part of the cuts, if `share` of kShares - 1 parts of all heads last. Or, if sequences keep the card
-// busy as they are, a part of the list of work, which then is complete: all blocks come to the same conclusion.
+// Finds the fastest of one CTA's share of the candidates, assuming that `share` / (kShares - 1) of the heads are
+// persistent. If sequences keep the GPU busy uncut, writes a share of the final list instead; all CTAs reach the same
+// decision.
 template <int kThreads>
 GD_DEVICE void choose_cut(const CallParams& p, int helper, CutSmem& s) {
-  const int tid = threadIdx.x, share = helper / kCutBlocks, part = helper % kCutBlocks;
+  const int tid = threadIdx.x, share = helper / kCutBlocks, block = helper % kCutBlocks;
   find_classes(p, share, s);
   __syncthreads();
   CutCost& best = p.cuts[helper];
@@ -86,11 +87,11 @@ GD_DEVICE void choose_cut(const CallParams& p, int helper, CutSmem& s) {
     if (tid == 0) best.number = -s.parts;
     return;
   }
-  // Four threads look at a cut, each at one of the classes; then they all do the same. Cuts that are alike share a
-  // warp, and few do: it takes as long as all that its threads do differently.
+  // Four threads estimate one cut: each computes the items of one class, then all do the same. A warp gets few, similar
+  // cuts, because it takes as long as all the different paths of its threads together.
   constexpr int kEach = kCuts / kCutBlocks;
   static_assert(kMaxClasses == 4 && kEach * kMaxClasses <= kThreads);
-  const int index = tid / kMaxClasses, number = part * kEach + index;
+  const int index = tid / kMaxClasses, number = block * kEach + index;
   const bool is_candidate = index < kEach && number < (p.may_cut ? kCuts : 2);
   const int longest = s.lengths.longest;
   const Cut cut = cut_number(number, length_scale(longest));

@@ -7,7 +7,7 @@
 
 namespace gatedelta::cuda {
 
-// Division and powers in a few instructions: few threads do a great deal of it, and each one they need not load counts.
+// A few threads do a great deal of this arithmetic, and every instruction they fetch counts.
 GD_HOST_DEVICE inline float fast_div(float a, float b) {
 #if defined(__CUDA_ARCH__)
   float inverse;
@@ -26,9 +26,9 @@ GD_HOST_DEVICE inline float fast_exp2(float x) {
   return exp2f(x);
 #endif
 }
-GD_HOST_DEVICE inline int floor_div(int a, int b) {  // rounded down; neither is negative
+GD_HOST_DEVICE inline int floor_div(int a, int b) {  // both non-negative
   const auto about = static_cast<int>(fast_div(static_cast<float>(a), static_cast<float>(b)));
-  const int left = a - about * b;  // small, but perhaps more than b, or negative
+  const int left = a - about * b;  // small, but it may exceed b or be negative
   const int q = about + static_cast<int>(fast_div(static_cast<float>(left), static_cast<float>(b)));
   const int rest = a - q * b;
   return q + (rest >= b) - (rest < 0);

@@ -1,4 +1,4 @@
-// The kernel that makes the list of work, in a file of its own: it is no template, and must be in one object only.
+// The schedule kernel. A separate file because it is no template and must be in one object only.
 #pragma once
 
 #include "cuda/schedule/scheduler.cuh"

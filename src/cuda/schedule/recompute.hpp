@@ -1,30 +1,30 @@
-// How the states are made once more where the forward has kept those at the ends of windows: in pieces that wait for
-// nothing, and where memory is to be saved in two slices, one after the other.
+// Recomputation of the states from those the forward saved every kSaveInterval chunks: in items that wait for nothing,
+// and with small_workspace in two slices, one after the other.
 #pragma once
 
 #include "cuda/schedule/work_item.hpp"
 
 namespace gatedelta::cuda {
 
-constexpr int kSaveInterval = 16;  // after so many a forward keeps the state, for its backward
+constexpr int kSaveInterval = 16;  // chunks between two states that a forward saves for its backward
 
-// Pieces are of some windows each, so that every block gets several.
+// Chunks of one item: whole save intervals, few enough that every CTA gets several items.
 constexpr int64_t kMostPieces = 6 * 132;
-inline int64_t recompute_chunks(int64_t slots, int64_t sequences, int64_t heads) {
-  const int64_t windows = (slots / kSaveInterval + sequences) * heads / kMostPieces;
-  return (windows > 1 ? windows : 1) * kSaveInterval;
+inline int64_t recompute_chunks(int64_t chunks, int64_t sequences, int64_t heads) {
+  const int64_t intervals = (chunks / kSaveInterval + sequences) * heads / kMostPieces;
+  return (intervals > 1 ? intervals : 1) * kSaveInterval;
 }
 
-// Chunks of all heads whose states are there at the same time, and then their gradients are made. A slice has the
-// pieces that begin in it: it ends where the last of them does.
+// The chunks of all heads whose states are in the workspace at the same time. A slice consists of the items that start
+// in it, so it ends where the last of them does.
 struct Slice {
-  int begin, end;  // slots
+  int begin, end;  // chunk indices
 };
 constexpr int kMaxSlices = 2;
 
-// The pieces by slice. They go from the last chunk to the first, all heads of some chunks and then those before them:
-// the gradients begin with the first chunk, and what is written last they find in the second-level cache. What is left
-// of a sequence, less than a piece, comes at the end, so that all blocks are done at about the same time.
+// The items, by slice, from the last chunk to the first, all heads of some chunks before the chunks before them. The
+// gradients kernel starts with the first chunk, so it finds the states written last in L2. The tail of a sequence,
+// shorter than an item, comes at the end of the list, so that all CTAs finish at about the same time.
 struct RecomputePieces {
   int rank_of[kMaxPlannedSequences];     // a sequence; those of lower rank are longer
   int first[kMaxPlannedSequences];       // piece of a sequence, from the first chunk on
@@ -34,7 +34,7 @@ struct RecomputePieces {
   int whole, whole_before;       // all pieces but rests, and those of the first slice
   int count[kMaxSlices];         // of pieces of a slice
 
-  // What is asked for by rank: chunks, sequences, and their first slots. The second slice begins at slot `split`.
+  // The arguments give chunks, sequence and first chunk index by rank. The second slice starts at chunk index `split`.
   template <class Chunks, class SequenceOf, class FirstSlot>
   GD_HOST_DEVICE void find(int sequence_count, int value_heads, int piece, int split, const Chunks& chunks,
                            const SequenceOf& sequence_of, const FirstSlot& first_chunk_index) {
@@ -66,7 +66,7 @@ struct RecomputePieces {
     int rank, head, begin;
     int slice, place;  // in the slice's list; place < 0: there is no such piece
   };
-  // Numbers of pieces, some of which are none.
+  // Upper bound of item numbers; piece(i).place < 0 for numbers without an item.
   GD_HOST_DEVICE int numbers() const { return whole + sequences * heads; }
   template <class Chunks>
   GD_HOST_DEVICE Piece piece(int i, const Chunks& chunks) const {

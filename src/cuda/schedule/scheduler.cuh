@@ -1,6 +1,5 @@
-// The list of work, made between prepare, which has seen the gates, and main. One block finds out which heads fade, and
-// writes the list. What depends on lengths alone is done during prepare: which cut is the fastest, for each share of
-// heads that may turn out to last; and where nothing is to be cut anyway, all of the list.
+// Writes the work list between prepare, which knows the gates, and the chain kernel. One CTA finds out which heads are
+// decaying and writes the list. Everything that depends on lengths alone is done during prepare (cut_search.cuh).
 #pragma once
 
 #include "cuda/schedule/cost_model.hpp"
@@ -9,26 +8,26 @@
 
 namespace gatedelta::cuda {
 
-constexpr int kScheduleThreads = 256;  // more would be in each other's way
+constexpr int kScheduleThreads = 256;  // 512 are no faster (docs/experiments.md)
 constexpr int kScheduleBlocks = 64;
 
 struct ScheduleSmem {
-  WorkItem items[kMaxPlannedSequences];  // by rank: of the whole sequence and its first head
-  int chunks[kMaxPlannedSequences], first_chunk[kMaxPlannedSequences];  // their number, and the first one's slot
+  WorkItem items[kMaxPlannedSequences];  // by rank: the item of the whole sequence, first head
+  int chunks[kMaxPlannedSequences], first_chunk[kMaxPlannedSequences];  // by rank: number of chunks, first chunk index
   int first_warmup[kMaxPlannedSequences];
-  int segments[2][kMaxPlannedSequences];  // of heads that fade, and that last
+  int segments[2][kMaxPlannedSequences];  // of decaying heads, of persistent heads
   CutCost cuts[kShares * kCutBlocks];
   int persistent, warmup_count;
   uint32_t per_head;  // 2^32 / heads, rounded up
   bool longest_first;
-  uint8_t persists[kMaxPlannedSeqHeads];      // by the chunk in the middle of the sequence
-  uint8_t lacks_warmup[kMaxPlannedSeqHeads];  // has a boundary without a window
-  uint8_t windows[kMaxPlannedEntries];
+  uint8_t persists[kMaxPlannedSeqHeads];      // guessed from the chunk in the middle of the sequence
+  uint8_t lacks_warmup[kMaxPlannedSeqHeads];  // has a boundary without a warm-up length
+  uint8_t warmups[kMaxPlannedEntries];
   unsigned long long entry_sums[kScheduleThreads / 32];
-  EntryCounts before[kMaxPlannedSeqHeads];  // entries of the pairs before
+  EntryCounts before[kMaxPlannedSeqHeads];  // entries of all pairs before this one
 };
 
-// What the threads before this one have, all together; and the sum of all.
+// CTA-wide exclusive prefix sum; `total` is the sum over all threads.
 GD_DEVICE unsigned long long sum_before(unsigned long long mine, unsigned long long (&sums)[kScheduleThreads / 32],
                                         unsigned long long& total) {
   const int lane = threadIdx.x & 31, warp = static_cast<int>(threadIdx.x) >> 5;
@@ -50,8 +49,8 @@ GD_DEVICE unsigned long long sum_before(unsigned long long mine, unsigned long l
   return others + sum - mine;
 }
 
-// The sequences by rank, longest first; for all threads after the next barrier. From what the caller has given alone,
-// while prepare may still run.
+// Ranks the sequences, longest first. Reads only the caller's tensors, so it runs while prepare still does. Valid for
+// all threads after the next barrier.
 GD_DEVICE void rank_sequences(const CallParams& p, ScheduleSmem& s) {
   const int tid = threadIdx.x, count = p.sequences.count;
   if (tid == 0) {
@@ -76,21 +75,21 @@ GD_DEVICE void rank_sequences(const CallParams& p, ScheduleSmem& s) {
   s.first_chunk[rank] = floor_div(item.prepared, p.value_heads);
 }
 
-// Makes one list of a call, all threads of a block together.
+// Writes one work list, with all threads of a CTA.
 template <Pass kPass>
 struct Scheduler {
   const CallParams& p;
   ScheduleSmem& s;
   Schedule* schedule;
   WorkItem* work;
-  int room;  // for entries, of a list that may be left out
+  int room;  // entries; a longer list is not written (only a saved list may be left out)
 
   GD_DEVICE int seq_heads() const { return p.sequences.count * p.value_heads; }
   GD_DEVICE int rank_of(int seq_head) const {
     return p.value_heads == 1 ? seq_head : static_cast<int>(__umulhi(static_cast<uint32_t>(seq_head), s.per_head));
   }
-  // Now, not where the compiler would rather have it: behind the exits that those before it lead to, so that every one
-  // would be waited for alone.
+  // NOTE: volatile, so that all loads are issued here. The compiler otherwise places each load behind the exits of the
+  // loop before it, and their latencies add up.
   GD_DEVICE static ChunkDecay load_decay(const ChunkDecay* from) {
     ChunkDecay decay;
     asm volatile("ld.global.v2.f32 {%0,%1}, [%2];" : "=f"(decay.log2_left), "=f"(decay.written) : "l"(from));
@@ -99,19 +98,19 @@ struct Scheduler {
   GD_DEVICE const ChunkDecay* decays_of(int rank, int head) const {
     return p.decays + head * p.sequences.workspace_chunks() + s.first_chunk[rank];
   }
-  // Where heads that fade are cut, their windows tell which ones do; elsewhere the middle of the sequence is as good.
+  // Where decaying heads are cut, their warm-up lengths decide; elsewhere the middle chunk is good enough.
   GD_DEVICE bool persists(int seq_head, int rank) const {
     return (s.segments[0][rank] > 1 ? s.lacks_warmup : s.persists)[seq_head] != 0;
   }
 
-  // After rank_sequences. False: there is nothing to cut, as was found out during prepare.
+  // Call after rank_sequences. Returns false if prepare already found that nothing is cut.
   GD_DEVICE bool plan() const {
     __syncthreads();
     look_at_prepared();
     __syncthreads();
     Cut cut = p.forced;
     if (!cut.decaying && s.cuts[0].number < 0) return false;
-    // What a forward has kept for its backward is the best of more cuts than may be made, perhaps.
+    // Saved estimates may be for cuts that this backward must not make.
     if (!cut.decaying && (p.may_cut || !p.has_saved)) cut = best_cut();
     find_segments(cut);
     __syncthreads();
@@ -122,7 +121,8 @@ struct Scheduler {
     return true;
   }
 
-  // In one trip to memory: the cuts, and how many of the heads last, about, by the chunk in the middle of the sequence.
+  // Reads, in one trip to memory, the estimated cuts and the decay records of the middle chunks, which tell roughly how
+  // many heads are persistent.
   GD_DEVICE void look_at_prepared() const {
     const int tid = threadIdx.x;
     if (tid < kShares * kCutBlocks) s.cuts[tid] = p.cuts[tid];
@@ -136,7 +136,7 @@ struct Scheduler {
     }
   }
 
-  // Every warp finds it. Prices are positive: as numbers without sign they are in the same order.
+  // Every warp computes it. Costs are positive, so their bits compare as unsigned integers.
   GD_DEVICE Cut best_cut() const {
     const int share = p.may_cut ? floor_div(s.persistent * (kShares - 1) + seq_heads() / 2, seq_heads()) : 0;
     static_assert(kCutBlocks <= 32);
@@ -147,7 +147,7 @@ struct Scheduler {
     return cut_number(number, length_scale(s.chunks[0]));
   }
 
-  // Of every sequence, and where its windows come, by the first warp.
+  // Segments of every sequence and the offset of its warm-up lengths; by the first warp.
   GD_DEVICE void find_segments(const Cut& cut) const {
     const int lane = threadIdx.x;
     if (lane >= 32) return;
@@ -173,12 +173,12 @@ struct Scheduler {
     if (lane == 0) s.warmup_count = at;
   }
 
-  // By the last thread, which seldom has a window to find.
+  // By the last thread, which rarely has a warm-up length to find.
   GD_DEVICE void find_order(const Cut& cut) const {
     if (threadIdx.x == kScheduleThreads - 1) s.longest_first = is_longer_than_chain(cut, s.chunks[0]);
   }
 
-  // For every boundary of a cut for heads that fade.
+  // The warm-up length at every boundary of the decaying heads' cut.
   GD_DEVICE void find_warmups(const Cut& cut) const {
     const int limit = warmup_limit<kPass>(cut.decaying);
 #pragma unroll 1
@@ -190,11 +190,11 @@ struct Scheduler {
       const int within = i - s.first_warmup[rank], head = floor_div(within, segments - 1);
       const int boundary = decaying_begin(chunks, segments, within - head * (segments - 1) + 1);
       const ChunkDecay* decays = decays_of(rank, head);
-      const int window = warmup_length<kPass>(boundary, limit, [&](int chunk) {
+      const int warmup = warmup_length<kPass>(boundary, limit, [&](int chunk) {
         return load_decay(decays + (kPass == Pass::kBackward ? chunks - 1 - chunk : chunk));
       });
-      s.windows[i] = static_cast<uint8_t>(window == kNoWarmup ? 0 : window);
-      if (window == kNoWarmup) s.lacks_warmup[rank * p.value_heads + head] = 1;
+      s.warmups[i] = static_cast<uint8_t>(warmup == kNoWarmup ? 0 : warmup);
+      if (warmup == kNoWarmup) s.lacks_warmup[rank * p.value_heads + head] = 1;
     }
   }
 
@@ -226,14 +226,14 @@ struct Scheduler {
     }
     const int entries = total.entries(cut.halves ? 2 : 1);
     if (entries > room) return;
-    // Pieces may wait for others: a block that is not on the card yet must not have one of those.
+    // Items of a cut may wait for others, so a CTA that is not running yet must not own one: no static items.
     const bool is_cut = cut.decaying || cut.persistent;
     if (tid == 0) *schedule = {entries, 0, is_cut ? 0 : p.main_blocks()};
     __syncthreads();
-    // Gradients of states are tensors of their own.
+    // State gradients never overwrite their input.
     const bool in_place = kPass != Pass::kBackward && p.initial.data && p.final.data;
     const ListPlan list{cut, total, p.limits.blocks, s.longest_first, p.value_heads, in_place};
-    int log_lanes = 5;  // threads a pair gets
+    int log_lanes = 5;  // log2 of the threads per (sequence, head) pair
     while (log_lanes > 0 && seq_heads() << log_lanes > kScheduleThreads) --log_lanes;
 #pragma unroll 1
     for (int i = tid; i < seq_heads() << log_lanes; i += kScheduleThreads)
@@ -248,7 +248,7 @@ struct Scheduler {
     whole.key_head = floor_div(head, p.group);
     whole.prepared += head;
     list_seq_head<kPass>(list, whole, seq_head, chunks, s.segments[persistent][rank], persistent, s.before[seq_head],
-                         s.windows + s.first_warmup[rank] + head * (s.segments[0][rank] - 1), lane, lanes,
+                         s.warmups + s.first_warmup[rank] + head * (s.segments[0][rank] - 1), lane, lanes,
                          [&](int i, const WorkItem& item) { work[i] = item; });
   }
 };

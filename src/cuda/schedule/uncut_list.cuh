@@ -23,7 +23,7 @@ GD_DEVICE WorkItem whole_item(const CallParams& p, int n, int head) {
   return item;
 }
 
-// An entry of the list of work where nothing is cut.
+// Entry i of an uncut list.
 template <class SequenceAt>
 GD_DEVICE WorkItem uncut_item(const CallParams& p, int i, int parts, const SequenceAt& sequence_at) {
   const int seq_head = parts == 2 ? i / 2 : i, rank = seq_head / p.value_heads;
@@ -31,7 +31,7 @@ GD_DEVICE WorkItem uncut_item(const CallParams& p, int i, int parts, const Seque
   if (parts == 2) item.half = i % 2;
   return item;
 }
-// All of it, or a part: each of `stride` threads calls this.
+// Writes an uncut list with `stride` threads, each of which calls this.
 template <class SequenceAt>
 GD_DEVICE void list_uncut(const CallParams& p, int thread, int stride, int parts, const SequenceAt& sequence_at) {
   const int entries = p.sequences.count * p.value_heads * parts;

@@ -6,44 +6,44 @@
 
 namespace gatedelta::cuda {
 
-// What the chain of chunks is for: outputs; the states before every chunk; or the gradients of states, from a
-// sequence's last chunk to its first. Of those, `mirrored` chunk r is the one that has r after it, and everything here
-// is said of mirrored chunks.
+// What a chain computes: outputs, the states before every chunk, or the gradients of states. The last one walks a
+// sequence from its last chunk to its first: chunk r is then the one with r chunks after it ("mirrored"), here and in
+// all of schedule/.
 enum class Pass { kForward, kStates, kBackward };
 
 enum WorkKind {
-  kNoWork = -1,  // the end of the list
-  kOutputs,      // chunks of a sequence, perhaps after some that only move the state
-  kTransition,   // S_loc and M of a segment, S_out = M S_in + S_loc, for half of the columns of each
-  kMerge,        // the states at the ends of segments, one after the other
-  kDryRun,       // a chunk of nothing, of which nothing comes
+  kNoWork = -1,  // end of the list
+  kOutputs,      // chunks of a sequence, perhaps after warm-up chunks
+  kTransition,   // M and S_loc of a segment, S_out = M S_in + S_loc, half of the columns of each
+  kMerge,        // states at segment boundaries, one after the other
+  kDryRun,       // one chunk without data or results
 };
-enum Half { kWhole = -1, kNoValues = -2 };  // of the value columns; or 0, 1
-// Or the number of a boundary. A window's end is one of the states that the forward has kept, `pair` its number.
+enum Half { kWhole = -1, kNoValues = -2 };  // of the value columns; 0 and 1 are the halves
+// Where an item's state comes from; 0 and up is a boundary. kFromSaved: a state saved by the forward, number seq_head.
 enum From { kFromInitial = -1, kFromZero = -2, kFromSaved = -3 };
-enum To { kToFinal = -1, kToNowhere = -2 };  // or the number of a boundary
+enum To { kToFinal = -1, kToNowhere = -2 };  // 0 and up is a boundary
 
-// What a block of the main kernel takes at a time; all that is to be known of it, in a few loads.
+// One entry of a work list.
 struct alignas(64) WorkItem {
-  int kind, sequence, head, key_head;  // key_head: of a join, the half it joins
-  int half, batch, token, tokens;      // from its first token on; no rows: nothing to do
-  int warmup_tokens;                   // tokens at its beginning without outputs
-  int prepared;  // number of its first chunk and head in the workspace; of a join: its first image of M
+  int kind, sequence, head, key_head;  // key_head: in a merge, the half of the value columns
+  int half, batch, token, tokens;      // token: its first; tokens: 0 = nothing to do
+  int warmup_tokens;                   // leading tokens without outputs
+  int prepared;  // chunk_index * heads + head of its first chunk; in a merge, its first boundary tile
   int from, to;
   int origin;    // first token of the sequence
-  int seq_head;  // of sequence and head: which counter of readers
-  int readers;   // warpgroups that have to have read the initial state before the final one may be in its place
-  int unused;    // all 64 bytes are copied, a word per lane
+  int seq_head;  // sequence * heads + head: which counter of readers
+  int readers;   // warpgroups that must have read the initial state before the final one may overwrite it
+  int unused;    // pads the entry to 64 bytes
 };
 static_assert(sizeof(WorkItem) == 64);
 
-// A chunk of one value head, or of half of one; or a step of a join. Chunks are walked through forwards or, for
-// gradients, backwards: then the ragged one comes first.
+// Position of a chain in its item: a chunk of one value head or of half of one, or a step of a merge. The gradient
+// chain walks backwards, so that a ragged chunk comes first.
 template <bool kReverse>
 struct ChunkAt {
-  int batch, token, tokens_left;  // rows the item has from here on; 0 or less = past the last chunk
-  int warmup_tokens;              // chunks without outputs from here on, in tokens; 0 or less = none
-  int head, half;                 // half: see schedule.hpp
+  int batch, token, tokens_left;  // tokens_left: of the item, from here on; 0 or less = past the last chunk
+  int warmup_tokens;              // warm-up left from here on; 0 or less = none
+  int head, half;
   GD_HOST_DEVICE int tokens() const {
     return kReverse ? (tokens_left - 1) % kChunkTokens + 1 : tokens_left < kChunkTokens ? tokens_left : kChunkTokens;
   }
@@ -59,7 +59,7 @@ struct ChunkAt {
       return {batch, token - kChunkTokens, tokens_left - tokens(), warmup_tokens - kChunkTokens, head, half};
     return moved(kChunkTokens);
   }
-  // The one before this, if that was whole.
+  // The previous chunk, which must be whole.
   GD_HOST_DEVICE ChunkAt before() const {
     if constexpr (kReverse)
       return {batch, token + kChunkTokens, tokens_left + kChunkTokens, warmup_tokens + kChunkTokens, head, half};
@@ -68,7 +68,7 @@ struct ChunkAt {
   GD_HOST_DEVICE static ChunkAt first_of(const WorkItem& w) {
     return {w.batch, w.token, w.tokens, w.warmup_tokens, w.head, w.half};
   }
-  // The item's chunk from which on there are so many tokens_left, if the ragged one came last.
+  // The chunk at which `left` tokens of the item are left, counted as if the ragged chunk came last.
   GD_HOST_DEVICE static ChunkAt of(const WorkItem& w, int left) {
     if (!kReverse) return first_of(w).moved(w.tokens - left);
     ChunkAt at = first_of(w);
@@ -79,7 +79,7 @@ struct ChunkAt {
   }
 };
 
-// All chunks of a sequence, from the last to the first.
+// The same chunks from the last to the first.
 GD_HOST_DEVICE inline WorkItem mirrored(const WorkItem& whole, int value_heads) {
   WorkItem item = whole;
   const int before = floor_div(item.tokens + kChunkTokens - 1, kChunkTokens) - 1;
@@ -88,7 +88,7 @@ GD_HOST_DEVICE inline WorkItem mirrored(const WorkItem& whole, int value_heads) 
   return item;
 }
 
-// Of an item of a whole sequence, the chunks from `start` to `end`.
+// Cuts the item of a whole sequence down to chunks [start, end).
 template <Pass kPass>
 GD_HOST_DEVICE void cut_item(WorkItem& item, int start, int end, int chunks, int value_heads) {
   if (end != chunks) item.to = kToNowhere;
@@ -106,9 +106,9 @@ GD_HOST_DEVICE void cut_item(WorkItem& item, int start, int end, int chunks, int
 }
 
 struct Schedule {
-  int count;         // of entries
-  int next_ticket;   // entries that blocks took one after the other
-  int static_items;  // and those before, of which each block has the one with its number
+  int count;         // entries
+  int next_ticket;   // entries that CTAs have taken by ticket
+  int static_items;  // leading entries, assigned by blockIdx
 };
 
 struct Limits {
@@ -118,11 +118,11 @@ struct Limits {
   }
 };
 
-// The list of the gradients of states as a forward has made it for its backward, which then need not; under the limits
-// of which it was made. Entries come behind it.
+// The gradient chain's list, made by the forward and saved for its backward, with the limits it was made under. Entries
+// follow in memory.
 struct alignas(64) SavedList {
   static constexpr int kNone = -1, kEntries = 1023;
-  Schedule schedule;  // its count: kNone if there is no list, or if it would have been longer
+  Schedule schedule;  // count is kNone if there is no list or it did not fit
   Limits limits;
   GD_HOST_DEVICE WorkItem* items() { return reinterpret_cast<WorkItem*>(this + 1); }
   GD_HOST_DEVICE const WorkItem* items() const { return reinterpret_cast<const WorkItem*>(this + 1); }
@@ -130,21 +130,21 @@ struct alignas(64) SavedList {
 constexpr int kSavedListBytes = sizeof(SavedList) + SavedList::kEntries * sizeof(WorkItem);
 static_assert(kSavedListBytes == 65536);
 
-// A boundary between segments: M of the segment before it as two 16-bit parts, each a wgmma operand, and its S_loc,
-// in whose place the state at its end comes.
+// A segment boundary in the workspace: M of the segment before it as two 16-bit wgmma operands (hi, lo), and its S_loc
+// in fp32, which the merge overwrites with the state.
 constexpr int kStateTileBytes = 128 * 128 * 2;
-constexpr int kBoundaryTiles = 4;  // M's upper part, its lower part, and two of floats
+constexpr int kBoundaryTiles = 4;  // M hi, M lo, and two tiles of floats
 constexpr int kBoundaryBytes = kBoundaryTiles * kStateTileBytes;
-constexpr int kMergeTiles = 3;  // that a join of half of the columns reads
-// What a boundary's counter says: four warpgroups have written factors; and two a half of the state, each worth two.
+constexpr int kMergeTiles = 3;  // tiles that a merge of half of the value columns reads
+// A boundary's counter. Four warpgroups add 1 each for the transition, then two add 2 each for the state.
 enum Ready { kTransitionReady = 4, kStateReady = 8 };
 
-// How the list of work comes to be: by a plan; or, where sequences are too many for that and work is enough, without
-// one, the longest first; or, where they are as long as each other and fill the card as they are, or are too short to
-// be cut, already during prepare.
+// How the work list is made. Planned: the schedule kernel cuts. Sorted: too many sequences to plan, work enough
+// without; longest first. Even: made by the prepare kernel, for equal lengths that fill the GPU uncut and for sequences
+// too short to cut.
 enum ListMode { kPlannedList, kSortedList, kEvenList };
 constexpr int kMaxSorted = 1024;  // sequences that are sorted by length; more of them balance themselves
-// What is planned at most.
+// Limits of a plan.
 constexpr int kMaxPlannedSequences = 64, kMaxPlannedSeqHeads = 1024, kMaxPlannedEntries = 6144;
 
 }  // namespace gatedelta::cuda

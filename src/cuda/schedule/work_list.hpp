@@ -6,9 +6,9 @@
 
 namespace gatedelta::cuda {
 
-// Entries by when they come in the list, of a pair of sequence and head or of many: what others wait for, what waits
-// for nothing, joins; and boundaries, behind each of which a head waits. Sixteen bits each, so that one number adds
-// them up.
+// Entries of one or many (sequence, head) pairs by their place in the list: kFirst, which others wait for; kFree, which
+// wait for nothing; kMerges; and kBoundaries, each with per_head waiting entries behind it. 16 bits each: one addition
+// adds all.
 struct EntryCounts {
   unsigned long long all;
   enum Class { kFirst, kFree, kMerges, kBoundaries };
@@ -20,7 +20,7 @@ struct EntryCounts {
 };
 static_assert(kMaxPlannedEntries < 1 << 16);
 
-// Segments of a sequence's heads that last or fade.
+// Segments of a sequence's persistent or decaying heads.
 template <Pass kPass>
 GD_HOST_DEVICE int segments_of(const Cut& cut, int chunks, bool persists) {
   return persists ? persistent_segments<kPass>(chunks, cut.persistent) : segments_of(chunks, cut.decaying);
@@ -37,8 +37,8 @@ GD_HOST_DEVICE inline EntryCounts entries_of(int segments, int chunks, bool pers
   return counts;
 }
 
-// Whether there is room for a list; if not, less is cut: more heads last than the choice of the cut knew of, or lengths
-// that share a class are too different. Not cut at all, it always fits.
+// Whether the list fits. If not, the cut is coarsened: more heads are persistent than the search assumed, or the
+// lengths within a class differ too much. Uncut, it always fits.
 GD_HOST_DEVICE inline bool fits(Cut& cut, const EntryCounts& total, const Limits& limits) {
   if (total[EntryCounts::kBoundaries] <= limits.boundaries && total.entries(cut.halves ? 2 : 1) <= limits.entries)
     return true;
@@ -48,58 +48,59 @@ GD_HOST_DEVICE inline bool fits(Cut& cut, const EntryCounts& total, const Limits
   return false;
 }
 
-// What is the same for all pairs.
+// What is the same for all (sequence, head) pairs.
 struct ListPlan {
   Cut cut;
   EntryCounts total;
   int blocks;
   bool longest_first;  // see is_longer_than_chain
   int value_heads;
-  bool in_place;  // a final state may come in the initial one's place
+  bool in_place;  // a final state may overwrite an initial one
 };
 
-// The entries of a pair, of which a thread puts every `lanes`th: put(number in the list, item). `whole` is the item of
-// all of its chunks, in the forward's order; `before` are entries of the pairs before it; windows[i] is that of
-// boundary i + 1, if the head fades. All kinds in one loop, so that threads have different ones at the same time.
+// Writes every lanes-th entry of a (sequence, head) pair by put(place in the list, item). `whole` is the item of all
+// its chunks in forward order; `before` counts the entries of earlier pairs; warmups[i] is the warm-up length of
+// boundary i + 1 of a decaying head. All kinds share one loop: the lanes of a warp write different kinds at the same
+// time.
 template <Pass kPass, class Put>
 GD_HOST_DEVICE void list_seq_head(const ListPlan& plan, const WorkItem& whole, int seq_head, int chunks, int segments,
-                                  bool persists, const EntryCounts& before, const uint8_t* windows, int lane, int lanes,
+                                  bool persists, const EntryCounts& before, const uint8_t* warmups, int lane, int lanes,
                                   const Put& put) {
   if (chunks == 0) return;
   const Cut& cut = plan.cut;
   const int per_head = cut.halves ? 2 : 1;
   const int boundary = before[EntryCounts::kBoundaries];
   const int firsts = plan.total[EntryCounts::kFirst], frees = plan.total[EntryCounts::kFree],
-            joins = plan.total[EntryCounts::kMerges];
-  // Joins come when the first of what they wait for may have ended; until then there is other work. Where that is
-  // long, it comes before all.
+            merges = plan.total[EntryCounts::kMerges];
+  // Merges stand where the transitions they wait for may be ready; free entries fill the time until then. If free
+  // entries are longer than the whole chain of merges, they go first.
   const int idle = plan.blocks > firsts ? plan.blocks - firsts : 0;
   const int frees_first = plan.longest_first || frees < idle ? frees : idle;
   const int first = (plan.longest_first ? frees : 0) + before[EntryCounts::kFirst];
-  const int waiting = firsts + frees + joins + per_head * boundary;
+  const int waiting = firsts + frees + merges + per_head * boundary;
 
   const bool is_merged = persists && segments > 2;
   const Borders begins = persists ? persistent_borders<kPass>(chunks, segments) : Borders(chunks, segments, 0);
-  const int outputs = per_head * segments, factors = is_merged ? 2 * (segments - 2) : 0;
-  GD_NO_UNROLL for (int i = lane; i < outputs + factors + (is_merged ? 2 : 0); i += lanes) {
-    const int more = i - outputs;  // from here on: factors, two of each segment, then joins, two
+  const int outputs = per_head * segments, transitions = is_merged ? 2 * (segments - 2) : 0;
+  GD_NO_UNROLL for (int i = lane; i < outputs + transitions + (is_merged ? 2 : 0); i += lanes) {
+    const int more = i - outputs;  // from here on: transitions, two per segment, then two merges
     WorkItem item = whole;
-    if (more >= factors) {
+    if (more >= transitions) {
       item.kind = kMerge;
       item.half = kNoValues;
-      item.key_head = more - factors;
+      item.key_head = more - transitions;
       item.tokens = item.warmup_tokens = kMergeTiles * kChunkTokens * (segments - 2);
       item.from = boundary;
       item.to = boundary + 1;
       item.prepared = (boundary + 1) * kBoundaryTiles;
-      put(firsts + frees_first + before[EntryCounts::kMerges] + more - factors, item);
+      put(firsts + frees_first + before[EntryCounts::kMerges] + more - transitions, item);
       continue;
     }
     const bool is_output = more < 0;
     const int segment = is_output ? i >> (per_head - 1) : 1 + (more >> 1), begin = begins[segment];
     const bool has_warmup = !is_merged && segment > 0;
-    const int window = !has_warmup ? 0 : persists ? begin : windows[segment - 1];
-    cut_item<kPass>(item, begin - window, begins[segment + 1], chunks, plan.value_heads);
+    const int warmup = !has_warmup ? 0 : persists ? begin : warmups[segment - 1];
+    cut_item<kPass>(item, begin - warmup, begins[segment + 1], chunks, plan.value_heads);
     item.half = !is_output ? more & 1 : cut.halves ? i & 1 : kWhole;
     int at;
     if (!is_output) {
@@ -113,16 +114,16 @@ GD_HOST_DEVICE void list_seq_head(const ListPlan& plan, const WorkItem& whole, i
       item.to = segment > 0 ? item.to : boundary;
       at = segment > 0 ? waiting + i - per_head : first + i;
     } else {
-      item.warmup_tokens = window * kChunkTokens;
-      item.from = window < begin ? kFromZero : item.from;
+      item.warmup_tokens = warmup * kChunkTokens;
+      item.from = warmup < begin ? kFromZero : item.from;
       item.seq_head = seq_head;
       if (segment == segments - 1 && segment > 0 && plan.in_place) {
         item.readers = 2;
         GD_NO_UNROLL for (int other = 1; other < segment && begins[other] <= warmup_limit<kPass>(cut.decaying); ++other)
-            item.readers += windows[other - 1] == begins[other] ? 2 : 0;
+            item.readers += warmups[other - 1] == begins[other] ? 2 : 0;
       }
       const int free = before[EntryCounts::kFree] + i;
-      at = plan.longest_first ? free : firsts + free + (free < frees_first ? 0 : joins);
+      at = plan.longest_first ? free : firsts + free + (free < frees_first ? 0 : merges);
     }
     put(at, item);
   }

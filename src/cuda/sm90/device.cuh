@@ -25,7 +25,7 @@ GD_DEVICE void store_number(void* data, int dtype, int64_t i, float x) {
   }
 }
 
-// Calls f with the warp's number as a compile-time constant: the inverse is straight-line code for each block row.
+// Calls f with the warp index as a compile-time constant, for straight-line code per block row.
 template <class F>
 GD_DEVICE void with_warp(int warp, const F& f) {
   switch (warp) {
@@ -37,9 +37,9 @@ GD_DEVICE void with_warp(int warp, const F& f) {
 }
 
 struct ChunkPlace {
-  int sequence, batch, token, rows, chunk;  // the sequence past the last one owns what is past the last offset
+  int sequence, batch, token, rows, chunk;  // tokens past the last offset belong to sequence N
 };
-// The chunk of a slot: its sequence is the last one that begins at or before it. The warp tries 32 places at a time.
+// The chunk at a chunk index. Its sequence is the last one that starts at or before it; the warp searches 32-ary.
 GD_DEVICE ChunkPlace locate_chunk(const Sequences& s, int chunk_index, int lane) {
   const int tokens = static_cast<int>(s.tokens);
   if (!s.offsets.data) {

@@ -1,4 +1,4 @@
-// Rings of slots in shared memory, each with a barrier for "full" and one for "empty".
+// mbarriers of a pipeline: one full and one empty barrier per stage.
 #pragma once
 
 #include "cuda/sm90/pipeline_state.hpp"
@@ -6,7 +6,7 @@
 
 namespace gatedelta::cuda {
 
-// kAt is part of the type so that it ends up as an offset in the instructions.
+// kAt is part of the type so that it becomes an immediate offset.
 template <int kStages, int kAt>
 struct Pipeline {
   static constexpr int kEnd = kAt + 2 * 8 * kStages;
@@ -19,10 +19,8 @@ struct Pipeline {
       barrier_init(empty(i), consumers);
     }
   }
-  GD_DEVICE void wait_full(const PipelineState<kStages>& ring) const { barrier_wait(full(ring.stage), ring.phase); }
-  GD_DEVICE void wait_empty(const PipelineState<kStages>& ring) const {
-    barrier_wait(empty(ring.stage), ring.phase ^ 1);
-  }
+  GD_DEVICE void wait_full(const PipelineState<kStages>& at) const { barrier_wait(full(at.stage), at.phase); }
+  GD_DEVICE void wait_empty(const PipelineState<kStages>& at) const { barrier_wait(empty(at.stage), at.phase ^ 1); }
 };
 
 }  // namespace gatedelta::cuda

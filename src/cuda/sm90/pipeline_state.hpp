@@ -7,7 +7,7 @@
 
 namespace gatedelta::cuda {
 
-// A slot of a ring and the parity of the barrier phase a consumer waits for there; a producer waits for the other one.
+// A stage of a pipeline and the mbarrier phase a consumer waits for there; a producer waits for the other phase.
 template <int kStages>
 struct PipelineState {
   int stage = 0;

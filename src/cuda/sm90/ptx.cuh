@@ -106,8 +106,7 @@ GD_DEVICE void mma_k8(float* c, uint32_t a0, uint32_t a1, uint32_t b0) {
                : "r"(a0), "r"(a1), "r"(b0));
 }
 
-// The same number, which the compiler cannot know to be the same: what follows from it is found anew instead of being
-// kept in registers.
+// Returns x, hidden from the compiler: what depends on it is recomputed instead of kept in registers.
 GD_DEVICE int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -171,15 +170,14 @@ GD_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
-// True for one thread of a warp that is all here.
+// True for one thread of a converged warp.
 GD_DEVICE bool elect_one() {
   uint32_t is_elected;
   asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;}" : "=r"(is_elected));
   return is_elected;
 }
-// A warp arrives, after what its lanes have read and written: one lane for all of them. compute-sanitizer's racecheck
-// takes that for a race, because ptxas leaves out a __syncwarp() where it knows that the lanes are together anyway. In
-// a build for that tool (GD_RACECHECK) every lane arrives for itself.
+// A warp arrives after its lanes' reads and writes: one lane arrives for all. NOTE: racecheck reports this as a race,
+// because ptxas drops a __syncwarp() where it knows the warp is converged. In a GD_RACECHECK build every lane arrives.
 #ifdef GD_EVERY_LANE_ARRIVES
 constexpr int kArrivals = 32;
 #else
@@ -190,23 +188,23 @@ GD_DEVICE void warp_arrive(uint32_t barrier) {
   __syncwarp();
   if (is_arriving()) barrier_arrive(barrier);
 }
-// Threads that meet at a named barrier; ids below 16, 0 is __syncthreads().
+// Named barrier; ids 1 to 15 (0 is __syncthreads()).
 GD_DEVICE void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// The same for warps that come from different places in the code, which the one above does not allow.
+// The same for warps that arrive from different code; bar.sync does not allow that.
 GD_DEVICE void named_barrier_sync_divergent(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// The same for a thread that does not wait for the others.
+// Arrives without waiting.
 GD_DEVICE void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// What this thread wrote to shared memory, before the copy engine or wgmma reads it.
+// Orders this thread's writes to shared memory before reads by TMA or wgmma.
 GD_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Programmatic dependent launch: the next kernel may be put on the card once every block has called allow_next_kernel
-// (or ended); it sees what this one wrote after wait_for_previous_kernel.
+// PDL: the next kernel may start once every CTA has called allow_next_kernel or ended; it sees this kernel's writes
+// after wait_for_previous_kernel.
 GD_DEVICE void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 GD_DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
@@ -219,7 +217,7 @@ GD_DEVICE void shrink_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// One more, for a thread that counts; what it was before. Without a branch, after which nothing would be uniform.
+// Atomic increment if `counts`; returns the old value. Predicated instead of branched: values stay warp-uniform.
 GD_DEVICE int atomic_inc_if(int* counter, bool counts) {
   int before;
   asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p atom.global.add.u32 %0, [%1], 1;}"
@@ -229,7 +227,7 @@ GD_DEVICE int atomic_inc_if(int* counter, bool counts) {
   return before;
 }
 
-// Counters that blocks tell each other by what they wrote to memory.
+// Counters through which CTAs publish what they wrote to global memory.
 GD_DEVICE int load_acquire(const int* counter) {
   int value;
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
@@ -239,10 +237,10 @@ GD_DEVICE void add_release(int* counter, int n) {
   asm volatile("fence.acq_rel.gpu;\nred.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(n) : "memory");
 }
 GD_DEVICE void pause() { asm volatile("nanosleep.u32 64;" ::: "memory"); }
-// Between the copy engine's accesses to memory and other ones.
+// Orders TMA accesses to global memory and ordinary ones.
 GD_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// ---- copy engine ---------------------------------------------------------------------------------------------------
+// ---- TMA and bulk copies --------------------------------------------------------------------------------------------
 
 // A box of a 5-D tensor (column, head, token, batch, half of the columns) to shared memory, and back.
 GD_DEVICE void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t barrier, int head, int token, int batch,
@@ -268,7 +266,7 @@ GD_DEVICE void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
                : "memory");
 }
 GD_DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until at most kPending of this thread's committed stores have not yet read their source.
+// Waits until at most kPending of this thread's committed bulk stores still have to read their source.
 template <int kPending>
 GD_DEVICE void store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");

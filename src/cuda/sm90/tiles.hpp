@@ -17,7 +17,7 @@ constexpr int kTileAlign = 1024;
 GD_HOST_DEVICE constexpr uint32_t tile_aligned(uint32_t address) {
   return (address + kTileAlign - 1) & ~uint32_t{kTileAlign - 1};
 }
-constexpr int kMaxSharedBytes = 232448;  // a block may have on Hopper
+constexpr int kMaxSharedBytes = 232448;  // shared memory of a CTA on Hopper
 
 GD_HOST_DEVICE constexpr uint32_t swizzled(uint32_t byte_offset) { return byte_offset ^ ((byte_offset >> 3) & 0x70); }
 GD_HOST_DEVICE constexpr uint32_t tile_offset(int row, int column) {
@@ -49,15 +49,15 @@ GD_HOST_DEVICE constexpr uint32_t wide_descriptor_low(uint32_t address) {
 GD_HOST_DEVICE constexpr uint32_t triangle_descriptor_low(uint32_t address) {
   return (address >> 4) | ((kBlockBytes >> 4) << 16);
 }
-// A state as the backward keeps it: the registers of a packed accumulator, one after the other, each a core matrix of
-// eight value columns and eight key dimensions, which lie side by side. Two groups of eight value columns follow each
-// other, then the next eight key dimensions: 16 x 128 numbers of a warp are 4096 bytes. No swizzle.
+// A state snapshot as the backward stores it: the registers of a packed accumulator, one after the other, each a core
+// matrix of eight value columns by eight key dimensions. Two groups of eight value columns follow each other, then the
+// next eight key dimensions: 16 x 128 elements of a warp are 4096 bytes. No swizzle.
 constexpr int kStateStepBytes = 4096;
 constexpr uint32_t kStateDescriptorHigh = 256 >> 4;
 GD_HOST_DEVICE constexpr uint32_t state_descriptor_low(uint32_t address) { return (address >> 4) | ((128 >> 4) << 16); }
 // Steps of 16 along the contracted dimension of a tile, in descriptor units.
 constexpr uint32_t kStepContiguous = 32 >> 4;    // contracted dimension runs inside the rows
-constexpr uint32_t kStepRows = (16 * 128) >> 4;  // contracted dimension runs over the rows ("turned" operand)
+constexpr uint32_t kStepRows = (16 * 128) >> 4;  // contracted dimension runs over the rows (transposed operand)
 
 // A 64 x n accumulator: lane's (row, column) of element i, within the warp's 16 rows.
 struct Place {

@@ -16,44 +16,46 @@ inline ForwardProblem forward_of(const BackwardProblem& p) {
   return forward;
 }
 
-// Whether a backward makes states in slices, which takes less memory, and what is the most that is there of one. The
-// second one's lie where those of the first were: its first slot at slot 0, its first token at token 0.
+// One slice, or two with `small_workspace`; the chunk and token counts are those of the larger and size the buffers.
+// The second slice's buffers start at index 0 again.
 struct Slices {
   int count;
-  int64_t recompute_chunks, split, split_token;  // where the second begins, at the earliest
-  int64_t slots, tokens;
+  int64_t recompute_chunks, split, split_token;  // first chunk index and token of the second slice, at the earliest
+  int64_t chunks, tokens;
 };
 inline Slices slices_of(const BackwardProblem& p) {
   const Sequences s = sequences_of(p.in.sequences);
-  const int64_t slots = s.workspace_chunks(), tokens = s.batch * s.tokens;
-  const int64_t piece = recompute_chunks(slots, s.count, p.in.value_heads);
+  const int64_t chunks = s.workspace_chunks(), tokens = s.batch * s.tokens;
+  const int64_t piece = recompute_chunks(chunks, s.count, p.in.value_heads);
   const bool has_saved_states = p.saved && is_planned(s.count, p.in.value_heads);
-  if (!p.small_workspace || !has_saved_states || slots < 2 * piece) return {1, piece, slots, tokens, slots, tokens};
-  const int64_t split = (slots - piece + 2) / 2, end = split + piece - 1;  // the last piece of the first ends before
-  // Of tokens and slots of a pack shapes tell little: a sequence may begin anywhere in a chunk's worth of tokens.
-  const auto token_of = [&](int64_t slot) {
-    if (s.offsets.data) return slot * kChunkTokens;
-    const int64_t chunks = Sequences::chunks(s.tokens);
-    return slot / chunks * s.tokens + slot % chunks * kChunkTokens;
+  if (!p.small_workspace || !has_saved_states || chunks < 2 * piece) return {1, piece, chunks, tokens, chunks, tokens};
+  const int64_t split = (chunks - piece + 2) / 2,
+                end = split + piece - 1;  // the first slice's last item ends before it
+  // For a pack, shapes bound the token of a chunk index only roughly: sequences start anywhere within a chunk's worth
+  // of tokens.
+  const auto token_of = [&](int64_t chunk_index) {
+    if (s.offsets.data) return chunk_index * kChunkTokens;
+    const int64_t per_sequence = Sequences::chunks(s.tokens);
+    return chunk_index / per_sequence * s.tokens + chunk_index % per_sequence * kChunkTokens;
   };
   const int64_t early = s.offsets.data ? (s.count - 1) * kChunkTokens : 0, late = s.offsets.data ? kChunkTokens : 0;
   const int64_t first = token_of(split) > early ? token_of(split) - early : 0;
   const auto larger = [](int64_t a, int64_t b) { return a > b ? a : b; };
   const int64_t last = token_of(end) + late;
-  return {2, piece, split, first, larger(end, slots - split), larger(last < tokens ? last : tokens, tokens - first)};
+  return {2, piece, split, first, larger(end, chunks - split), larger(last < tokens ? last : tokens, tokens - first)};
 }
 
 struct BackwardWorkspace {
   ForwardWorkspace forward;
   Slices slices;
-  size_t states = 0;     // [slots of a slice][Hv][kImageBytes], before each chunk
-  size_t gradients = 0;  // [slots][Hv][kImageBytes], of the states after it
+  size_t states = 0;     // [chunks of a slice][Hv][kStateTileBytes], before each chunk
+  size_t gradients = 0;  // [chunks][Hv][kStateTileBytes], of the states after it
   size_t u = 0;          // [tokens of a slice, Hv, V], what chunks write
   size_t dv = 0;         // likewise, if the caller does not want it
-  size_t head_sums = 0;  // two floats [slots][Hv], for dA_log and d_dt_bias
+  size_t head_sums = 0;  // two floats [chunks][Hv], for dA_log and d_dt_bias
   size_t slice1_schedule = 0;
   size_t slice1_work = 0;  // WorkItem [max_entries], of the states of the second slice
-  // Of the second list of work, that of gradients of states, which may be begun before the first is done.
+  // The gradient chain's list, which may run beside the states'.
   size_t grad_schedule = 0;
   size_t grad_work = 0;            // WorkItem [max_entries]
   size_t grad_boundary_ready = 0;  // int [boundary_count]
@@ -76,11 +78,11 @@ inline BackwardWorkspace backward_layout(const BackwardProblem& p) {
   };
   const Sequences sequences = sequences_of(p.in.sequences);
   const int64_t chunks = sequences.workspace_chunks() * p.in.value_heads;
-  // The boundaries of the gradients' chain: states that the forward has kept need none themselves. In slices, states
-  // come when that chain is done, and lie where its boundaries were.
+  // Boundaries of the gradient chain. Saved states need none of their own. With slices, the states are written after
+  // the gradient chain and reuse its boundaries' memory.
   const int64_t boundary_bytes = w.forward.boundary_count * int64_t{kBoundaryBytes};
   if (is_sliced && boundary_bytes > 0) w.bytes = w.forward.boundaries;
-  const int64_t states_bytes = w.slices.slots * p.in.value_heads * kStateTileBytes;
+  const int64_t states_bytes = w.slices.chunks * p.in.value_heads * kStateTileBytes;
   w.states = take(is_sliced && boundary_bytes > states_bytes ? boundary_bytes : states_bytes);
   w.gradients = take(chunks * kStateTileBytes);
   const int64_t row_bytes = p.in.value_heads * kHeadDim * 2;

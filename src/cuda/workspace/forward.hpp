@@ -1,4 +1,4 @@
-// How the forward is cut into blocks, and where its scratch memory lies. Pure host arithmetic.
+// Sizes of a forward: CTAs, list entries, workspace and saved layout. Pure host arithmetic.
 #pragma once
 
 #include <climits>
@@ -12,23 +12,23 @@
 
 namespace gatedelta::cuda {
 
-// What the kernels' 32-bit arithmetic and their shared memory bear; validation holds every call to it.
+// Limits of the kernels' 32-bit arithmetic and shared memory; validation enforces them.
 constexpr int64_t kMaxTokens = INT_MAX - (kChunkTokens - 1);  // a position rounded up to whole chunks
 constexpr int64_t kMaxSeqHeads = INT_MAX / 2;                 // N * Hv: room for a stride
 constexpr int64_t kMaxPrepareBlocks = INT_MAX;                // of one launch
 constexpr int64_t kMaxGroup = 256;                            // Hv / Hk: prepare holds the betas of a group
 
-// What the copy engine asks of q, k, v and o.
+// TMA's requirements on q, k, v and o.
 constexpr int64_t kRowAlign = 16;  // bytes, of their data and of their strides
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;
 
-// From shapes alone: a query's offsets have no data yet, what counts is that there will be some.
+// From shapes alone: in a size query the offsets have no data yet; only their presence counts.
 inline Sequences sequences_of(const gatedelta::Sequences& s) {
   const void* offsets = !s.offsets ? nullptr : s.offsets.data ? s.offsets.data : &s;
   return {static_cast<int>(s.count), static_cast<int>(s.batch), s.tokens, {offsets, s.offsets.is_int64}};
 }
 
-// One per slot and key head, after one that sorts and some that plan.
+// One per chunk and key head, after the helpers that sort and plan.
 inline int64_t prepare_blocks(const Sequences& s, int64_t key_heads) {
   return s.workspace_chunks() * key_heads + kPrepareHelpers;
 }
@@ -38,19 +38,19 @@ inline int64_t prepare_blocks(const Layer& layer) {
 
 // ---- what may be cut -----------------------------------------------------------------------------------------------
 
-// Within these bounds a plan is made; beyond, there is work enough, and nothing is cut.
+// Within these bounds a list is planned. Beyond them there is enough work, and nothing is cut.
 inline bool is_planned(int64_t sequences, int64_t value_heads) {
   return sequences <= kMaxPlannedSequences && sequences * value_heads <= kMaxPlannedSeqHeads;
 }
 inline bool may_cut(const ForwardProblem& p) {
   return p.context_parallel && !p.batch_invariant && is_planned(p.in.sequences.count, p.in.value_heads);
 }
-// Sequences so short that a plan takes longer than it gains, unless a backward wants it. Tokens are those of all, in a
-// pack.
+// Sequences so short that planning costs more than it gains, unless a backward needs the plan. For a pack, the sum of
+// all tokens.
 constexpr int64_t kShortTokens = 14 * kChunkTokens;
 inline bool are_short(const ForwardProblem& p) { return p.in.sequences.tokens <= kShortTokens && !p.saved; }
-// Parts of heads that are not to be cut, which can be told from shapes alone: of short sequences, and of a dense batch
-// that fills the card. 0 = they are to be cut, perhaps.
+// Items per head if shapes alone show that nothing is cut: short sequences, or a dense batch that fills the GPU. 0: may
+// be cut.
 inline int even_parts(const ForwardProblem& p, int blocks) {
   const int64_t seq_heads = p.in.sequences.count * p.in.value_heads;
   if (p.segment_chunks) return 0;
@@ -64,47 +64,48 @@ inline ListMode list_mode(const ForwardProblem& p, int blocks) {
   if (even_parts(p, blocks) > 0) return kEvenList;
   return is_planned(p.in.sequences.count, p.in.value_heads) ? kPlannedList : kSortedList;
 }
-// Entries the list of work has room for: halves of all heads, and as many pieces as a card can do with.
+// Capacity of the work list: halves of all heads, and as many segments as a GPU can use.
 inline int64_t max_entries(const ForwardProblem& p) {
   const int64_t seq_heads = p.in.sequences.count * p.in.value_heads;
   if (!is_planned(p.in.sequences.count, p.in.value_heads)) return seq_heads;
-  const int64_t slots = sequences_of(p.in.sequences).workspace_chunks(), chunks = slots * p.in.value_heads;
-  // A backward that is given states cuts at their windows, whatever else is cut: see list_windows.
-  const int64_t windows = !p.saved ? 0 : chunks < kMaxPlannedEntries ? chunks : kMaxPlannedEntries;
+  const int64_t chunk_count = sequences_of(p.in.sequences).workspace_chunks(), chunks = chunk_count * p.in.value_heads;
+  // A backward with saved states cuts at save intervals, whatever else is cut (recompute.hpp).
+  const int64_t recomputed = !p.saved ? 0 : chunks < kMaxPlannedEntries ? chunks : kMaxPlannedEntries;
   constexpr int64_t kPacketsPerRow = kMaxPlannedEntries - 2 * kMaxPlannedSeqHeads;
   const int64_t pieces = !may_cut(p) ? 0 : 3 * chunks < kPacketsPerRow ? 3 * chunks : kPacketsPerRow;
-  // Or, forced: outputs of a segment, its factors, and what two sequences bring more of them than one.
-  const int64_t entries = p.segment_chunks ? 3 * p.in.value_heads * (slots / p.segment_chunks + p.in.sequences.count)
-                                           : 2 * seq_heads + pieces;
-  return entries > windows ? entries : windows;
+  // Forced: outputs and two transitions per segment, rounded up per sequence.
+  const int64_t entries = p.segment_chunks
+                              ? 3 * p.in.value_heads * (chunk_count / p.segment_chunks + p.in.sequences.count)
+                              : 2 * seq_heads + pieces;
+  return entries > recomputed ? entries : recomputed;
 }
 
-// And how many a call may have: there are no more blocks than these.
+// The most entries this call can have, which also bounds its CTAs.
 inline int64_t list_entries(const ForwardProblem& p, int blocks) {
-  const int parts = p.saved ? 0 : even_parts(p, blocks);  // a backward may cut nevertheless, at windows
+  const int parts = p.saved ? 0 : even_parts(p, blocks);  // a backward may still cut, at save intervals
   return parts > 0 ? p.in.sequences.count * p.in.value_heads * parts : max_entries(p);
 }
 
 // ---- memory --------------------------------------------------------------------------------------------------------
 
-// What a forward keeps for its backward: what prepare has made and found out, and the state at the end of every window.
+// What a forward saves for its backward: prepare's results, and the state after every kSaveInterval chunks.
 constexpr int64_t kSaveIntervalTokens = kSaveInterval * kChunkTokens;
 constexpr int64_t kStateBytes = int64_t{kHeadDim} * kHeadDim * 4;
 constexpr int64_t kCutsBytes = kShares * kCutBlocks * int64_t{sizeof(CutCost)};
 struct SavedLayout {
-  size_t prepared = 0;  // [slots][Hv][kBackwardPreparedBytes]
-  size_t decays = 0;    // ChunkDecay [Hv][slots]
+  size_t prepared = 0;  // [chunk_count][Hv][kBackwardPreparedBytes]
+  size_t decays = 0;    // ChunkDecay [Hv][chunk_count]
   size_t order = 0;     // these as in the workspace
   size_t first_checkpoint = 0;
   size_t cuts = 0;
   size_t list = 0;    // KeptList
-  size_t states = 0;  // fp32 [windows][Hv][K][V], or [V][K]
+  size_t states = 0;  // fp32 [intervals][Hv][K][V], or [V][K]
   size_t bytes = 0;
 };
 inline SavedLayout saved_layout(const Layer& in) {
   const int64_t chunks = sequences_of(in.sequences).workspace_chunks() * in.value_heads;
-  const int64_t windows = in.sequences.offsets ? in.sequences.tokens / kSaveIntervalTokens
-                                               : in.sequences.count * (in.sequences.tokens / kSaveIntervalTokens);
+  const int64_t intervals = in.sequences.offsets ? in.sequences.tokens / kSaveIntervalTokens
+                                                 : in.sequences.count * (in.sequences.tokens / kSaveIntervalTokens);
   SavedLayout saved;
   const auto take = [&](int64_t bytes) {
     const size_t at = saved.bytes;
@@ -117,7 +118,7 @@ inline SavedLayout saved_layout(const Layer& in) {
   saved.first_checkpoint = take(in.sequences.count * int64_t{sizeof(int64_t)});
   saved.cuts = take(kCutsBytes);
   saved.list = take(kSavedListBytes);
-  saved.states = take(windows * in.value_heads * kStateBytes);
+  saved.states = take(intervals * in.value_heads * kStateBytes);
   return saved;
 }
 
@@ -126,10 +127,10 @@ struct ForwardWorkspace {
   static constexpr size_t kAlign = 128;        // of every part
   static constexpr size_t kCallersAlign = 64;  // of the memory itself
 
-  size_t prepared = 0;          // [slots][Hv][prepared_bytes]
+  size_t prepared = 0;          // [chunk_count][Hv][prepared_bytes]
   size_t order = 0;             // int [N]
   size_t first_checkpoint = 0;  // int64_t [N], if there are checkpoints
-  size_t decays = 0;            // ChunkDecay [Hv][slots]
+  size_t decays = 0;            // ChunkDecay [Hv][chunk_count]
   size_t cuts = 0;              // PricedCut [kShares][kCutParts]
   size_t schedule = 0;
   size_t work = 0;            // WorkItem [max_entries]
@@ -140,7 +141,8 @@ struct ForwardWorkspace {
   size_t bytes = 0;
 };
 
-// What is promised: so many bytes per token and value head, and so many more. Boundaries of segments take what is left.
+// Documented workspace bound: bytes per token and value head, plus a constant. Segment boundaries get what is left
+// below it.
 constexpr int64_t kBytesPerToken = 192, kFixedBytes = int64_t{1} << 20;
 constexpr int kMaxBoundaries = 384;
 
@@ -152,12 +154,12 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p, int prepared_byt
                ForwardWorkspace::kAlign;
     return at;
   };
-  const int64_t count = p.in.sequences.count, slots = sequences_of(p.in.sequences).workspace_chunks();
-  const bool saves = p.saved != nullptr;  // then some of it is there
-  w.prepared = take(saves ? 0 : slots * p.in.value_heads * prepared_bytes);
+  const int64_t count = p.in.sequences.count, chunk_count = sequences_of(p.in.sequences).workspace_chunks();
+  const bool saves = p.saved != nullptr;  // these live in `saved` instead
+  w.prepared = take(saves ? 0 : chunk_count * p.in.value_heads * prepared_bytes);
   w.order = take(saves ? 0 : count * int64_t{sizeof(int)});
   w.first_checkpoint = take(p.checkpoint_every && !saves ? count * int64_t{sizeof(int64_t)} : 0);
-  w.decays = take(saves ? 0 : slots * p.in.value_heads * int64_t{sizeof(ChunkDecay)});
+  w.decays = take(saves ? 0 : chunk_count * p.in.value_heads * int64_t{sizeof(ChunkDecay)});
   w.cuts = take(saves ? 0 : kCutsBytes);
   w.schedule = take(sizeof(Schedule));
   w.work = take(max_entries(p) * int64_t{sizeof(WorkItem)});

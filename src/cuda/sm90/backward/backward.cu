@@ -57,7 +57,7 @@ BackwardParams params_of(const BackwardProblem& problem, char* workspace, int mu
   return p;
 }
 
-// What the second slice has otherwise.
+// Parameters of the second slice.
 BackwardParams slice1_params(const BackwardParams& p, const Slices& slices) {
   BackwardParams later = p;
   later.slice = {p.split, static_cast<int>(p.sequences.workspace_chunks())};
@@ -68,7 +68,7 @@ BackwardParams slice1_params(const BackwardParams& p, const Slices& slices) {
   return later;
 }
 
-// The chains are the forward's with other tensors.
+// The chain kernels take the forward's parameters with other tensors.
 CallParams states_params(const BackwardParams& p) {
   CallParams states = p;
   states.o = p.u;
@@ -106,7 +106,7 @@ Outcome launch(const BackwardParams& p, const BackwardParams* later, int device,
     if (error) outcome = failure(error, what);
     return !error;
   };
-  // What the forward has kept is prepared.
+  // Saved results need no prepare.
   if (!p.has_saved &&
       !ran(launch_prepare(p, std::is_same_v<Elem, __nv_bfloat16>, device, stream), "launch the prepare kernel"))
     return outcome;

@@ -9,7 +9,7 @@ namespace gatedelta::cuda {
 
 namespace {
 
-// What the copy engine is told of q, k, v and o.
+// Tensor maps for TMA.
 Outcome encode_maps(CallParams& p, bool bf16) {
   for (const MappedTensor& t : {MappedTensor{"q", &p.q_map, p.q, p.key_heads},
                                 {"k", &p.k_map, p.k, p.key_heads},
@@ -23,7 +23,7 @@ template <class Elem>
 Outcome launch(const CallParams& p, int device, cudaStream_t stream) {
   if (const cudaError_t error = launch_prepare<Elem>(p, device, stream))
     return failure(error, "launch the prepare kernel");
-  if (p.sequences.count == 0) return {};  // prepare has zeroed what belongs to nobody
+  if (p.sequences.count == 0) return {};  // prepare has zeroed the outputs of padding
   if (p.list != kEvenList)
     if (const cudaError_t error = launch_schedule(p, stream)) return failure(error, "launch the schedule kernel");
   if (const cudaError_t error = launch_main<Elem>(p, device, stream))
@@ -51,7 +51,7 @@ Outcome forward(const ForwardProblem& problem, const Context& context) {
   return with_device(context.device, [&](int multiprocessors) -> Outcome {
     CallParams p = call_params(problem, context.workspace, multiprocessors);
     const bool bf16 = problem.in.q.dtype == GD_BF16;
-    if (p.sequences.batch > 0 && p.sequences.tokens > 0)  // an empty tensor has no map, and nobody looks at it
+    if (p.sequences.batch > 0 && p.sequences.tokens > 0)  // an empty tensor has no map, and no kernel uses one
       if (Outcome outcome = encode_maps(p, bf16); outcome.status != GD_OK) return outcome;
     const auto stream = static_cast<cudaStream_t>(context.stream);
     return bf16 ? launch<__nv_bfloat16>(p, context.device, stream) : launch<__half>(p, context.device, stream);

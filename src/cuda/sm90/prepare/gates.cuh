@@ -25,8 +25,8 @@ GD_DEVICE float beta_of(const CallParams& p, float x) {
   return p.beta_kind == GD_BETA_LOGIT ? y : 2.0f * y;
 }
 
-// Gates and betas of the chunk to shared memory, as they lie in memory: up to four heads beside each other. Of one head
-// alone, half of the threads take the gates and half the betas. Tokens past the end have g = 0 and beta = 0.
+// Loads gates and betas of the chunk to shared memory in memory order: up to four heads side by side. With one head per
+// group, half of the threads load gates and half betas. Tokens past the end have g = 0 and beta = 0.
 GD_DEVICE void load_gates(const CallParams& p, int batch, int token, int rows, int first_head, uint32_t smem) {
   const int tid = static_cast<int>(threadIdx.x);
   const auto put = [&](int v, int row, float x) {

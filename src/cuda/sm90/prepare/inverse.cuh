@@ -12,11 +12,11 @@ GD_DEVICE constexpr uint32_t off_diagonal_offset(int I, int J) {
   return static_cast<uint32_t>(I * (I - 1) / 2 + J) * kBlockBytes;
 }
 
-// K K^T is kept in fp16, as an eighth: keys may be far longer than 1, and so may what D beta becomes with them.
+// K K^T is stored in fp16, scaled by 1/8: unnormalised keys may be long, and so may D beta.
 constexpr float kProductScale = 1.0f / 8;
 
-// A warp's 16 rows of K K^T, the keys normalised, to where the substitutions and the warps below look for them. Returns
-// the lower left quarter of the diagonal block.
+// Stores a warp's 16 rows of the normalised K K^T for the substitutions and for the warps below. Returns the lower left
+// quarter of the diagonal block.
 template <int I>
 GD_DEVICE uint32_t store_products(float (&kk)[32], bool normalise, uint32_t smem, int lane) {
   const int g = lane >> 2, t = lane & 3, row = 16 * I + g;
@@ -35,10 +35,8 @@ GD_DEVICE uint32_t store_products(float (&kk)[32], bool normalise, uint32_t smem
   const uint32_t products = smem + PrepareSmem::kProducts + lane * 16;
 #pragma unroll
   for (int J = I + 1; J < 4; ++J) {
-    const auto part = [&](int i) {
-      return pack_half(kProductScale * kk[8 * J + i], kProductScale * kk[8 * J + i + 1]);
-    };
-    store_shared_words(products + off_diagonal_offset(J, I), make_uint4(part(0), part(4), part(2), part(6)));
+    const auto two = [&](int i) { return pack_half(kProductScale * kk[8 * J + i], kProductScale * kk[8 * J + i + 1]); };
+    store_shared_words(products + off_diagonal_offset(J, I), make_uint4(two(0), two(4), two(2), two(6)));
   }
   const float* const own = kk + 8 * I;
   const uint32_t triangle =
@@ -70,13 +68,13 @@ GD_DEVICE void store_column(uint32_t to, const float (&x)[8]) {
       to, make_uint4(pack_half(x[0], x[1]), pack_half(x[2], x[3]), pack_half(x[4], x[5]), pack_half(x[6], x[7])));
 }
 
-// The 8 x 8 inverses on the diagonal, of two heads at once: lanes have a head, a part and a column each. betas: of the
-// lane's head.
+// The 8 x 8 inverses on the diagonal, of two heads at once: each lane has a head, one of two blocks and a column.
+// `betas` are those of the lane's head.
 template <int I>
 GD_DEVICE void substitute(uint32_t smem, uint32_t betas, int lane) {
-  const int column = lane & 7, part = lane >> 3 & 1;
-  const uint32_t triangle = smem + PrepareSmem::kTriangles + (2 * I + part) * PrepareSmem::kBelowBytes;
-  const uint32_t own_betas = betas + (16 * I + 8 * part) * 4;
+  const int column = lane & 7, corner = lane >> 3 & 1;
+  const uint32_t triangle = smem + PrepareSmem::kTriangles + (2 * I + corner) * PrepareSmem::kBelowBytes;
+  const uint32_t own_betas = betas + (16 * I + 8 * corner) * 4;
   float products[28], beta[4], x[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -99,8 +97,8 @@ GD_DEVICE void substitute(uint32_t smem, uint32_t betas, int lane) {
   __syncwarp();
 }
 
-// M[8 J ..] = M_IJ for J < I, diagonal = D_I in fp16, and both to where the warps below look for them. products: of
-// K K^T, as store_products left them.
+// M[8 J ..] = M_IJ for J < I, diagonal = D_I in fp16; stores both for the warps below. `products` is K K^T as
+// store_products left it.
 template <int I>
 GD_DEVICE void begin_block_row(float* M, uint32_t (&diagonal)[4], const uint32_t* products, uint32_t below,
                                uint32_t seq_heads, uint32_t exchange, uint32_t betas, int lane) {
@@ -136,7 +134,7 @@ GD_DEVICE void begin_block_row(float* M, uint32_t (&diagonal)[4], const uint32_t
   }
 }
 
-// After every warp has begun: T[8 J ..], which was M_IJ, = T_IJ for J < I.
+// After the barrier: turns M_IJ in T[8 J ..] into T_IJ for J < I.
 template <int I>
 GD_DEVICE void finish_block_row(float* T, uint32_t exchange, int lane) {
   const uint32_t diagonals = exchange + lane * 16, blocks = exchange + PrepareSmem::kOffDiagonal + lane * 16;
@@ -160,7 +158,7 @@ GD_DEVICE void finish_block_row(float* T, uint32_t exchange, int lane) {
   }
 }
 
-// The block row to its triangle, rows scaled by r^k.
+// Stores the block row of T, rows scaled by r^k.
 template <int I, class Elem>
 GD_DEVICE void store_inverse(const float* T, const uint32_t (&diagonal)[4], uint32_t triangle, float r0, float r1,
                              int lane) {
@@ -176,8 +174,8 @@ GD_DEVICE void store_inverse(const float* T, const uint32_t (&diagonal)[4], uint
            pack<Elem>(r1 * d.x, r1 * d.y));
 }
 
-// The block row's part in the inverses of all heads of the group. Heads' triangles leave when every warp has come to
-// the next head's barrier.
+// Block row I of T for all heads of the group. A head's T is stored to global memory when every warp has reached the
+// next head's barrier.
 template <int I, class Elem>
 GD_DEVICE void invert(const CallParams& p, int chunk_index, int first_head, uint32_t smem, uint32_t betas,
                       uint32_t below, int thread_lane) {
@@ -207,7 +205,7 @@ GD_DEVICE void invert(const CallParams& p, int chunk_index, int first_head, uint
         M, diagonal, products, below,
         smem + PrepareSmem::kDiagonals + I * PrepareSmem::kDiagonalsBytes + v % 2 * PrepareSmem::kDiagonalBytes,
         exchange, betas + v * kVectorBytes, lane);
-    if (sends) store_wait_read<0>();  // the triangle before the last one
+    if (sends) store_wait_read<0>();  // the T buffer about to be overwritten
     named_barrier_sync_divergent(kBlockRowsReady, kPrepareThreads);
     if (sends && v > 0) send(v - 1);
     finish_block_row<I>(M, exchange, lane);

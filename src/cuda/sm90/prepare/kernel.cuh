@@ -1,15 +1,15 @@
-// Prepare: everything of a chunk that does not see the state, except what the main kernel makes of it on the fly.
-// One block of four warps per (chunk, key head): K K^T once, then for every value head of the group
+// Prepare: everything of a chunk that is small and does not depend on the state. One CTA of four warps per (chunk, key
+// head): K K^T once, then for every value head of the group
 //   T = (I + stril(beta K K^T))^-1      (K normalised; rows of T scaled by r^k, so that T^T K needs no normalised K)
-// and the vectors of layout.hpp, and how much of an older state is left after the chunk (schedule.hpp). Some blocks
-// more sort the sequences and see how they are best cut.
+// the row vectors (config.hpp) and the decay record (schedule/warmup.hpp). A few more CTAs sort the sequences and
+// estimate cuts.
 //
 // The inverse, in 16 x 16 blocks, warp I owning block row I:
 //   D_I = (I + L_II)^-1                 two 8 x 8 substitutions in fp32, joined by fp16 products
 //   M_IJ = D_I L_IJ                     so that T = (I + M)^-1 D; L_IJ = beta_I (K K^T)_IJ, and D takes the betas
 //   T'_IJ = -(M_IJ + sum_{J<K<I} T'_IK M_KJ),   T_IJ = T'_IJ D_J
-// Only M and D of the rows above are needed from other warps: one exchange. K K^T is symmetric: what warp J has of
-// block (J, I) is, as it lies in registers, the operand that warp I needs.
+// A warp needs only M and D of the block rows above it: one exchange. K K^T is symmetric: warp J's accumulators of
+// block (J, I) have the register layout of the operand that warp I needs.
 #pragma once
 
 #include "cuda/schedule/cut_search.cuh"
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
     return;
   }
 
-  // K to its tiles, gates meanwhile.
+  // K by TMA; gates load meanwhile.
   const uint32_t barrier = smem + PrepareSmem::kBarrier, norms = smem + PrepareSmem::kNorms;
   const bool whole = rows == kChunkTokens;
   if (!whole) {
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
   }
   mma_commit();
   mma_wait<0>();
-  __syncthreads();  // K is not read any more
+  __syncthreads();  // K's tiles are free
   uint32_t below;
   with_warp(warp, [&](auto w) { below = store_products<decltype(w)::value>(kk, p.l2norm, smem, lane); });
   __syncthreads();

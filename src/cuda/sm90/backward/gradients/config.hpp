@@ -7,15 +7,31 @@
 
 namespace gatedelta::cuda {
 
+enum class GradientWarpgroup {
+  kQueries,  // F, dQ
+  kReads,    // E, dK^read
+  kWrites,   // dK^written; adds both parts of dK
+  kAux,      // its warps: see AuxWarp
+};
+enum AuxWarp { kLoads, kInnerProducts0, kInnerProducts1, kGates };  // inputs; <G, S>, half each; dg and dbeta
 constexpr int kGradientThreads = 512;
 
+// Registers per thread. The sum over the warpgroups must fit what the launch allocates, or setmaxnreg deadlocks.
 struct GradientRegisters {
   static constexpr int kLaunch = 128, kProducts = 152, kAux = 56;
   static_assert(3 * kProducts + kAux <= 4 * kLaunch);
 };
 
+enum GradientBarrier {
+  kUnitDone = 1,   // queries, reads and writes have finished a unit: Q, K, F and E may be overwritten
+  kHandOver,       // half of dK^read is in F's and E's tiles, or has been read from there
+  kQueriesStaged,  // dQ is in Q's tiles
+  kKeysStaged,     // dK is in K's tiles
+};
+
+// Offsets, not a struct: as constants they end up in the instructions.
 struct GradientSmem {
-  // Tiles [64 tokens][64], two side by side, unless it says otherwise.
+  // Tiles [64 tokens][64], two per operand unless noted.
   static constexpr int kQueries = 0;
   static constexpr int kKeys = kQueries + 2 * kTileBytes;
   enum Row { kUpdates, kOutputs, kValues, kRowCount };  // U, dO, dV
@@ -25,11 +41,11 @@ struct GradientSmem {
   static constexpr int kGradients = kStates + kStateTileBytes;                     // G^T likewise
   static constexpr int kF = kGradients + kStateTileBytes;                          // one tile
   static constexpr int kE = kF + kTileBytes;                                       // one tile
-  static constexpr int kUnscaledE = kE + kTileBytes;                               // likewise, of rows as they come
-  static constexpr int kVectors = kUnscaledE + kTileBytes;                         // [kRowSlots]
+  static constexpr int kUnscaledE = kE + kTileBytes;        // one tile: E without the beta still to be applied
+  static constexpr int kVectors = kUnscaledE + kTileBytes;  // [kRowStages]
   enum Sum { kQueryDot, kReadDot, kWriteDot, kKappa, kUpdateDot, kOutputDot, kSumCount };
-  static constexpr int kSums = kVectors + kRowStages * kVectorsBytes;              // [kRowSlots], by row
-  static constexpr int kProducts = kSums + kRowStages * kSumCount * kVectorBytes;  // [kRowSlots] of <G, S> by warp
+  static constexpr int kSums = kVectors + kRowStages * kVectorsBytes;              // [kRowStages], by row
+  static constexpr int kProducts = kSums + kRowStages * kSumCount * kVectorBytes;  // [kRowStages] of <G, S> by warp
   static constexpr int kUnitStages = 2;
   static constexpr int kUnits = kProducts + kRowStages * 2 * 4;
   static constexpr int kUnitBytes = 32;

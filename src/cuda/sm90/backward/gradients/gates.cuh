@@ -1,4 +1,4 @@
-// Gates.
+// <G, S>, by two warps; dg and dbeta, by one warp, two tokens per lane.
 #pragma once
 
 #include "cuda/sm90/backward/gradients/gradients.cuh"
@@ -75,7 +75,7 @@ GD_DEVICE void Gradients<Elem>::store_gate_gradients(const Unit& unit, int head,
   const float2 q = two(Smem::kQueryDot), r = two(Smem::kReadDot), w = two(Smem::kWriteDot), kappa = two(Smem::kKappa);
   const float2 rho = make_float2(q.x + pending_beta(beta.x) * r.x - (w.x - kappa.x),
                                  q.y + pending_beta(beta.y) * r.y - (w.y - kappa.y));
-  float before = kappa.x + kappa.y, after = rho.x + rho.y;  // sums up to this lane, from this lane on
+  float before = kappa.x + kappa.y, after = rho.x + rho.y;  // inclusive sums up to this lane, and from this lane on
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const float b = __shfl_up_sync(~0u, before, step), a = __shfl_down_sync(~0u, after, step);
@@ -124,8 +124,8 @@ GD_DEVICE void Gradients<Elem>::store_gate_gradients(const Unit& unit, int head,
   if (lane == 0) p.head_sums[int64_t{unit.chunk_index} * p.value_heads + head] = make_float2(dA_log, d_dt_bias);
 }
 
-// Of rows that came as Z: <Z, v>, for the lane that has the row, and dV to memory. Several at a time, so that none is
-// waited for alone.
+// Rows that arrive as Z (small beta): <Z, v> for the lane that owns the row, and dV = beta Z to memory. Four rows at a
+// time, so that their loads overlap.
 template <class Elem>
 GD_DEVICE float2 Gradients<Elem>::finish_unscaled_rows(const Unit& unit, int head, float2 beta,
                                                        const Cursor& cursor) const {

@@ -1,8 +1,7 @@
-// The gradients of a chunk, once the states before it, what it writes to them and the gradients of the states after it
-// are known. A unit of work is a chunk and a key head: the value heads of the group come one after the other, so that
-// dQ and dK add up in registers, in a fixed order. Per value head, S the state before the chunk, U what the chunk
-// writes and G the gradient of the state after it (docs/math.md); r^q, r^k are 1 unless keys are normalised, and all
-// rows of dQ and dK come scaled by them, which is half of the way back through the norm:
+// The gradients of a chunk, given the state S before it, U (what it writes) and the gradient G of the state after it. A
+// unit of work is a chunk of a key head: the value heads of the group follow one another, so that dQ and dK add up in
+// registers, in a fixed order. Per value head (docs/math.md), with row norms r^q, r^k that are 1 without l2norm and
+// scale all rows of dQ and dK:
 //   F = s Gamma o stril(dO U^T)                      E = -Gamma o stril(dV U^T)        f_i = s <dO_i, U_i>
 //   dQ = s gamma o (dO S^T) + F K + f o K            dK^read = -gamma o (dV S^T) + E K
 //   dK^written = delta o (U G^T) + F^T Q + E^T K + f o Q
@@ -10,14 +9,15 @@
 //   kappa_i = k_i . delta_i (U G^T)_i
 //   rho_i = q_i . (dQ - f o K)_i + k_i . dK^read_i - (k_i . (dK^written - f o Q)_i - kappa_i)
 //   dbeta_i = <dV_i, U_i> / beta_i^2, or <Z_i, v_i> + k_i . dK^read_i / beta_i where beta is small
-// What a token has with itself, f, has no part in dg: it would cancel, but only up to rounding, and under strong gates
-// dg is smaller than that.
-// The chain leaves dV = beta o Z, but Z itself in rows whose beta is small (stores_plain): with beta = 0 there still is
-// a gradient of beta. Warpgroups and their roles:
+// The diagonal terms f are excluded from dg: they cancel only up to rounding, and under strong gates dg is smaller than
+// that. The gradient chain stores dV = beta o Z, but Z itself in rows with a small beta (stores_unscaled): the gradient
+// of beta needs it where beta = 0. Roles:
 //   queries   F, dQ
 //   reads     E, dK^read
-//   writes    dK^written; at the end both parts of dK: these three have one code
-//   rest      one warp asks the copy engine for what comes next, two form <G, S>, one dg and dbeta
+//   writes    dK^written, and at the end the sum of both parts of dK
+//   aux       loads (one warp), <G, S> (two warps), dg and dbeta (one warp)
+// The first three share one code (rows.cuh): three copies would not fit the instruction cache. Members are defined by
+// role: loads, products, rows, gates, store (.cuh); kernel.cuh runs them.
 #pragma once
 
 #include "cuda/params.hpp"
@@ -32,11 +32,11 @@ template <class Elem>
 struct Gradients {
   using Smem = GradientSmem;
 
-  // A chunk of a key head; slot < 0: there are no more.
+  // A chunk of a key head; a negative chunk index ends the loop.
   struct Unit {
     int chunk_index, key_head, batch, token, tokens;
   };
-  // Where a role is: heads go through the slots of rows, everything else has one.
+  // Position of a role. Rows and sums have two stages; everything else has one.
   struct Cursor {
     PipelineState<Smem::kRowStages> row;
     PipelineState<1> head, unit_part;
@@ -50,8 +50,6 @@ struct Gradients {
       unit_part.advance();
     }
   };
-  enum NamedBarrier { kUnitDone = 1, kHandOver, kQueriesStaged, kKeysStaged };
-
   using UnitPipe = Pipeline<Smem::kUnitStages, Smem::kBarriers>;
   using RowPipe = Pipeline<Smem::kRowStages, UnitPipe::kEnd>;
   using SumPipe = Pipeline<Smem::kRowStages, RowPipe::kEnd>;
@@ -90,7 +88,7 @@ struct Gradients {
         e_tile_pipe{base} {}
 
   GD_DEVICE void init_barriers() const {
-    // Rows are reported by every lane that loads them; of those who wait or read every warp reports.
+    // A loading warp arrives with every lane; all other warps arrive once.
     constexpr int kWarp = kArrivals, kRole = 4 * kWarp, kSummers = 2 * kWarp;
     unit_pipe.init(1, 3 * kRole + kSummers + kWarp);
     row_pipe.init(32, 3 * kRole + kWarp);
@@ -158,14 +156,13 @@ struct Gradients {
 
   // ---- rows: F, E, dQ, dK ------------------------------------------------------------------------------------------
 
-  // Three warpgroups, one code: three of them would not fit the cache of instructions.
-  enum Role { kQueries, kReads, kWrites };
+  // Three warpgroups run one code: three codes exceed the instruction cache.
 
-  GD_DEVICE void run_rows(int role) const;
+  GD_DEVICE void run_rows(GradientWarpgroup role) const;
 
   GD_DEVICE void build_tile(bool reads, uint32_t tile, uint32_t full, uint32_t empty, const Cursor& cursor) const;
-  GD_DEVICE float2 row_factors(int role, const Cursor& cursor) const;
-  // What is missing of beta in rows that come without it.
+  GD_DEVICE float2 row_factors(GradientWarpgroup role, const Cursor& cursor) const;
+  // The factor beta that unscaled rows still need; 1 for the others.
   GD_DEVICE static float pending_beta(float beta) { return stores_unscaled(beta) ? beta : 1.0f; }
   GD_DEVICE float2 pending_betas(const Cursor& cursor) const;
   GD_DEVICE void add_diagonal(float2& own, const Cursor& cursor) const;
@@ -178,7 +175,7 @@ struct Gradients {
   // ---- dQ and dK to memory -----------------------------------------------------------------------------------------
 
   GD_DEVICE void store_rows(float (&x)[64], uint32_t tiles, float2 norm, const CUtensorMap* map, const Rows& to,
-                            NamedBarrier barrier, const Cursor& cursor) const;
+                            GradientBarrier barrier, const Cursor& cursor) const;
 
   // ---- <G, S>, by two warps ----------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-// The gradients kernel.
+// The gradients kernel, and the kernel that sums dA_log and d_dt_bias.
 #pragma once
 
 #include "cuda/sm90/backward/gradients/gates.cuh"
@@ -14,21 +14,21 @@ __global__ void __launch_bounds__(kGradientThreads, 1) gradients_kernel(const __
   extern __shared__ uint8_t dynamic_smem[];
   using Registers = GradientRegisters;
   uint32_t smem = tile_aligned(shared_address(dynamic_smem));
-  asm volatile("" : "+r"(smem));  // or the compiler would rather find the address again, wherever it is used
+  asm volatile("" : "+r"(smem));  // NOTE(ptxas): keeps the address in a register instead of recomputing it at each use
   const Gradients<Elem> of(p, __shfl_sync(~0u, smem, 0));
   if (threadIdx.x == 0) of.init_barriers();
   __syncthreads();
   allow_next_kernel();
   wait_for_previous_kernel();
-  const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  if (role == 3) {
+  const auto role = static_cast<GradientWarpgroup>(__shfl_sync(~0u, threadIdx.x / 128, 0));
+  if (role == GradientWarpgroup::kAux) {
     shrink_registers<Registers::kAux>();
-    if (of.warp == 0) {
+    if (of.warp == kLoads) {
       of.run_loads();
-    } else if (of.warp == 3) {
+    } else if (of.warp == kGates) {
       of.run_gates();
     } else {
-      of.run_inner_products(of.warp - 1);
+      of.run_inner_products(of.warp - kInnerProducts0);
     }
     if (p.slice.begin == 0) of.zero_unused_tokens();
     return;

@@ -1,4 +1,4 @@
-// Loads.
+// Loads of the gradients kernel, by one warp; and how units of work are published.
 #pragma once
 
 #include "cuda/sm90/backward/gradients/gradients.cuh"
@@ -17,7 +17,7 @@ GD_DEVICE typename Gradients<Elem>::Unit Gradients<Elem>::unit(const Cursor& cur
           static_cast<int>(load_shared_word(unit_at(cursor) + 16))};
 }
 
-// Whether there is one more. Its slot stays as it is until end_unit.
+// Waits for the next unit; false at the end. Its stage stays valid until end_unit.
 template <class Elem>
 GD_DEVICE bool Gradients<Elem>::begin_unit(const Cursor& cursor) const {
   unit_pipe.wait_full(cursor.unit);
@@ -76,7 +76,7 @@ GD_DEVICE void Gradients<Elem>::publish(const Unit& unit, const Cursor& cursor) 
   __syncwarp();
 }
 
-// The first rows of a chunk that is not whole; the copy engine would fetch what lies behind them.
+// Copies the rows of a ragged chunk, zero-filled. TMA would also fetch rows past the sequence end.
 template <class Elem>
 GD_DEVICE void Gradients<Elem>::load_ragged_rows(uint32_t tiles, const Rows& from, const Unit& unit, int head) const {
   constexpr int kPacketsPerRow = kHeadDim * 2 / 16;
@@ -98,7 +98,7 @@ GD_DEVICE void Gradients<Elem>::load_rows(uint32_t tiles, const CUtensorMap* map
     tma_load(tiles + half * kTileBytes, map, full, head, unit.token, unit.batch, half);
 }
 
-// All lanes but the one that will say that the rest is on its way.
+// All lanes arrive except the elected one, which arrives with the byte count of the bulk loads.
 template <class Elem>
 GD_DEVICE void Gradients<Elem>::arrive_after_copies(uint32_t full) {
   copy_async_wait();

@@ -1,4 +1,4 @@
-// Products.
+// Products of the gradients kernel, and what its row roles share.
 #pragma once
 
 #include "cuda/sm90/backward/gradients/gradients.cuh"
@@ -45,12 +45,13 @@ GD_DEVICE void Gradients<Elem>::scale_rows(float (&x)[64], float first, float se
   for (int i = 0; i < 64; ++i) x[i] *= i / 2 % 2 ? second : first;
 }
 
-// Calls f with the place of two numbers of an accumulator and what is there in tiles.
+// Calls f with the index of two adjacent accumulator elements and the tile elements at their place.
 template <class Elem>
 template <class F>
 GD_DEVICE void Gradients<Elem>::for_rows(uint32_t tiles, const F& f) const {
   uint32_t at = tiles + tile_offset(16 * warp + block_row(lane), block_column(lane));
-  asm volatile("" : "+r"(at));  // what is made of it is not kept in registers from one call to the next
+  // NOTE(ptxas): opaque, so that derived addresses are not kept in registers between calls.
+  asm volatile("" : "+r"(at));
 #pragma unroll
   for (int J = 0; J < 8; ++J) {
     uint32_t y[4];
@@ -90,7 +91,7 @@ GD_DEVICE void Gradients<Elem>::store_sums(uint32_t to, float2 x) const {
   store_shared(to + row(1) * 4, x.y);
 }
 
-// Gamma_ij r^k_j times x, all but what is below the diagonal left out by selection.
+// x *= Gamma_ij r^k_j strictly below the diagonal; the rest becomes 0 by selection, never by a product.
 template <class Elem>
 GD_DEVICE void Gradients<Elem>::gate(float (&x)[32], const Cursor& cursor) const {
   const uint32_t log_gamma = vector(cursor, kLogGamma), norms = vector(cursor, kKeyNorm);

@@ -1,4 +1,4 @@
-// Rows.
+// queries, reads and writes: F and E, then dQ and both parts of dK.
 #pragma once
 
 #include "cuda/sm90/backward/gradients/gradients.cuh"
@@ -6,8 +6,9 @@
 namespace gatedelta::cuda {
 
 template <class Elem>
-GD_DEVICE void Gradients<Elem>::run_rows(int role) const {
-  const bool queries = role == kQueries, reads = role == kReads, writes = role == kWrites;
+GD_DEVICE void Gradients<Elem>::run_rows(GradientWarpgroup role) const {
+  const bool queries = role == GradientWarpgroup::kQueries, reads = role == GradientWarpgroup::kReads,
+             writes = role == GradientWarpgroup::kWrites;
   const uint32_t dotted = smem + (queries ? Smem::kQueries : Smem::kKeys);
   const uint32_t snapshot = smem + (writes ? Smem::kGradients : Smem::kStates);
   const uint32_t snapshot_full = writes ? grad_pipe.full(0) : state_pipe.full(0),
@@ -40,7 +41,7 @@ GD_DEVICE void Gradients<Elem>::run_rows(int role) const {
       warp_arrive(snapshot_empty);
       scale_rows(x, factor.x, factor.y);
       key_pipe.wait_full(cursor.unit_part);
-      // Of what is written, both what the state's gradient says and all of it.
+      // writes takes two dot products: of delta o (U G^T) alone (kappa), and of all of dK^written.
 #pragma unroll 1
       for (int stage = writes ? 0 : 1; stage < 2; ++stage) {
         if (stage == 1) {
@@ -77,7 +78,7 @@ GD_DEVICE void Gradients<Elem>::run_rows(int role) const {
         take_over(total);
         release_tiles();
       }
-      // Back to r^q; of a scale of 0 nothing comes in any case.
+      // kScoreScale is s r^q; divide by s to get r^q. With s = 0 dQ is 0 anyway.
       if (queries) norm = p.scale == 0 ? make_float2(0, 0) : make_float2(norm.x / p.scale, norm.y / p.scale);
       store_rows(total, dotted, norm, queries ? &p.dq_map : &p.dk_map, queries ? p.dq : p.dk,
                  queries ? kQueriesStaged : kKeysStaged, cursor);
@@ -86,7 +87,7 @@ GD_DEVICE void Gradients<Elem>::run_rows(int role) const {
   }
 }
 
-// F, or E: as its rows come, for reads, and with all of beta, for writes.
+// Builds F, or both versions of E: with rows as they arrive (for reads), and with the missing beta (for writes).
 template <class Elem>
 GD_DEVICE void Gradients<Elem>::build_tile(bool reads, uint32_t tile, uint32_t full, uint32_t empty,
                                            const Cursor& cursor) const {
@@ -110,11 +111,12 @@ GD_DEVICE void Gradients<Elem>::build_tile(bool reads, uint32_t tile, uint32_t f
   warp_arrive(full);
 }
 
-// What a row of the product with a state is scaled by: s gamma, -gamma, delta.
+// Row scales of the product with a state: s gamma, -gamma or delta.
 template <class Elem>
-GD_DEVICE float2 Gradients<Elem>::row_factors(int role, const Cursor& cursor) const {
-  if (role == kQueries) return make_float2(of_row(cursor, kReadQuery, 0), of_row(cursor, kReadQuery, 1));
-  if (role == kReads) return make_float2(-of_row(cursor, kReadKey, 0), -of_row(cursor, kReadKey, 1));
+GD_DEVICE float2 Gradients<Elem>::row_factors(GradientWarpgroup role, const Cursor& cursor) const {
+  if (role == GradientWarpgroup::kQueries)
+    return make_float2(of_row(cursor, kReadQuery, 0), of_row(cursor, kReadQuery, 1));
+  if (role == GradientWarpgroup::kReads) return make_float2(-of_row(cursor, kReadKey, 0), -of_row(cursor, kReadKey, 1));
   const float end = load_shared(vector(cursor, kLogGamma) + (kChunkTokens - 1) * 4);
   return make_float2(of_row(cursor, kKeyNorm, 0) * exp2_approx(end - of_row(cursor, kLogGamma, 0)),
                      of_row(cursor, kKeyNorm, 1) * exp2_approx(end - of_row(cursor, kLogGamma, 1)));
@@ -125,7 +127,7 @@ GD_DEVICE float2 Gradients<Elem>::pending_betas(const Cursor& cursor) const {
   return make_float2(pending_beta(of_row(cursor, kBeta, 0)), pending_beta(of_row(cursor, kBeta, 1)));
 }
 
-// What tokens have with themselves: f, which adds up over heads.
+// Adds this head's diagonal terms f.
 template <class Elem>
 GD_DEVICE void Gradients<Elem>::add_diagonal(float2& own, const Cursor& cursor) const {
   const auto of = [&](int i) {
@@ -136,7 +138,7 @@ GD_DEVICE void Gradients<Elem>::add_diagonal(float2& own, const Cursor& cursor) 
   own.y += of(1);
 }
 
-// <dV_i, U_i> or <dO_i, U_i>, as the products have it.
+// Stores the diagonal of the product: <dV_i, U_i> or <dO_i, U_i>.
 template <class Elem>
 GD_DEVICE void Gradients<Elem>::store_diagonal(const float (&e)[32], uint32_t to) const {
   const int g = lane >> 2;
@@ -148,7 +150,7 @@ GD_DEVICE void Gradients<Elem>::store_diagonal(const float (&e)[32], uint32_t to
   });
 }
 
-// One half after the other through the tiles of F and E, which are free until the next unit.
+// Passes the sum through the F and E tiles, 32 floats per thread at a time. The tiles are free until the next unit.
 template <class Elem>
 GD_DEVICE void Gradients<Elem>::hand_over(const float (&x)[64]) const {
 #pragma unroll

@@ -1,17 +1,18 @@
-// Stores.
+// dQ and dK to global memory, through l2norm if there is one; zeros for tokens that belong to no sequence.
 #pragma once
 
 #include "cuda/sm90/backward/gradients/gradients.cuh"
 
 namespace gatedelta::cuda {
 
-// Through the norm, if there is one: dx = r (dy - y <y, dy>), y = r x; r dy is what comes. By way of the tiles of Q
-// or K, which nobody needs any more.
+// l2norm backward: dx = r (dy - y <y, dy>), y = r x; x already holds r dy. Staged through the Q or K tiles, which are
+// free by now.
 template <class Elem>
 GD_DEVICE void Gradients<Elem>::store_rows(float (&x)[64], uint32_t tiles, float2 norm, const CUtensorMap* map,
-                                           const Rows& to, NamedBarrier barrier, const Cursor& cursor) const {
+                                           const Rows& to, GradientBarrier barrier, const Cursor& cursor) const {
   int lane = this->lane;
-  asm volatile("" : "+r"(lane));  // addresses are found here, and not kept in registers through all heads
+  // NOTE(ptxas): opaque, so that addresses are computed here and not kept in registers through all heads.
+  asm volatile("" : "+r"(lane));
   if (p.l2norm) {
     const float2 d = dots(x, tiles);
     const float a = norm.x * norm.x * d.x, b = norm.y * norm.y * d.y;
@@ -59,7 +60,7 @@ GD_DEVICE void Gradients<Elem>::store_rows(float (&x)[64], uint32_t tiles, float
   barrier_arrive(key_pipe.empty(0));
 }
 
-// Their gradients are 0. By one warpgroup.
+// Zeroes the gradients of tokens past the last offset; by one warpgroup.
 template <class Elem>
 GD_DEVICE void Gradients<Elem>::zero_unused_tokens() const {
   if (!p.sequences.offsets.data) return;

@@ -15,10 +15,10 @@ namespace {
 
 struct Pack {
   std::vector<int> chunks, sequence_of, first_chunk_index;  // by rank
-  int heads, slots;
+  int heads, chunk_count;
 
   int count() const { return static_cast<int>(chunks.size()); }
-  int piece() const { return static_cast<int>(recompute_chunks(slots, count(), heads)); }
+  int piece() const { return static_cast<int>(recompute_chunks(chunk_count, count(), heads)); }
   RecomputePieces pieces(int split) const {
     RecomputePieces pieces;
     pieces.find(
@@ -33,26 +33,27 @@ Pack random_pack(std::mt19937& random) {
   const int count = 1 + up_to(kMaxPlannedSequences - 1);
   Pack pack;
   pack.heads = 1 + up_to(kMaxPlannedSeqHeads / count - 1);
-  std::vector<int> lengths(count), first_slots(count);
+  std::vector<int> lengths(count), first_chunks(count);
   const int longest = 1 << up_to(9);
-  pack.slots = 0;
+  pack.chunk_count = 0;
   for (int n = 0; n < count; ++n) {
     lengths[n] = up_to(longest);
-    first_slots[n] = pack.slots;
-    pack.slots += lengths[n] + up_to(1);  // a sequence brings one to spare, at most
+    first_chunks[n] = pack.chunk_count;
+    pack.chunk_count += lengths[n] + up_to(1);  // a sequence brings one to spare, at most
   }
   pack.sequence_of.resize(count);
   std::iota(pack.sequence_of.begin(), pack.sequence_of.end(), 0);
   std::ranges::stable_sort(pack.sequence_of, [&](int a, int b) { return lengths[a] > lengths[b]; });
   for (const int n : pack.sequence_of) {
     pack.chunks.push_back(lengths[n]);
-    pack.first_chunk_index.push_back(first_slots[n]);
+    pack.first_chunk_index.push_back(first_chunks[n]);
   }
   return pack;
 }
 // Nowhere, everywhere, or somewhere between.
 int random_split(const Pack& pack, std::mt19937& random) {
-  return random() % 4 == 0 ? pack.slots : static_cast<int>(random() % static_cast<unsigned>(pack.slots + 1));
+  return random() % 4 == 0 ? pack.chunk_count
+                           : static_cast<int>(random() % static_cast<unsigned>(pack.chunk_count + 1));
 }
 
 TEST(Windows, EveryChunkIsInOnePieceThatBeginsAtAWindowOfItsSlice) {
@@ -153,10 +154,10 @@ TEST(Slices, HaveRoomForStatesAndRows) {
       for (int64_t c = 0; c < Sequences::chunks(length); ++c) {
         const bool later = first_chunk_index + c - c % slices.recompute_chunks >= slices.split;
         EXPECT_LE(later, slices.count > 1);
-        const int64_t slot = first_chunk_index + c - (later ? slices.split : 0);
+        const int64_t index = first_chunk_index + c - (later ? slices.split : 0);
         const int64_t token = offsets[n] + c * kChunkTokens - (later ? slices.split_token : 0);
-        EXPECT_GE(slot, 0);
-        EXPECT_LT(slot, slices.slots);
+        EXPECT_GE(index, 0);
+        EXPECT_LT(index, slices.chunks);
         EXPECT_GE(token, 0);
         EXPECT_LE(token + std::min<int64_t>(kChunkTokens, length - c * kChunkTokens), slices.tokens);
       }
@@ -170,8 +171,8 @@ TEST(Slices, HaveRoomForStatesAndRows) {
 TEST(Slices, HalveWhatIsThereOfStates) {
   const Slices slices = slices_of(problem_of(1, 1, 32768, 8, false));
   EXPECT_EQ(slices.count, 2);
-  EXPECT_LE(slices.slots, 512 / 2 + kSaveInterval / 2);
-  EXPECT_LE(slices.tokens, slices.slots * kChunkTokens);
+  EXPECT_LE(slices.chunks, 512 / 2 + kSaveInterval / 2);
+  EXPECT_LE(slices.tokens, slices.chunks * kChunkTokens);
   EXPECT_EQ(slices_of(problem_of(1, 1, 31 * kChunkTokens, 8, false)).count, 1);  // less than two windows
   BackwardProblem p = problem_of(1, 1, 32768, 8, false);
   const size_t small = backward_layout(p).bytes;
