@@ -40,6 +40,13 @@ define bench_segments
 $(PYTHON) bench/segments.py --more --output build/bench/segments.json --plot build/bench/segments.png
 endef
 
+define rewrite_tables
+if [ -e build/bench/h200.json ]; then
+  $(PYTHON) bench/plot_history.py results/h200/history.csv results/h200/history.png
+fi
+$(PYTHON) tools/render_results.py
+endef
+
 # A curve of the library and one of the reference, on DEVICE.
 DEVICE ?= cpu
 STEPS ?= 300
@@ -85,7 +92,7 @@ test: ## build and run every test: C++, examples, Python
 	$(TOTAL) C++=$(REPORTS)/test.xml Python=$(REPORTS)/pytest.xml || status=1
 	exit $$status
 
-bench: ## benchmark the CPU backend against transformers' torch code, every instruction set, and a GPU, into build/bench
+bench: ## benchmark the CPU against transformers' torch code, every instruction set, and a GPU, into build/bench
 	tools/require $(BASE) -- $(TEST_PACKAGES)
 	$(call build,release)
 	rm -rf build/bench
@@ -100,12 +107,12 @@ bench: ## benchmark the CPU backend against transformers' torch code, every inst
 	fi
 	$(bench_gpu)
 
-bench-gpu: ## the GPU's part of it alone: forward and backward on the rows of the H200 table, against the peers' times
+bench-gpu: ## the GPU's part alone: forward and backward on the rows of the H200 table, against the peers' times
 	tools/require $(BASE) $(gpu_packages)
 	$(call build,release,gatedelta gatedelta_torch,-DGD_CUDA=ON)
 	$(bench_gpu)
 
-bench-segments: ## how the GPU cuts sequences: the automatic choice against every forced segment length
+bench-segments: ## how the GPU cuts sequences: the automatic cut against every forced segment length
 	tools/require $(BASE) $(gpu_packages)
 	$(call build,release,gatedelta gatedelta_torch,-DGD_CUDA=ON)
 	$(bench_segments)
@@ -115,13 +122,14 @@ train-example: ## train a small language model with the library and in fp32 torc
 	$(call build,release,gatedelta gatedelta_torch,$(if $(filter cuda%,$(DEVICE)),-DGD_CUDA=ON))
 	$(train)
 
-record-train: train-example ## the same, and keep curves and picture in results/train
+record-train: train-example ## the same, then keep curves and picture in results/train
 	$(PYTHON) tools/record_curves.py build/train
 
-record: bench ## benchmark, keep the outcome in results/ and rewrite the tables of README and docs
-	$(PYTHON) tools/render_results.py --record build/bench
+record: bench ## benchmark, keep the measurements in results/ and rewrite the tables of README and docs
+	$(PYTHON) tools/record_results.py build/bench
+	$(rewrite_tables)
 
-record-gpu: ## on a machine with an H200: the tests of the GPU, then bench-gpu, kept in results/h200 likewise
+record-gpu: ## on a machine with an H200: the GPU's tests, bench-gpu and bench-segments, kept in results/h200
 	tools/require $(BASE) gtest $(gpu_packages)
 	$(call build,test,gatedelta gatedelta_torch gatedelta_testing gpu_forward gpu_backward,-DGD_CUDA=ON)
 	status=0
@@ -132,7 +140,8 @@ record-gpu: ## on a machine with an H200: the tests of the GPU, then bench-gpu, 
 	[ $$status = 0 ]
 	$(bench_gpu)
 	$(bench_segments)
-	$(PYTHON) tools/render_results.py --record-gpu build/bench
+	$(PYTHON) tools/record_results.py --gpu build/bench
+	$(rewrite_tables)
 
 lint: ## formatting, clang-tidy, ruff, texts and generated tables
 	tools/require $(BASE) gtest clang clang-format clang-tidy -- $(LINT_PACKAGES)
@@ -186,7 +195,7 @@ cuda: ## compile the CUDA backend (needs nvcc) and run its tests; those of a GPU
 	mkdir -p $(REPORTS)
 	status=0
 	python3 tools/sass.py build/cuda/src/libgatedelta.so --json $(REPORTS)/kernels.json \
-	  --compare results/h200/latest.json || status=1
+	  --compare results/h200/record.json || status=1
 	$(call ctest,cuda) --tests-regex '^(cuda_host_test|gpu_forward|gpu_backward)\.' || status=1
 	$(TOTAL) CUDA=$(REPORTS)/cuda.xml || status=1
 	exit $$status

@@ -1,11 +1,11 @@
-"""The CUDA forward and backward on the rows of the public H200 table: time by CUDA-graph replay, error against the fp64
-recurrence.
+"""Times the CUDA forward and backward on the rows of the public H200 table by CUDA-graph replay, and measures their
+errors against the fp64 recurrence.
 
-Inputs as in the comparison with the peers: q and k l2-normalised bf16, v normal bf16, g = logsigmoid(normal) / 16 in
-fp32 with a quarter of the heads at 0, beta = sigmoid(normal) in fp32, an fp32 initial state, the final state written.
-A backward is one call that is given what the forward saved, normal gradients of o (bf16) and of the final state (fp32,
-an eighth of them), and gives all six gradients. Errors are relative L2 distances over all tokens and sequences of the
-first heads; those of gradients are of the row scaled down. results/SCHEMA.md describes what is written.
+The inputs are those of the peers' measurements: q and k l2-normalised bf16, v normal bf16, g = logsigmoid(normal) / 16
+in fp32 with a quarter of the heads at 0, beta = sigmoid(normal) in fp32, an fp32 initial state, the final state written.
+A backward is one call. It takes what the forward saved, normal gradients of o (bf16) and normal gradients of the final
+state divided by 8 (fp32), and returns all six gradients. Errors are relative L2 distances over all tokens and sequences
+of the first heads. Errors of gradients are measured on the row scaled down. results/SCHEMA.md describes the output.
 
 Usage: python bench/gpu.py [--kinds fwd,bwd] [--only 16/64] [--seq 8192x4] [--no-errors] [--profile] [--kernels FILE]
                            [--output FILE]
@@ -34,22 +34,23 @@ import torch  # noqa: E402
 import gatedelta  # noqa: E402
 import ncu  # noqa: E402
 import ratios  # noqa: E402
+import records  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
 from repo_files import stamp  # noqa: E402
-from rows import KINDS, of_kind, scaled_down, selected  # noqa: E402
+from rows import KINDS, name_of, of_kind, scaled_down, selected  # noqa: E402
 
 DEVICE = "cuda"
 D = 128
-VERIFIED_HEADS = 4  # one of every four has g = 0
+VERIFIED_HEADS = 4  # one in four has g = 0
 LEAVES = ("q", "k", "v", "g", "beta", "initial_state")
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dh0")  # of those
-# A small ragged pack, of which errors are taken over all heads.
+# A small ragged pack; its errors are measured over all heads.
 ACCURACY_ROW = {"hk": 4, "hv": 8, "lengths": [1000, 3000, 64, 32]}
 LONG_HEADS, LONG_TOKENS = ((2, 8), (16, 64)), (32768, 131072, 524288)  # one sequence each
-PROFILED = [("16/64", "8192x4"), ("16/64", "1x32768")]  # every SM with whole heads; one sequence in halves of V
+PROFILED = [("16/64", "8192x4"), ("16/64", "1x32768")]  # whole heads on every SM; one sequence, a CTA per half of V
 
 
-def make_inputs(row: dict, seed: int = 0, lasting: bool = True) -> dict[str, torch.Tensor]:
+def make_inputs(row: dict, seed: int = 0, persistent: bool = True) -> dict[str, torch.Tensor]:
     """With or without heads that do not decay."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     tokens, hk, hv, count = sum(row["lengths"]), row["hk"], row["hv"], len(row["lengths"])
@@ -61,7 +62,7 @@ def make_inputs(row: dict, seed: int = 0, lasting: bool = True) -> dict[str, tor
         return torch.nn.functional.normalize(normal(*shape), dim=-1).bfloat16()
 
     g = torch.nn.functional.logsigmoid(normal(1, tokens, hv)) / 16
-    if lasting:
+    if persistent:
         g[:, :, ::4] = 0
     offsets = torch.tensor([0, *row["lengths"]], device=DEVICE).cumsum(0).int()
     return {
@@ -85,7 +86,7 @@ def replay_ms(call: Callable[[], None], repeats: int) -> float:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(stream):
-        for _ in range(3):  # bench/ncu.py looks at the third
+        for _ in range(3):  # bench/ncu.py profiles the third
             call()
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -111,7 +112,7 @@ def measure(inputs: dict[str, torch.Tensor], repeats: int) -> tuple[float, torch
 
 
 def run_forward(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What it saves for the backward."""
+    """Returns what it saves for the backward."""
     _, _, saved = gd.chunk_gated_delta_rule_fwd(**inputs)
     return saved
 
@@ -122,7 +123,7 @@ def run_backward(
     saved: torch.Tensor,
     small_workspace: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """One call of what autograd calls."""
+    """Calls what autograd calls, once."""
     dq, dk, dv, dbeta, dg, dh0 = gd.chunk_gated_delta_rule_bwd(
         **inputs, **gradients, saved=saved, small_workspace=small_workspace
     )
@@ -130,7 +131,7 @@ def run_backward(
 
 
 def with_leaves(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same inputs, of which LEAVES require gradients."""
+    """The same inputs; LEAVES require gradients."""
     return inputs | {name: inputs[name].detach().requires_grad_() for name in LEAVES}
 
 
@@ -139,14 +140,14 @@ def train(
     gradients: dict[str, torch.Tensor],
     function: Callable[..., tuple[torch.Tensor, ...]] = gd.chunk_gated_delta_rule,
 ) -> tuple[torch.Tensor, ...]:
-    """Forward and backward by autograd: the gradients of LEAVES, which require them already."""
+    """Forward and backward by autograd; returns the gradients of LEAVES, which must require them."""
     with torch.enable_grad():
         outputs = function(**inputs, output_final_state=True)
         return torch.autograd.grad(outputs, [inputs[name] for name in LEAVES], list(gradients.values()))
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """Memory that a call has at its peak beyond what was there before and what it returns."""
+    """Peak memory of a call, beyond what was allocated before it and what it returns."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     kept = call()
@@ -168,7 +169,7 @@ def measure_backward(inputs: dict[str, torch.Tensor], repeats: int) -> dict:
 
 
 def side_by_side(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed sequences beside each other: the position of each token [longest, N], and whether there is one."""
+    """Unpacks sequences: the position of each token [longest, N], and whether the sequence has that token."""
     ends = torch.tensor(lengths, device=DEVICE).cumsum(0)
     lengths = torch.tensor(lengths, device=DEVICE)
     step = torch.arange(int(lengths.max()), device=DEVICE)[:, None]
@@ -177,7 +178,7 @@ def side_by_side(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def recurrence(row: dict, inputs: dict[str, torch.Tensor], heads: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fp64 recurrence of some heads, sequence by sequence side by side: [T, heads, V] and [N, heads, K, V]."""
+    """The fp64 recurrence of some heads, all sequences at once: o [T, heads, V] and states [N, heads, K, V]."""
     group, lengths = row["hv"] // row["hk"], row["lengths"]
     longest, count = max(lengths), len(lengths)
     index, valid = side_by_side(lengths)
@@ -224,7 +225,7 @@ def recurrence(row: dict, inputs: dict[str, torch.Tensor], heads: range) -> tupl
 def true_gradients(
     row: dict, inputs: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], heads: int
 ) -> dict[str, torch.Tensor]:
-    """By autograd through the fp64 recurrence, of the first value heads and of the key heads that only they read."""
+    """Autograd through the fp64 recurrence, for the first value heads and the key heads that only they read."""
     group = row["hv"] // row["hk"]
     first = {"q": heads // group, "k": heads // group}
     leaves = {name: inputs[name][:, :, : first.get(name, heads)][0].double() for name in LEAVES[:-1]}
@@ -276,10 +277,10 @@ def forward_errors(
 
 
 def accuracy() -> dict:
-    """Errors over all heads of a small pack, of which a quarter does not decay, or all do."""
+    """Errors over all heads of a small pack, with a quarter of the heads persistent ("mixed") and with none."""
     found = {}
     for gates in ("mixed", "decaying"):
-        inputs = make_inputs(ACCURACY_ROW, lasting=gates == "mixed")
+        inputs = make_inputs(ACCURACY_ROW, persistent=gates == "mixed")
         with torch.no_grad():
             o, final = gd.chunk_gated_delta_rule(**inputs, output_final_state=True)
         found[gates] = forward_errors(ACCURACY_ROW, inputs, o, final, ACCURACY_ROW["hv"])
@@ -298,16 +299,16 @@ def long_sequences(repeats: int) -> list[dict]:
             ms = measure(inputs, repeats)[0]
             found.append({"hk": hk, "hv": hv, "tokens": tokens, "ms": ms, "workspace_bytes": workspace})
             print(f"{hk}/{hv} 1x{tokens} ms {ms:.3g}", flush=True)
-            torch.cuda.empty_cache()  # gigabytes, of streams and graphs that are gone
+            torch.cuda.empty_cache()  # gigabytes that belong to finished streams and graphs
     return found
 
 
 EAGER_ROW = {"hk": 2, "hv": 8, "lengths": [64]}
-EAGER_CALLS = 20  # between two synchronisations: too few to fill the queue of launches, which would make the host wait
+EAGER_CALLS = 20  # between two synchronisations; too few to fill the launch queue, which would block the host
 
 
 def host_us(call: Callable[[], object], batches: int, synchronize: Callable[[], None]) -> float:
-    """Host time of one call: what a caller pays whatever the device does. Median of the batches after the first two."""
+    """Host time of one call, whatever the device does. Median of the batches after the first two."""
     times = []
     for _ in range(2 + batches):
         synchronize()
@@ -326,7 +327,7 @@ def eager_call_us() -> float:
 
 
 def machine() -> dict:
-    """And versions and commit."""
+    """Machine, versions and commit."""
     fields = ("driver_version", "clocks.max.sm", "clocks.sm")
     try:
         text = subprocess.run(
@@ -345,12 +346,12 @@ def machine() -> dict:
 
 
 def describe(repeats: int) -> dict:
-    """The header. The clock is read just after the rows, before it falls."""
+    """The header. The clock is read right after the last row, before it falls."""
     return machine() | {"repeats": repeats, "verified_heads": VERIFIED_HEADS, "eager_call_us": eager_call_us()}
 
 
 def profiles() -> dict:
-    """What ncu says of the kernels of two rows, each in a process of its own; says why where it says nothing."""
+    """ncu's figures for the kernels of two rows, each row in its own process. Prints why if there are none."""
     tool = ncu.find()
     if not tool:
         print("no ncu here: the kernels were not profiled")
@@ -381,7 +382,7 @@ def backward_result(row: dict, repeats: int, errors: bool) -> dict:
     result = named(row) | measure_backward(make_inputs(row), repeats)
     if errors:
         result |= gradient_errors(row)
-    torch.cuda.empty_cache()  # gigabytes, of streams and graphs that are gone
+    torch.cuda.empty_cache()  # gigabytes that belong to finished streams and graphs
     return result
 
 
@@ -393,7 +394,7 @@ MEASURES = {"fwd": forward_result, "bwd": backward_result}
 
 
 def groups_of(results: list[dict]) -> dict[str, list[dict]]:
-    """What is summed up, by name."""
+    """The groups that are summed up, by name."""
     forward = of_kind(results, "fwd")
     full = [row for row in forward if ratios.is_full(row)]
     return {
@@ -427,7 +428,7 @@ def main() -> None:
     kernels = json.loads(options.kernels.read_text()) if options.kernels else None
     peers_gpu, peers = ratios.load_peers(options.peers)
     if torch.cuda.get_device_name() != peers_gpu:
-        print(f"the peers' times are of one {peers_gpu}: no ratios here")
+        print(f"the peers were measured on one {peers_gpu}: no ratios here")
         peers = {}
 
     rows = {kind: selected(KINDS[kind](), options.only, options.seq) for kind in options.kinds}
@@ -437,28 +438,28 @@ def main() -> None:
 
     def save() -> None:
         if options.output:
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(json.dumps({"header": header, "rows": results}, indent=1) + "\n")
+            records.write(options.output, {"header": header, "rows": results})
             print(f"written: {options.output}")
 
     for kind, members in rows.items():
         for i, row in enumerate(members):
-            result = ratios.compared(MEASURES[kind](row, options.repeats, not options.no_errors), peers)
+            result = MEASURES[kind](row, options.repeats, not options.no_errors)
             results.append(result)
-            shown = " ".join(f"{k} {v:.3g}" for k, v in result.items() if isinstance(v, float))
+            compared = ratios.compared(result, peers)
+            shown = " ".join(f"{k} {v:.3g}" for k, v in compared.items() if isinstance(v, float))
             print(f"[{i + 1}/{len(members)}] {kind} {row['hk']}/{row['hv']} {row['seq']} {shown}", flush=True)
-        if members and options.output:  # should the next kind fail, this one is there
+        if members and options.output:  # keeps this kind if the next one fails
             header = describe(options.repeats) | ({"kernels": kernels} if kernels else {})
             save()
-    for name, members in groups_of(results).items():
+    for name, members in groups_of([ratios.compared(row, peers) for row in results]).items():
         if found := ratios.summary(members):
             worst = found["worst"]
             print(f"{found['rows']} {name}: geometric mean {found['geomean']:.2f}, worst {worst['speedup']:.2f} "
-                  f"({worst['hk']}/{worst['hv']} {worst['seq']})")  # fmt: skip
+                  f"({name_of(worst)}); {found['published']} to a published time")  # fmt: skip
     if header and "fwd" in options.kinds and not (options.only or options.seq or options.no_errors):
         header |= {"accuracy": accuracy(), "long": long_sequences(options.repeats)}
         save()
-    if options.profile:  # last: should ncu not come back, the rows are there
+    if options.profile:  # last, because ncu may hang: the rows are written
         torch.cuda.empty_cache()
         header["profile"] = profiles()
         save()

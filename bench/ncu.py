@@ -1,4 +1,4 @@
-"""What Nsight Compute says of the kernels of one row: how long each ran and how busy it kept the parts of the GPU."""
+"""Profiles the kernels of one row with Nsight Compute: their durations, and how busy they keep the parts of the GPU."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def find() -> str | None:
 
 
 def parse(text: str) -> dict[str, dict[str, float]]:
-    """Values by kernel from `ncu --csv --page raw`; metrics that did not come back are left out."""
-    table = list(csv.reader(line for line in text.splitlines() if line.startswith('"')))  # not what ncu says itself
+    """Values by kernel from `ncu --csv --page raw`; metrics without a value are left out."""
+    table = list(csv.reader(line for line in text.splitlines() if line.startswith('"')))  # not ncu's own messages
     names, units, *launches = table if len(table) > 2 else ([], [])
     found = {}
     for launch in launches:
@@ -48,9 +48,9 @@ def parse(text: str) -> dict[str, dict[str, float]]:
 
 
 def profile(ncu: str, command: list[str]) -> dict[str, dict[str, float]]:
-    """Runs a command that calls the forward at least three times; the third call is looked at, the clocks are up then.
+    """Runs a command that calls the forward at least three times and profiles the third call, when clocks are high.
 
-    Raises RuntimeError with what ncu said if nothing came back.
+    Raises RuntimeError with ncu's message if there are no values.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -63,5 +63,5 @@ def profile(ncu: str, command: list[str]) -> dict[str, dict[str, float]]:
         text = log.read_text() if log.exists() else ""
     found = parse(text)
     if not found:
-        raise RuntimeError((text or result.stderr or result.stdout).strip()[-500:] or "ncu said nothing")
+        raise RuntimeError((text or result.stderr or result.stdout).strip()[-500:] or "ncu printed nothing")
     return found

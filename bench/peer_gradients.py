@@ -1,8 +1,8 @@
-"""How exact are the gradients of this library and of its peers, on the same inputs, and how much memory do they take?
+"""Measures the errors of gradients, and the memory they take, for this library and its peers on the same inputs.
 
-Each library is called as its users call it, through autograd, and compared with autograd through the fp64 recurrence,
-head by head. A library is imported only if it is asked for; the outcome of one call replaces what the output file has
-of that library, and leaves the others alone. results/SCHEMA.md describes what is written.
+Each library is called through autograd, as its users call it, and compared head by head with autograd through the fp64
+recurrence. Only the library named by --package is imported. Its results replace those that the output file has for it;
+the other libraries' results stay. results/SCHEMA.md describes the output.
 
 Usage: python bench/peer_gradients.py --package gatedelta|flash_qla|fla [--output FILE]
 """
@@ -19,11 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gpu  # first: finds the package
+import records
 import torch
 
 ROW = {"hk": 4, "hv": 8, "lengths": [600, 300, 64, 33, 27]}
 MEMORY_ROW = {"hk": 4, "hv": 8, "lengths": [32768]}
-# Distribution and module. FLA would hand the whole call to FlashQLA where that is installed.
+# Distribution and module.
 PACKAGES = {
     "gatedelta": ("gatedelta", "gatedelta.torch"),
     "flash_qla": ("flash-qla", "flash_qla"),
@@ -31,13 +32,12 @@ PACKAGES = {
 }
 
 
-# Of one draw the worst head's error is by half a matter of chance: where a head's dg happens to be small, its error is
-# large.
+# Half of the worst head's error is chance in one draw: a head whose dg happens to be small has a large relative error.
 DRAWS = 5
 
 
 class Draw:
-    """Inputs and gradients of the outputs, and what else of them is random."""
+    """Random inputs and gradients of the outputs."""
 
     def __init__(self, seed: int) -> None:
         self.inputs = gpu.make_inputs(ROW, 2 * seed)
@@ -51,7 +51,7 @@ class Draw:
         return {"g": -self.uniform_like(self.inputs["g"], 10, 30)}
 
     def spiky_gates(self) -> dict:
-        """As a layer has them, A from 0 to 16 over the heads: mostly open, sudden resets."""
+        """Gates like those of a layer with A from 0 to 16 over the heads: mostly open, with sudden resets."""
         g = self.inputs["g"]
         decay = torch.linspace(0, 16, g.shape[-1], device=g.device)
         return {"g": -decay * torch.nn.functional.softplus(self.uniform_like(g, -9, 3))}
@@ -61,7 +61,7 @@ class Draw:
         return {"beta": beta * (self.uniform_like(beta, 0, 1) > 0.2)}
 
     def correlated_keys(self) -> dict:
-        """Their cosine with each other is about 0.64."""
+        """Two keys have a cosine of about 0.64."""
         return self.unit_keys(lambda k: k + 1.33 * k[:, :1])
 
     def repeated_keys(self) -> dict:
@@ -110,8 +110,8 @@ def errors(function: Callable) -> dict[str, dict[str, float]]:
 
 
 def memory(function: Callable) -> dict[str, int]:
-    """What a forward holds for the backward beyond inputs and outputs, and what the backward takes at most beyond that,
-    its six gradients included."""
+    """Memory that the forward keeps for the backward beyond inputs and outputs, and the backward's peak beyond that,
+    with its six gradients."""
     inputs = leaves_of(gpu.make_inputs(MEMORY_ROW))
     gradients = gpu.make_gradients(inputs)
 
@@ -129,7 +129,7 @@ def memory(function: Callable) -> dict[str, int]:
             "backward_bytes": torch.cuda.max_memory_allocated() - held,
         }
 
-    once()  # with what compilers and tuners take
+    once()  # includes what compilers and tuners allocate
     return once()
 
 
@@ -140,8 +140,7 @@ def write(output: Path | None, package: str, result: dict) -> None:
     whole["header"] = gpu.machine()
     whole |= {"row": ROW, "draws": DRAWS, "memory_row": MEMORY_ROW}
     whole["libraries"][package] = result
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(whole, indent=1) + "\n")
+    records.write(output, whole)
     print(f"written: {output}", flush=True)
 
 
@@ -150,13 +149,13 @@ def main() -> None:
     parser.add_argument("--package", choices=PACKAGES, required=True)
     parser.add_argument("--output", type=Path, help="JSON file")
     args = parser.parse_args()
-    os.environ["FLA_FLASH_QLA"] = "0"
+    os.environ["FLA_FLASH_QLA"] = "0"  # FLA calls FlashQLA otherwise, if that is installed
     distribution, module = PACKAGES[args.package]
     function = importlib.import_module(module).chunk_gated_delta_rule
-    is_ours = args.package == "gatedelta"  # perhaps built, but not installed
+    is_ours = args.package == "gatedelta"  # may be built but not installed
     version = gpu.gatedelta.info()["version"] if is_ours else importlib.metadata.version(distribution)
     result = {"version": version, "errors": errors(function)}
-    write(args.output, args.package, result)  # what comes next may be compiled for minutes
+    write(args.output, args.package, result)  # compiling the next shape may take minutes
     result["memory"] = memory(function)
     if is_ours:
         small = memory(functools.partial(function, small_workspace=True))

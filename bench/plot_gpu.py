@@ -1,9 +1,9 @@
-"""Draws what bench/gpu.py wrote: every peer against ours per head configuration, and all ratios on one picture.
+"""Draws what bench/gpu.py wrote: every peer against ours for each pair of head counts, and all ratios in one picture.
 
-Usage: python bench/plot_gpu.py RESULTS.json FOLDER
+Usage: python bench/plot_gpu.py RESULTS.json FOLDER [--peers FILE]
 
-writes FOLDER/<hk>x<hv>.png and FOLDER/overview.png of the forward, backward-<hk>x<hv>.png and backward-overview.png of
-the backward, each where there are such rows.
+Writes FOLDER/<hk>x<hv>.png and FOLDER/overview.png for forward rows, backward-<hk>x<hv>.png and backward-overview.png
+for backward rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from plot import BAD, GOOD, GREY, OURS, format_ms, plt, style
-from ratios import FULL, geomean, is_full
+from ratios import FULL, PEERS, PUBLISHED, geomean, is_full, rests_on_published, with_peers
 from rows import lengths_of, of_kind
 
 COLOURS = {"flashinfer": "#e09f3e", "flash_qla": GOOD, "fla": "#8e6c8a"}  # the others are grey
@@ -47,7 +47,7 @@ def scale(axis) -> None:
 
 
 def draw_configuration(header: dict, rows: list[dict], names: list[str]):
-    """A line per row: the peers' times as multiples of ours, so that everything right of 1 is slower than us."""
+    """A line per row: the peers' times as multiples of ours, so that slower ones are to the right of 1."""
     lines = range(len(rows))
     figure, axes = plt.subplots(figsize=(8.5, 1.6 + 0.3 * len(rows)), layout="constrained")
     for i, name in enumerate(names):
@@ -55,7 +55,7 @@ def draw_configuration(header: dict, rows: list[dict], names: list[str]):
         if not points:
             continue
         colour = COLOURS.get(name.split()[0], GREY)
-        face = "none" if "published" in name else colour
+        face = "none" if name.endswith(PUBLISHED) else colour
         marker = MARKERS[i % len(MARKERS)]
         axes.plot(*zip(*points), marker, ms=6, mec=colour, mfc=face, label=name, zorder=3)
     axes.axvline(1, color=OURS, lw=2.5, label="GateDelta")
@@ -72,12 +72,12 @@ def draw_configuration(header: dict, rows: list[dict], names: list[str]):
 
 
 def draw_lines(axes, rows: list[dict], names: list[str], position) -> None:
-    """The times of some rows, ours and the peers': `position` says where on the axis a row is."""
+    """The times of some rows, ours and the peers'. `position` gives a row's place on the axis."""
     rows = sorted(rows, key=position)
     for i, name in enumerate(names):
         points = [(position(row), row["peers"][name]) for row in rows if name in row["peers"]]
         if points:
-            colour, published = COLOURS.get(name.split()[0], GREY), "published" in name
+            colour, published = COLOURS.get(name.split()[0], GREY), name.endswith(PUBLISHED)
             axes.plot(*zip(*points), MARKERS[i % len(MARKERS)], ls="--" if published else "-", lw=1.2, ms=5,
                       color=colour, mfc="none" if published else colour, label=name)  # fmt: skip
     axes.plot([position(row) for row in rows], [row["ms"] for row in rows], "o-", lw=2.5, ms=5, color=OURS,
@@ -113,20 +113,23 @@ def draw_backward(header: dict, rows: list[dict], names: list[str]):
 
 
 def draw_overview(header: dict, groups: dict[tuple[int, int], list[dict]], what: str):
-    """A point per row, by configuration: how many times faster than the fastest peer."""
+    """A point per row, by head counts: how many times faster than the fastest peer."""
     figure, axes = plt.subplots(figsize=(8.5, 4.2), layout="constrained")
-    for full, face, label in (
-        (True, OURS, f"sequences × value heads ≥ {FULL}"),
-        (False, "none", "fewer: less than a card full"),
-    ):
-        points = [
-            (x + 0.6 * (i / max(len(rows) - 1, 1) - 0.5), row["speedup"])
-            for x, rows in enumerate(groups.values())
-            for i, row in enumerate(rows)
-            if is_full(row) == full
-        ]
+    kinds = {
+        (True, False): ("o", OURS, f"sequences × value heads ≥ {FULL}"),
+        (False, False): ("o", "none", "fewer: these do not fill the GPU"),
+        (True, True): ("s", OURS, "square: over a published time"),
+        (False, True): ("s", "none", "square: over a published time"),
+    }
+    places = [
+        (x + 0.6 * (i / max(len(rows) - 1, 1) - 0.5), row)
+        for x, rows in enumerate(groups.values())
+        for i, row in enumerate(rows)
+    ]
+    for kind, (marker, face, label) in kinds.items():
+        points = [(x, row["speedup"]) for x, row in places if (is_full(row), rests_on_published(row)) == kind]
         if points:
-            axes.plot(*zip(*points), "o", ms=5, mec=OURS, mfc=face, label=label)
+            axes.plot(*zip(*points), marker, ms=5, mec=OURS, mfc=face, label=label)
     for x, rows in enumerate(groups.values()):
         mean = geomean([row["speedup"] for row in rows])
         axes.plot([x - 0.38, x + 0.38], [mean] * 2, color="#e09f3e", lw=2, label=None if x else "geometric mean of all")
@@ -139,7 +142,8 @@ def draw_overview(header: dict, groups: dict[tuple[int, int], list[dict]], what:
     axes.grid(axis="x", visible=False)
     axes.set_xlabel("key heads/value heads")
     axes.set_title(f"{what}: times faster than the fastest peer, a point per row")
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+    lines = dict(zip(*reversed(axes.get_legend_handles_labels())))  # one entry for the two kinds of squares
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(where(header), fontsize=9, color=GREY)
     return figure
 
@@ -148,11 +152,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--peers", type=Path, default=PEERS, help="the peers' times (bench/peers/h200.json)")
     options = parser.parse_args()
     result = json.loads(options.results.read_text())
-    header, rows = result["header"], result["rows"]
+    header, rows = result["header"], with_peers(result, options.peers)
     if not configurations(rows):
-        parser.error(f"{options.results} holds no row with peers' times")
+        parser.error(f"{options.peers} has times for no row of {options.results}")
     style()
     options.folder.mkdir(parents=True, exist_ok=True)
     figures = {}

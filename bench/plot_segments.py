@@ -1,4 +1,4 @@
-"""Draws what bench/segments.py wrote: time against segment length for some rows, and where the automatic cut is.
+"""Draws what bench/segments.py wrote: for some rows time against segment length, beside that of the automatic cut.
 
 Usage: python bench/plot_segments.py RESULTS.json PICTURE.png
 """
@@ -11,13 +11,10 @@ from pathlib import Path
 
 from plot import BAD, GREY, OURS, format_ms, plt, style
 from plot_gpu import where
+from rows import name_of
 
 ROWS = ("2/8 1x32768", "2/8 1x2048", "4/16 1x32768", "8/32 1x32768", "16/64 28672+4096", "2/8 8192x4")
 COLUMNS = 3
-
-
-def name_of(row: dict) -> str:
-    return f"{row['hk']}/{row['hv']} {row['seq']}"
 
 
 def chosen(rows: list[dict]) -> list[dict]:
@@ -26,7 +23,7 @@ def chosen(rows: list[dict]) -> list[dict]:
 
 
 def draw_row(axes, row: dict) -> None:
-    """Logarithmic both ways: the shortest segments take several times as long as the best."""
+    """Both axes are logarithmic: the shortest segments are several times slower than the best."""
     lengths = [int(chunks) for chunks in row["forced"]]
     axes.plot(lengths, list(row["forced"].values()), "o-", ms=4, color=GREY, label="forced length")
     axes.axhline(row["off_ms"], color=BAD, ls="--", lw=1.4, label="not cut")
@@ -54,7 +51,7 @@ def draw(result: dict):
     for axes in grid.flat[len(rows) :]:
         axes.set_axis_off()
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
-    figure.suptitle(f"Automatic cut against forced ones; by how much it is slower than the best\n"
+    figure.suptitle(f"The automatic cut against forced lengths; in percent, how much slower than the best it is\n"
                     f"{where(result['header'])}", fontsize=9, color=GREY)  # fmt: skip
     return figure
 

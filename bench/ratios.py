@@ -1,4 +1,4 @@
-"""The peers' times beside ours, row by row, and what sums the ratios up. Needs neither torch nor a GPU."""
+"""Joins measured rows with the peers' times and sums the ratios up. Needs neither torch nor a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from rows import lengths_of
 
 PEERS = Path(__file__).resolve().parent / "peers" / "h200.json"
-FULL = 64  # sequences x value heads: with a block per half of V, enough for all but 4 of an H200's 132 SMs
+FULL = 64  # sequences x value heads: with a CTA per half of V, enough for all but 4 of an H200's 132 SMs
+PUBLISHED = " published"  # ends the names of peers whose times FlashQLA published; we measured all others
 
 
 def key(row: dict) -> tuple:
@@ -23,7 +24,7 @@ def load_peers(path: Path = PEERS) -> tuple[str, dict[tuple, dict[str, float]]]:
 
 
 def compared(row: dict, peers: dict[tuple, dict[str, float]]) -> dict:
-    """The row with the peers' times and the ratio to the fastest of them, where there are any."""
+    """The row with the peers' times and its ratio to the fastest of them, if there are any."""
     times = peers.get(key(row))
     if not times:
         return row
@@ -31,8 +32,19 @@ def compared(row: dict, peers: dict[tuple, dict[str, float]]) -> dict:
     return row | {"peers": times, "best_peer_ms": best, "speedup": best / row["ms"]}
 
 
+def with_peers(result: dict, path: Path = PEERS) -> list[dict]:
+    """The rows of a result, with the peers' times if those are from the same model of GPU."""
+    gpu, peers = load_peers(path)
+    return [compared(row, peers) if result["header"]["gpu"] == gpu else row for row in result["rows"]]
+
+
 def best_peer(row: dict) -> str:
     return min(row["peers"], key=row["peers"].get)
+
+
+def rests_on_published(row: dict) -> bool:
+    """Whether the row's ratio is to a published time."""
+    return best_peer(row).endswith(PUBLISHED)
 
 
 def is_full(row: dict) -> bool:
@@ -44,9 +56,13 @@ def geomean(values: list[float]) -> float:
 
 
 def summary(rows: list[dict]) -> dict | None:
-    """Count, geometric mean and worst of the ratios; None without any."""
+    """Number of rows, geometric mean and worst of their ratios, and how many of these are to a published time. None
+    without a ratio."""
     rows = [row for row in rows if "speedup" in row]
     if not rows:
         return None
     worst = min(rows, key=lambda row: row["speedup"])
-    return {"rows": len(rows), "geomean": geomean([row["speedup"] for row in rows]), "worst": worst}
+    return {
+        "rows": len(rows), "geomean": geomean([row["speedup"] for row in rows]), "worst": worst,
+        "published": sum(map(rests_on_published, rows)),
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the automatic cut loses against the best of the forced ones. Needs neither torch nor a GPU."""
+"""How much slower the automatic cut is than the best forced one. Needs neither torch nor a GPU."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ FINALISTS, ROUNDS = 3, 3
 
 
 def segments_of(lengths: list[int]) -> list[int]:
-    """The forced lengths that cut a pack at all."""
+    """The forced lengths that cut at least one sequence of the pack."""
     longest = -(-max(lengths) // CHUNK)
     return [chunks for chunks in SEGMENTS if chunks < longest]
 
 
 def swept(measure: Callable[[str | int], float | None], segments: list[int]) -> dict[str | int, float]:
-    """The time of every choice, less forced lengths that are refused. A busy card's clock wanders, and the fastest of
-    many choices is also the luckiest: the automatic one and the fastest others are measured again in turn, and of them
-    the medians of that count."""
+    """The time of every choice; refused forced lengths are left out. A busy GPU's clock drifts, and the fastest of many
+    choices is partly luck. So the automatic cut and the fastest others are measured again in turns, and the medians of
+    those turns replace their first times."""
     first = {choice: measure(choice) for choice in (AUTO, OFF, *segments)}
     times = {choice: ms for choice, ms in first.items() if ms is not None}
     finalists = sorted((choice for choice in times if choice != AUTO), key=times.__getitem__)[:FINALISTS]
@@ -30,8 +30,8 @@ def swept(measure: Callable[[str | int], float | None], segments: list[int]) -> 
 
 
 def judged(row: dict, auto_ms: float, off_ms: float, forced: dict[int, float]) -> dict:
-    """Not to cut is a choice like the others. A regret below 0: no forced length is as good as the automatic cut, which
-    may give heads different ones."""
+    """"Off" is a choice like the others. A regret below 0 means that no forced length is as fast as the automatic cut,
+    which may choose a different length for each head."""
     best = min(off_ms, *forced.values()) if forced else off_ms
     return {key: row[key] for key in ("hk", "hv", "seq", "lengths")} | {
         "auto_ms": auto_ms, "off_ms": off_ms, "forced": {str(chunks): ms for chunks, ms in forced.items()},

@@ -1,5 +1,5 @@
-"""The rows of FlashQLA's public H200 table, forward and backward: head counts and sequence lengths. Also shapes that
-are not in it, for bench/segments.py."""
+"""The rows of FlashQLA's public H200 table, forward and backward: head counts and sequence lengths. Also the other
+shapes that bench/segments.py measures."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ BACKWARD_LENGTHS = {  # FlashQLA cuts at random positions: the first of torch.ra
     "32k_4seq": [7212, 7072, 13725, 4759],
     "32k_8seq": [3274, 1029, 2909, 5061, 2011, 3793, 9932, 4759],
 }
+# What tables of a few rows show, and results/h200/history.csv follows.
+LANDMARKS = ("16/64 8192x4", "16/64 1x32768", "8/32 4096x8", "16/48 4096x8", "32/32 8192x4", "16/64 1x2048")
+BACKWARD_LANDMARKS = (
+    "16/32 32k_1seq", "16/32 32k_8seq", "16/32 8k_1seq", "8/16 32k_4seq", "4/8 32k_1seq", "2/4 8k_1seq",
+)  # fmt: skip
+ERRORS = {"fwd": ("err_o", "err_state"), "bwd": ("err_dq", "err_dk", "err_dv", "err_dg", "err_dbeta", "err_dh0")}
 VERIFIED_TOKENS = 1024  # of a backward row, scaled down
 OTHER_VALUE_HEADS = (4, 6, 12, 20, 40)
 OTHER_LENGTHS = (777, 5000, 50000, 131072)
@@ -54,8 +60,12 @@ def backward_rows() -> list[dict]:
 KINDS = {"fwd": forward_rows, "bwd": backward_rows}
 
 
+def name_of(row: dict) -> str:
+    return f"{row['hk']}/{row['hv']} {row['seq']}"
+
+
 def lengths_of(row: dict) -> list[int]:
-    """From its name: what is recorded of a row has no lengths."""
+    """By name: a recorded row has no lengths."""
     return BACKWARD_LENGTHS[row["seq"]] if row["kind"] == "bwd" else forward_lengths()[row["seq"]]
 
 
@@ -64,8 +74,8 @@ def of_kind(rows: list[dict], kind: str) -> list[dict]:
 
 
 def scaled_down(lengths: list[int]) -> list[int]:
-    """As many sequences in about the same proportions, VERIFIED_TOKENS tokens in all: the fp64 truth of gradients keeps
-    a state for every token."""
+    """As many sequences in about the same proportions, VERIFIED_TOKENS tokens in all: autograd through the fp64
+    recurrence keeps a state for every token."""
     return [max(1, n * VERIFIED_TOKENS // sum(lengths)) for n in lengths]
 
 
@@ -90,5 +100,5 @@ def other_rows() -> list[dict]:
 
 
 def selected(rows: list[dict], heads: str | None, seq: str | None) -> list[dict]:
-    """Those with these head counts (16/64) and of this name (8192x4)."""
+    """The rows with these head counts (16/64) and this name (8192x4)."""
     return [row for row in rows if heads in (None, f"{row['hk']}/{row['hv']}") and seq in (None, row["seq"])]

@@ -1,8 +1,8 @@
-"""Is the automatic cut of the CUDA forward a good one? Its time beside those of uncut sequences and of every forced
-segment length, shape by shape.
+"""Compares the automatic cut of the CUDA forward with uncut sequences and with every forced segment length, shape by
+shape.
 
-Inputs and timing are bench/gpu.py's. The C ABI is called directly: the torch functions force no segment length.
-results/SCHEMA.md describes what is written.
+Inputs and timing are those of bench/gpu.py. The script calls the C ABI because the torch functions cannot force a
+segment length. results/SCHEMA.md describes the output.
 
 Usage: python bench/segments.py [--only 2/8] [--seq 1x32768] [--more] [--plot PICTURE.png] [--output FILE]
 """
@@ -10,12 +10,12 @@ Usage: python bench/segments.py [--only 2/8] [--seq 1x32768] [--more] [--plot PI
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from ctypes import byref
 from pathlib import Path
 
 import gpu  # first: finds the package
+import records
 import regret
 import torch
 from gatedelta import _lib
@@ -33,7 +33,7 @@ def describe(tensor: torch.Tensor, name: str) -> _lib.Tensor:
 
 
 def arguments(inputs: dict[str, torch.Tensor], out: torch.Tensor, final: torch.Tensor) -> _lib.ForwardArgs:
-    """They hold addresses only: the tensors must outlive them."""
+    """The arguments hold addresses only: the tensors must outlive them."""
     args = _lib.ForwardArgs()
     for name, tensor in inputs.items():
         setattr(args.inputs, name, describe(tensor, name))
@@ -67,7 +67,7 @@ def measure_all(row: dict, repeats: int) -> dict:
         except _lib.UnsupportedError:
             if choice in (regret.AUTO, regret.OFF):
                 raise
-            return None  # too many pieces
+            return None  # too many work items
 
     times = regret.swept(time_of, regret.segments_of(row["lengths"]))
     return regret.judged(row, times.pop(regret.AUTO), times.pop(regret.OFF), times)
@@ -86,7 +86,7 @@ def main() -> None:
     if not rows:
         parser.error("there is no such row")
     if options.plot:
-        import plot_segments  # without matplotlib the end is now, not after the last row
+        import plot_segments  # fails here, not after the last row, if there is no matplotlib
 
         if not plot_segments.chosen(rows):
             parser.error("none of these rows is drawn")
@@ -106,11 +106,10 @@ def main() -> None:
     print(f"{found['rows']} shapes: worst regret {worst['regret']:.1%} ({worst['hk']}/{worst['hv']} {worst['seq']}), "
           f"median {found['median']:.1%}, {found['above']} above {regret.BAR:.0%}")  # fmt: skip
     header = gpu.describe(options.repeats)
-    del header["verified_heads"]  # nothing is verified here
+    del header["verified_heads"]  # this script verifies nothing
     result = {"header": header, "rows": results}
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        records.write(options.output, result)
         print(f"written: {options.output}")
     if options.plot:
         plot_segments.write(result, options.plot)

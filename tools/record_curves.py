@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Keeps the loss curves and pictures that `make train-example` left in a folder in results/train (results/SCHEMA.md).
+"""Keeps the loss curves and pictures of `make train-example` in results/train (results/SCHEMA.md).
 
 usage: record_curves.py FOLDER
 """
@@ -11,20 +11,22 @@ from pathlib import Path
 
 from repo_files import ROOT, stamp
 
+sys.path.insert(0, str(ROOT / "bench"))
+import records
+
 RESULTS = ROOT / "results" / "train"
 
 
 def record(folder: Path) -> None:
     recorded = stamp()
     if not recorded["commit"]:
-        sys.exit("record_curves: a record names its commit, and git knows none here")
+        sys.exit("record_curves: a record names its commit, and there is no git here to name it")
     curves = sorted(folder.glob("*.json"))
     if not curves:
         sys.exit(f"record_curves: there are no curves in {folder}")
-    RESULTS.mkdir(parents=True, exist_ok=True)
     for path in curves:
         curve = {**json.loads(path.read_text()), "recorded": recorded}
-        (RESULTS / path.name).write_text(json.dumps(curve, indent=1) + "\n")
+        records.write(RESULTS / path.name, curve)
         print(f"recorded results/train/{path.name}")
     for path in folder.glob("*.png"):
         shutil.copyfile(path, RESULTS / path.name)

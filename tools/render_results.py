@@ -1,42 +1,35 @@
 #!/usr/bin/env python3
-"""Writes the tables of README and docs from results/ (see results/SCHEMA.md).
+"""Writes the tables of README and docs from results/ and bench/peers (see results/SCHEMA.md).
 
-A table stands between `<!-- results: NAME -->` and `<!-- /results -->`.
+A table is between `<!-- results: NAME -->` and `<!-- /results -->`.
 
 usage: render_results.py            rewrite the tables
-       render_results.py --check    exit 1 if a table is not what results/ says
-       render_results.py --record FOLDER        keep what `make bench` left in FOLDER, then rewrite
-       render_results.py --record-gpu FOLDER    the same of the GPU's part alone
+       render_results.py --check    exit 1 if a table differs from the results
 """
 
 import argparse
 import json
 import re
-import shutil
 import sys
-from pathlib import Path
 
-from repo_files import ROOT, repo_files, stamp
+from repo_files import ROOT, repo_files
 
 sys.path.insert(0, str(ROOT / "bench"))
 import ratios
 import regret
-from rows import KINDS, of_kind
+from rows import BACKWARD_LANDMARKS, ERRORS, LANDMARKS, name_of, of_kind
 
 RESULTS = ROOT / "results" / "cpu"
 H200 = ROOT / "results" / "h200"
 BLOCK = re.compile(r"<!-- results: ([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
 NOTHING = "No measurement is recorded yet."
 NO_BACKWARD = "No measurement of the backward is recorded yet."
-LANDMARKS = ("16/64 8192x4", "16/64 1x32768", "8/32 4096x8", "16/48 4096x8", "32/32 8192x4", "16/64 1x2048")
-BACKWARD_LANDMARKS = (
-    "16/32 32k_1seq", "16/32 32k_8seq", "16/32 8k_1seq", "8/16 32k_4seq", "4/8 32k_1seq", "2/4 8k_1seq",
-)  # fmt: skip
-ERRORS = {"fwd": ("err_o", "err_state"), "bwd": ("err_dq", "err_dk", "err_dv", "err_dg", "err_dbeta", "err_dh0")}
+PUBLISHED_MARK = "†"  # after a ratio to a published time
 PROFILE = {
     "duration_us": "duration", "tensor_pct": "tensor pipe", "issue_pct": "issue slots", "shared_pct": "shared memory",
     "l1_pct": "L1", "l2_pct": "L2", "dram_pct": "DRAM",
 }  # fmt: skip
+LIBRARIES = {"flashinfer": "FlashInfer", "flash_qla": "FlashQLA", "fla": "FLA"}  # by the first word of a peer's name
 OPS = {"fwd": "forward", "bwd": "backward", "train": "forward+backward", "rec": "recurrent"}
 
 
@@ -62,17 +55,22 @@ def heading(result: dict) -> str:
     return f"**{machine['cpu']}** ({machine['architecture']}, {cpus}), {recorded['date']}, {commit}"
 
 
+def cpu_rows(result: dict) -> list[tuple[str, dict]]:
+    """Name and times of every comparison with transformers."""
+    rows = [
+        (f"{kind}, 1 × {shape['tokens']} tokens, {shape['heads']} heads", shape[kind])
+        for shape in result["shapes"]
+        for kind in ("forward", "forward+backward")
+    ]
+    return [*rows, (f"decode, {result['decode']['heads']} heads, per token", result["decode"])]
+
+
 def cpu_speed() -> str:
     parts = []
     for stem, result in load("transformers"):
-        rows = []
-        for shape in result["shapes"]:
-            for kind in ("forward", "forward+backward"):
-                rows.append((f"{kind}, 1 × {shape['tokens']} tokens, {shape['heads']} heads", shape[kind]))
-        rows.append((f"decode, {result['decode']['heads']} heads, per token", result["decode"]))
         cells = [
             [name, *(milliseconds(row[side]["best_ms"]) for side in ("ours", "theirs")), f"{row['speedup']:.1f}×"]
-            for name, row in rows
+            for name, row in cpu_rows(result)
         ]
         peers = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if name != "gatedelta")
         rates = "; ".join(
@@ -81,12 +79,12 @@ def cpu_speed() -> str:
             for shape in result["shapes"]
         )
         isa = result["machine"]["best_isa"]
-        picture = f"![Speed and scaling](results/cpu/{stem}.png)" if (RESULTS / f"{stem}.png").exists() else ""
+        picture = f"![Speed and scaling](../results/cpu/{stem}.png)" if (RESULTS / f"{stem}.png").exists() else ""
         parts += [
             heading(result),
-            f"bf16, K = V = 128, {isa}, {result['threads']} threads; transformers' torch code, same run ({peers}):",
+            f"bf16, K = V = 128, {isa}, {result['threads']} threads; transformers' torch code in the same run ({peers}):",
             table(["", "GateDelta", "transformers", "speedup"], cells),
-            f"The forward's rate against torch's bf16 matmul: {rates}.",
+            f"Rate of the forward and of torch's bf16 matmul: {rates}.",
             *([picture] if picture else []),
         ]
     return "\n\n".join(parts) or NOTHING
@@ -136,8 +134,12 @@ def accuracy() -> str:
 
 
 def load_h200() -> dict | None:
-    latest = H200 / "latest.json"
-    return json.loads(latest.read_text()) if latest.exists() else None
+    """The record, its rows joined with the peers' times."""
+    record = H200 / "record.json"
+    if not record.exists():
+        return None
+    result = json.loads(record.read_text())
+    return result | {"rows": ratios.with_peers(result)}
 
 
 def three_digits(ms: float) -> str:
@@ -154,19 +156,23 @@ def h200_heading(header: dict) -> str:
     return f"**{header['gpu']}**, {driver}torch {header['torch']}, {header['date']}, {commit}"
 
 
-def name_of(row: dict) -> str:
-    return f"{row['hk']}/{row['hv']} {row['seq']}"
-
-
-def picture(name: str, alt: str, root: str = "") -> list[str]:
-    """In Markdown, where there is one; `root` leads from the text to the top of the tree."""
+def picture(name: str, alt: str, root: str = "../") -> list[str]:
+    """Markdown for it, if it exists; `root` is the path from the text to the top of the tree."""
     return [f"![{alt}]({root}results/h200/{name}.png)"] if (H200 / f"{name}.png").exists() else []
+
+
+def speedup(row: dict) -> str:
+    return f"{row['speedup']:.2f}×{PUBLISHED_MARK if ratios.rests_on_published(row) else ''}"
 
 
 def sum_up(rows: list[dict]) -> str:
     found = ratios.summary(rows)
     worst = found["worst"]
-    return f"geometric mean {found['geomean']:.2f}×, worst {worst['speedup']:.2f}× ({name_of(worst)})"
+    count = found["published"]
+    return (
+        f"geometric mean {found['geomean']:.2f}×, worst {speedup(worst)} ({name_of(worst)}); for {count} of the "
+        f"{found['rows']} rows the fastest peer time is published, not measured"
+    )
 
 
 def best_peer(row: dict) -> str:
@@ -178,7 +184,7 @@ def errors_of(row: dict) -> list[str]:
 
 
 def peers_of(row: dict, peers: list[str]) -> list[str]:
-    """A cell for each, empty where there is no time of this one."""
+    """A cell for each peer, empty if the peer has no time for this row."""
     return [three_digits(row["peers"][name]) if name in row["peers"] else "" for name in peers]
 
 
@@ -193,6 +199,41 @@ def peer_names(rows: list[dict]) -> list[str]:
     return sorted({name for row in rows for name in row["peers"]})
 
 
+LEGEND = f"{PUBLISHED_MARK}: over a time that FlashQLA published. We measured all other peer times."
+
+
+def headline() -> str:
+    """The figures of README's first screen."""
+    result = load_h200()
+    if not result:
+        return NOTHING
+    cells = []
+    for kind in ("fwd", "bwd"):
+        rows = of_kind(result["rows"], kind)
+        if found := ratios.summary(rows):
+            *others, last = dict.fromkeys(LIBRARIES[peer.split()[0]] for peer in peer_names(rows))
+            cells.append([
+                f"H200, {OPS[kind]}, over the fastest of {', '.join(others)} and {last}",
+                f"**{found['geomean']:.2f}×**",
+                f"{speedup(found['worst'])} ({name_of(found['worst'])})",
+                str(found["rows"]),
+                str(found["published"]),
+            ])  # fmt: skip
+    machines = [result for _, result in load("transformers")]
+    rows = [(machine, name, row) for machine in machines for name, row in cpu_rows(machine)]
+    if rows:
+        machine, name, worst = min(rows, key=lambda row: row[2]["speedup"])
+        cells.append([
+            f"CPU, {len(machines)} machines, over transformers' torch code",
+            f"**{ratios.geomean([row['speedup'] for _, _, row in rows]):.1f}×**",
+            f"{worst['speedup']:.1f}× ({name}, {machine['threads']} threads)",
+            str(len(rows)),
+            "0",
+        ])  # fmt: skip
+    columns = ["speedup", "geometric mean", "worst row", "rows", f"of these over a published time ({PUBLISHED_MARK})"]
+    return "\n\n".join([table(columns, cells), LEGEND])
+
+
 def h200_forward() -> str:
     result = load_h200()
     if not result:
@@ -200,24 +241,17 @@ def h200_forward() -> str:
     header, rows = result["header"], of_kind(result["rows"], "fwd")
     by_name = {name_of(row): row for row in rows}
     cells = [
-        [
-            name,
-            three_digits(row["ms"]),
-            best_peer(row),
-            f"{row['speedup']:.2f}×",
-            *errors_of(row),
-        ]
+        [name, three_digits(row["ms"]), best_peer(row), speedup(row), *errors_of(row)]
         for name, row in ((name, by_name[name]) for name in LANDMARKS)
     ]
     full = [row for row in rows if ratios.is_full(row)]
     return "\n\n".join([
         h200_heading(header),
-        f"Forward, bf16, K = V = 128, fp32 states, median of {header['repeats']} graph replays, against the fastest of "
-        "[these peers](bench/peers/README.md). Rows are key heads/value heads and lengths (8192x4: four sequences of "
-        "8192 tokens, 1x2048: one of 2048); errors are relative L2 distances from the fp64 recurrence:",
-        table(["", "GateDelta, ms", "best peer, ms", "speedup", "error of o", "of the state"], cells),
-        f"The {len(full)} rows with at least {ratios.FULL} sequences × value heads, which fill the GPU: "
-        f"{sum_up(full)}. All {len(rows)} rows: {sum_up(rows)}.",
+        f"All {len(rows)} rows: {sum_up(rows)}.",
+        f"The {len(full)} rows with at least {ratios.FULL} sequences × value heads, which fill the GPU: {sum_up(full)}.",
+        f"Six of the rows, as medians of {header['repeats']} graph replays:",
+        table(["", "GateDelta, ms", "best peer, ms", "speedup", "error of o", "error of the state"], cells),
+        LEGEND,
         *picture("overview", "Speedup over the fastest peer"),
     ])  # fmt: skip
 
@@ -228,19 +262,19 @@ def h200_rows() -> str:
         return NOTHING
     forward = of_kind(result["rows"], "fwd")
     peers = peer_names(forward)
-    parts = [h200_heading(result["header"])]
+    parts = [h200_heading(result["header"]), LEGEND]
     for (hk, hv), rows in by_heads(forward).items():
         cells = [
-            [row["seq"], three_digits(row["ms"]), f"{row['speedup']:.2f}×", *errors_of(row), *peers_of(row, peers)]
+            [row["seq"], three_digits(row["ms"]), speedup(row), *errors_of(row), *peers_of(row, peers)]
             for row in rows
         ]
-        header = [f"{hk}/{hv} heads, ms", "GateDelta", "speedup", "error of o", "of the state", *peers]
-        parts += [table(header, cells), *picture(f"{hk}x{hv}", f"{hk}/{hv} heads", "../")]
+        header = [f"{hk}/{hv} heads, ms", "GateDelta", "speedup", "error of o", "error of the state", *peers]
+        parts += [table(header, cells), *picture(f"{hk}x{hv}", f"{hk}/{hv} heads")]
     return "\n\n".join(parts)
 
 
 def load_backward() -> tuple[dict, list[dict]] | None:
-    """Header and rows, where a record has any."""
+    """Header and rows of the backward; None if the record has no such rows."""
     result = load_h200()
     rows = of_kind(result["rows"], "bwd") if result else []
     return (result["header"], rows) if rows else None
@@ -257,20 +291,20 @@ def h200_backward() -> str:
             name,
             three_digits(row["ms"]),
             best_peer(row),
-            f"{row['speedup']:.2f}×",
+            speedup(row),
             three_digits(row["train_ms"]),
             f"{max(row[error] for error in ERRORS['bwd']):.1e}",
             mebibytes(row["workspace_bytes"] + row["saved_bytes"]),
         ]
         for name, row in ((name, by_name[name]) for name in BACKWARD_LANDMARKS)
     ]
+    columns = ["", "GateDelta, ms", "best peer, ms", "speedup", "with the forward, ms", "largest error", "memory, MiB"]
     return "\n\n".join([
         h200_heading(header),
-        "Backward alone, all gradients, against the fastest of the same peers; rows are key heads/value heads, tokens "
-        "in all and sequences, which are of different lengths. Then forward and backward by autograd, the largest of "
-        "the relative L2 errors of the six gradients, and the memory a backward takes beyond inputs and gradients:",
-        table(["", "GateDelta, ms", "best peer, ms", "speedup", "with the forward, ms", "error", "memory, MiB"], cells),
         f"All {len(rows)} rows: {sum_up(rows)}.",
+        "Six of the rows, with the largest error of the six gradients, and workspace and saved memory together:",
+        table(columns, cells),
+        LEGEND,
         *picture("backward-overview", "Speedup of the backward over the fastest peer"),
     ])  # fmt: skip
 
@@ -282,13 +316,13 @@ def h200_backward_rows() -> str:
     header, backward = found
     peers = peer_names(backward)
     names = [f"error of {error.removeprefix('err_')}" for error in ERRORS["bwd"]]
-    parts = [h200_heading(header), f"All {len(backward)} rows: {sum_up(backward)}."]
+    parts = [h200_heading(header), LEGEND]
     for (hk, hv), rows in by_heads(backward).items():
         cells = [
             [
                 row["seq"],
                 three_digits(row["ms"]),
-                f"{row['speedup']:.2f}×",
+                speedup(row),
                 three_digits(row["train_ms"]),
                 mebibytes(row["workspace_bytes"]),
                 mebibytes(row["saved_bytes"]),
@@ -299,11 +333,11 @@ def h200_backward_rows() -> str:
             ]
             for row in rows
         ]
-        columns = ["GateDelta", "speedup", "with the forward", "workspace, MiB", "saved, MiB", "in a small workspace"]
-        columns += ["of MiB", *names, *peers]
+        columns = ["GateDelta", "speedup", "with the forward", "workspace, MiB", "saved, MiB"]
+        columns += ["with `small_workspace`", "its workspace, MiB", *names, *peers]
         parts += [
             table([f"{hk}/{hv} heads, ms", *columns], cells),
-            *picture(f"backward-{hk}x{hv}", f"Backward, {hk}/{hv} heads", "../"),
+            *picture(f"backward-{hk}x{hv}", f"Backward, {hk}/{hv} heads"),
         ]
     return "\n\n".join(parts)
 
@@ -333,7 +367,7 @@ def h200_accuracy() -> str:
     if not found:
         return NOTHING
     cells = [[gates, *(f"{errors[name]:.2e}" for name in ERRORS["fwd"])] for gates, errors in found.items()]
-    return "\n\n".join([h200_heading(result["header"]), table(["gates", "error of o", "of the state"], cells)])
+    return "\n\n".join([h200_heading(result["header"]), table(["gates", "error of o", "error of the state"], cells)])
 
 
 def h200_gradients() -> str:
@@ -350,7 +384,7 @@ def h200_gradients() -> str:
     ]
     memory = [
         [what, *(mebibytes(library["memory"][name]) for library in libraries.values())]
-        for what, name in (("kept by the forward", "saved_bytes"), ("taken by the backward", "backward_bytes"))
+        for what, name in (("saved by the forward", "saved_bytes"), ("taken by the backward", "backward_bytes"))
     ]
     small = [library["memory"].get("small_backward_bytes") for library in libraries.values()]
     memory += [["with `small_workspace`", *(mebibytes(x) if x else "" for x in small)]]
@@ -397,17 +431,17 @@ def h200_segments() -> str:
         for row in worst[: max(above, 10)]
     ]
     text = (
-        f"{found['rows']} shapes; the automatic cut takes longer than the fastest of all forced ones and of none by "
+        f"{found['rows']} shapes. The automatic cut is slower than the fastest forced length (or no cut) by "
         f"{found['median']:.1%} in the median, and by more than {regret.BAR:.0%} for {above} shapes. The worst:"
     )
-    columns = ["heads, sequences; ms", "automatic", "uncut", "fastest", "longer by"]
+    columns = ["heads, sequences; ms", "automatic", "uncut", "fastest", "slower by"]
     shown = picture("segments", "Time against segment length", "../../")
     return "\n\n".join([h200_heading(result["header"]), text, table(columns, cells), *shown])
 
 
 TABLES = {
     "cpu-speed": cpu_speed, "cpu-isas": cpu_isas, "accuracy": accuracy,
-    "h200-forward": h200_forward, "h200-rows": h200_rows, "h200-profile": h200_profile,
+    "headline": headline, "h200-forward": h200_forward, "h200-rows": h200_rows, "h200-profile": h200_profile,
     "h200-backward": h200_backward, "h200-backward-rows": h200_backward_rows, "h200-segments": h200_segments,
     "h200-accuracy": h200_accuracy, "h200-gradients": h200_gradients, "h200-long": h200_long,
 }  # fmt: skip
@@ -423,82 +457,10 @@ def rendered(text: str) -> str:
     return BLOCK.sub(block, text)
 
 
-def slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)|cpu|@.*", " ", text.lower())).strip("-")
-
-
-def stamp_or_exit() -> dict:
-    found = stamp()
-    if not found["commit"]:
-        sys.exit("render_results: a record names its commit, and git knows none here")
-    return found
-
-
-def record_cpu(folder: Path) -> None:
-    recorded = stamp_or_exit()
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    results = {kind: json.loads((folder / f"{kind}.json").read_text()) for kind in ("transformers", "isas")}
-    machine = results["transformers"]["machine"]  # the Python driver knows more CPUs by name
-    stem = f"{slug(machine['architecture'])}-{slug(machine['cpu'])}-{machine['cpus']}cpu"
-    for kind, result in results.items():
-        target = RESULTS / f"{stem}.{kind}.json"
-        target.write_text(json.dumps({**result, "machine": machine, "recorded": recorded}, indent=2) + "\n")
-        print(f"recorded {target.relative_to(ROOT)}")
-    shutil.copyfile(folder / "transformers.png", RESULTS / f"{stem}.png")
-
-
-def problem_of(result: dict) -> str | None:
-    """Why what bench/gpu.py wrote is no record for results/h200."""
-    header, rows = result["header"], result["rows"]
-    if "H200" not in header["gpu"]:
-        return f"it is of one {header['gpu']}, not of an H200"
-    if {ratios.key(row) for row in rows} != {ratios.key(row) for every in KINDS.values() for row in every()}:
-        return "it does not hold every row: --kinds, --only and --seq are not for records"
-    if not all({*ERRORS[row["kind"]], "speedup"} <= row.keys() for row in rows):
-        return "there are rows without errors or without peers' times"
-    if not header.get("kernels"):
-        return "it does not say of which kernels it is: --kernels"
-    return None
-
-
-def record_gpu(folder: Path) -> None:
-    source, pictures = folder / "h200.json", sorted((folder / "h200").glob("*.png"))
-    result = json.loads(source.read_text())
-    problem = problem_of(result) or (None if pictures else "there are no pictures: bench/plot_gpu.py draws them")
-    if problem:
-        sys.exit(f"render_results: {source} was not recorded: {problem}")
-    header = result["header"]
-    if not header["commit"]:  # measured on a copy of the tree without git
-        header |= stamp_or_exit() | {"date": header["date"]}
-    H200.mkdir(parents=True, exist_ok=True)
-    for name in (f"{header['date']}-{header['commit'][:10]}", "latest"):
-        (H200 / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        print(f"recorded {name}.json in {H200.name}")
-    for path in pictures:
-        shutil.copyfile(path, H200 / path.name)
-    segments = folder / "segments.json"
-    if not segments.exists():
-        return
-    result = json.loads(segments.read_text())
-    if not result["header"]["commit"]:
-        result["header"] |= {key: header[key] for key in ("commit", "modified")}
-    (H200 / segments.name).write_text(json.dumps(result, indent=1) + "\n")
-    shutil.copyfile(folder / "segments.png", H200 / "segments.png")
-    print(f"recorded {segments.name} in {H200.name}")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--check", action="store_true")
-    choice.add_argument("--record", type=Path, metavar="FOLDER")
-    choice.add_argument("--record-gpu", type=Path, metavar="FOLDER")
+    parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    if arguments.record:
-        record_cpu(arguments.record)
-    gpu = arguments.record_gpu or arguments.record
-    if gpu and (arguments.record_gpu or (gpu / "h200.json").exists()):  # `make bench` has none without a GPU
-        record_gpu(gpu)
     stale, blocks = [], 0
     for path in repo_files(".md"):
         text = (ROOT / path).read_text()
@@ -509,7 +471,7 @@ def main() -> int:
         stale.append(str(path))
         if not arguments.check:
             (ROOT / path).write_text(new)
-    verb = "not what results/ says" if arguments.check else "rewritten"
+    verb = "different from the results" if arguments.check else "rewritten"
     print(f"render_results: {blocks} tables" + (f"; {verb}: {', '.join(stale)}" if stale else ", all current"))
     return 1 if not blocks or (arguments.check and stale) else 0
 

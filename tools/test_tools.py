@@ -185,7 +185,7 @@ def test_sass_rules_must_meet_their_kernels():
 def test_sass_comparison_tells_and_never_fails(monkeypatch, capsys, tmp_path, record, forward, prepare):
     import sass
 
-    path = tmp_path / "latest.json"
+    path = tmp_path / "record.json"
     if record is not None:
         path.write_text(json.dumps({"header": {"kernels": record}}))
     monkeypatch.setattr(sass, "kernels_of", lambda library: sass_kernels())
@@ -237,23 +237,36 @@ def test_sass_fails_without_kernels():
 
 
 @pytest.fixture
-def bench_folder(tmp_path) -> Path:
-    """What `make bench-gpu` leaves, with made-up times: twice as fast as the best peer, and in one row half as fast."""
+def results(monkeypatch, tmp_path) -> Path:
+    """An empty results/h200 for both tools."""
+    import record_results
     import render_results
 
+    for tool in (record_results, render_results):
+        monkeypatch.setattr(tool, "H200", tmp_path / "results")
+    return tmp_path / "results"
+
+
+@pytest.fixture
+def bench_folder(tmp_path) -> Path:
+    """What `make bench-gpu` leaves, with made-up times: twice as fast as the best peer, and half as fast in two rows."""
+    import render_results
+    from rows import KINDS, name_of
+
     header = {"gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.11", "repeats": 15, "date": "2026-01-02",
-              "commit": "0123456789abcdef", "modified": False, "kernels": {"forward_kernel": {"digest": "0"}},
+              "commit": "0123456789abcdef", "modified": False, "sm_clock_mhz": 1755, "sm_clock_max_mhz": 1980,
+              "kernels": {"forward_kernel": {"digest": "0"}},
               "profile": {"16/64 8192x4": {"forward_kernel": {"duration_us": 510.0, "tensor_pct": 66.4}}}}  # fmt: skip
     _, peers = render_results.ratios.load_peers()
     more = {"fwd": {}, "bwd": {"train_ms": 4.0, "workspace_bytes": 1500 * 2**20, "saved_bytes": 2**19,
                                "small_ms": 3.0, "small_workspace_bytes": 2**30}}  # fmt: skip
     rows = []
-    for row in (row for every in render_results.KINDS.values() for row in every()):
+    for row in (row for every in KINDS.values() for row in every()):
         del row["lengths"]
-        speedup = 0.5 if render_results.name_of(row) in ("2/8 1x2048", "2/4 8k_2seq") else 2
+        speedup = 0.5 if name_of(row) in ("2/8 1x2048", "2/4 8k_2seq") else 2
         ms = min(peers[render_results.ratios.key(row)].values()) / speedup
         errors = {name: 3e-3 - 1e-4 * i for i, name in enumerate(render_results.ERRORS[row["kind"]])}
-        rows.append(render_results.ratios.compared(row | {"ms": ms} | more[row["kind"]] | errors, peers))
+        rows.append(row | {"ms": ms} | more[row["kind"]] | errors)
     folder = tmp_path / "bench"
     (folder / "h200").mkdir(parents=True)
     (folder / "h200.json").write_text(json.dumps({"header": header, "rows": rows}))
@@ -269,85 +282,148 @@ def change(folder: Path, edit) -> None:
     path.write_text(json.dumps(result))
 
 
-def test_gpu_record(monkeypatch, tmp_path, bench_folder):
+def test_gpu_record(results, bench_folder):
+    import record_results
     import render_results
 
-    monkeypatch.setattr(render_results, "H200", tmp_path / "results")
-    blocks = {name: render_results.TABLES[name] for name in ("h200-forward", "h200-rows", "h200-profile")}
+    names = ("headline", "h200-forward", "h200-rows", "h200-profile")
+    blocks = {name: render_results.TABLES[name] for name in names}
     assert {block() for block in blocks.values()} == {render_results.NOTHING}
 
-    render_results.record_gpu(bench_folder)
-    written = {path.name for path in (tmp_path / "results").iterdir()}
+    record_results.record_gpu(bench_folder)
+    written = {path.name for path in results.iterdir()}
     pictures = {"overview.png", "2x8.png", "backward-overview.png", "backward-2x4.png"}
-    assert written == {"2026-01-02-0123456789.json", "latest.json", *pictures}
-    forward, rows, profile = (block() for block in blocks.values())
+    assert written == {"record.json", "history.csv", *pictures}
+    headline, forward, rows, profile = (block() for block in blocks.values())
+    assert "over the fastest of FLA, FlashQLA and FlashInfer | **1.98×** | 0.50×† (2/8 1x2048) | 171 | 14 |" in headline
+    assert "over the fastest of FLA and FlashQLA | **1.92×** | 0.50× (2/4 8k_2seq) | 32 | 4 |" in headline
     assert "**NVIDIA H200**, driver 580.1, torch 2.11, 2026-01-02, 0123456789" in forward
     assert "| 16/64 8192x4 | 0.371 | 0.741 (flashinfer 0.7.2 use_cp=False) | 2.00× | 3.0e-03 |" in forward
     assert "The 89 rows" in forward and "GPU: geometric mean 2.00×, worst 2.00×" in forward
-    assert "All 171 rows: geometric mean 1.98×, worst 0.50× (2/8 1x2048)." in forward
-    assert "(results/h200/overview.png)" in forward and "(../results/h200/2x8.png)" in rows
-    assert "16x64.png" not in rows and rows.count("\n| ") == 9 * (2 + 19)
+    assert "All 171 rows: geometric mean 1.98×, worst 0.50×† (2/8 1x2048); for 14 of the 171 rows" in forward
+    assert "(../results/h200/overview.png)" in forward and "(../results/h200/2x8.png)" in rows
+    assert "16x64.png" not in rows and rows.count("\n| ") == 9 * (2 + 19) and rows.count("×† |") == 14
     assert "| 16/64 8192x4, forward | 0.51 ms | 66% |  |" in profile
 
 
-def test_gpu_record_of_the_backward(monkeypatch, tmp_path, bench_folder):
+def test_gpu_record_of_the_backward(results, bench_folder):
+    import record_results
     import render_results
 
-    monkeypatch.setattr(render_results, "H200", tmp_path / "results")
     blocks = [render_results.TABLES[name] for name in ("h200-backward", "h200-backward-rows")]
     assert {block() for block in blocks} == {render_results.NO_BACKWARD}
-    render_results.record_gpu(bench_folder)
+    record_results.record_gpu(bench_folder)
     backward, rows = (block() for block in blocks)
     assert "| 16/32 32k_1seq | 1.18 | 2.35 (flash_qla 0.1.3) | 2.00× | 4.00 | 3.0e-03 | 1,500 |" in backward
+    assert "| 1.45 | 2.89 (flash_qla published) | 2.00×† |" in backward
     assert backward.count("\n| ") == 2 + len(render_results.BACKWARD_LANDMARKS)
-    for block in (backward, rows):
-        assert "All 32 rows: geometric mean 1.92×, worst 0.50× (2/4 8k_2seq)." in block
-    assert "(results/h200/backward-overview.png)" in backward and "(../results/h200/backward-2x4.png)" in rows
-    assert rows.count("\n| ") == 4 * (2 + 8) and "flashinfer" not in rows
+    said = "for 4 of the 32 rows the fastest peer time is published, not measured."
+    assert f"All 32 rows: geometric mean 1.92×, worst 0.50× (2/4 8k_2seq); {said}" in backward
+    assert "(../results/h200/backward-overview.png)" in backward and "(../results/h200/backward-2x4.png)" in rows
+    assert rows.count("\n| ") == 4 * (2 + 8) and "flashinfer" not in rows and rows.count("×† |") == 4
     times = "| 8k_2seq | 0.529 | 0.50× | 4.00 | 1,500 | 0 | 3.00 | 1,024 |"
     assert f"{times} 3.0e-03 | 2.9e-03 | 2.8e-03 | 2.7e-03 | 2.6e-03 | 2.5e-03 |" in rows
 
-    path = tmp_path / "results" / "latest.json"  # as records were before there was a backward
+    path = results / "record.json"  # a record from before there was a backward
     record = json.loads(path.read_text())
     record["rows"] = render_results.of_kind(record["rows"], "fwd")
     before = render_results.h200_forward(), render_results.h200_rows()
     path.write_text(json.dumps(record))
     assert {block() for block in blocks} == {render_results.NO_BACKWARD}
     assert (render_results.h200_forward(), render_results.h200_rows()) == before
+    assert "H200, backward" not in render_results.headline()
+
+
+def test_gpu_record_is_a_line_per_row(results, bench_folder):
+    import record_results
+
+    record_results.record_gpu(bench_folder)
+    lines = (results / "record.json").read_text().splitlines()
+    assert json.loads("\n".join(lines)) == json.loads((bench_folder / "h200.json").read_text())
+    rows = [json.loads(line.rstrip(",")) for line in lines if line.startswith('  {"kind": ')]
+    assert len(rows) == 171 + 32 and not any({"peers", "speedup"} & row.keys() for row in rows)
+
+
+def test_gpu_records_are_appended_to_the_history(results, bench_folder):
+    import history
+    import record_results
+
+    def slow_down(result):
+        result["header"]["commit"] = "f" * 40
+        for row in result["rows"]:
+            row["ms"] *= 2
+
+    record_results.record_gpu(bench_folder)
+    change(bench_folder, slow_down)
+    record_results.record_gpu(bench_folder)
+    change(bench_folder, lambda result: result.update(rows=[row for row in result["rows"] if row["kind"] == "fwd"]))
+    before = history.line_of(json.loads((bench_folder / "h200.json").read_text()))
+    assert "forward" in before and not {"backward", "backward_worst"} & before.keys()
+
+    first, second = history.read(results / "history.csv")
+    assert first == {
+        "date": "2026-01-02", "commit": "0123456789", "modified": "False", "sm_clock_mhz": "1755",
+        "sm_clock_max_mhz": "1980", "peers": history.peers_digest(), "forward": f"{2 * 0.25 ** (1 / 171):.4f}",
+        "forward_full": "2.0000", "backward": f"{2 * 0.25 ** (1 / 32):.4f}", "forward_worst": "0.5000",
+        "forward_worst_row": "2/8 1x2048", "backward_worst": "0.5000", "backward_worst_row": "2/4 8k_2seq",
+    } | {name: first[name] for name in history.LANDMARKS}  # fmt: skip
+    assert first["16/64 8192x4"] == "0.3706" and second["16/64 8192x4"] == "0.7412"
+    assert second["commit"] == "f" * 10 and second["forward_full"] == "1.0000"
+
+
+def test_history_ends_with_the_record():
+    """The ratios of every line are to the present peers' table, and the last line is that of the record."""
+    import history
+    import record_results
+
+    lines = history.read(record_results.H200 / "history.csv")
+    assert {line["peers"] for line in lines} == {history.peers_digest()}
+    last = history.line_of(json.loads((record_results.H200 / "record.json").read_text()))
+    assert lines[-1] == {name: str(value) for name, value in last.items()}
+
+
+def test_history_can_be_computed_again():
+    import history
+
+    lines = history.read(history.HISTORY)
+    try:
+        again = history.computed_again(lines)
+    except (LookupError, OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"git does not have the records here: {error}")
+    assert [{name: str(line.get(name, "")) for name in history.COLUMNS} for line in again] == lines
 
 
 @pytest.mark.parametrize(
     "edit, reason",
     [
-        (lambda result: result["header"].update(gpu="NVIDIA H100"), "not of an H200"),
+        (lambda result: result["header"].update(gpu="NVIDIA H100"), "not from an H200"),
         (lambda result: result["rows"].pop(), "every row"),
         (lambda result: result["rows"].pop(0), "every row"),
         (lambda result: result["rows"][-1].pop("err_dh0"), "without errors"),
         (lambda result: result["rows"][5].pop("err_o"), "without errors"),
-        (lambda result: result["rows"][5].pop("speedup"), "without peers' times"),
-        (lambda result: result["header"].pop("kernels"), "of which kernels"),
+        (lambda result: result["header"].update(gpu="NVIDIA H200 NVL"), "without peers' times"),
+        (lambda result: result["header"].pop("kernels"), "which kernels"),
     ],
 )
-def test_gpu_record_is_refused(monkeypatch, tmp_path, bench_folder, edit, reason):
-    import render_results
+def test_gpu_record_is_refused(results, bench_folder, edit, reason):
+    import record_results
 
-    monkeypatch.setattr(render_results, "H200", tmp_path / "results")
     change(bench_folder, edit)
     with pytest.raises(SystemExit, match=reason):
-        render_results.record_gpu(bench_folder)
-    assert not (tmp_path / "results").exists()
+        record_results.record_gpu(bench_folder)
+    assert not results.exists()
 
 
-def test_gpu_record_without_git_is_stamped(monkeypatch, tmp_path, bench_folder):
+def test_gpu_record_without_git_is_stamped(monkeypatch, results, bench_folder):
+    import record_results
     import render_results
 
-    monkeypatch.setattr(render_results, "H200", tmp_path / "results")
     change(bench_folder, lambda result: result["header"].update(commit=None, modified=None))
     stamp = {"date": "2030-01-01", "commit": "f" * 40, "modified": True}
-    monkeypatch.setattr(render_results, "stamp", lambda: stamp)
-    render_results.record_gpu(bench_folder)
-    assert (tmp_path / "results" / "2026-01-02-ffffffffff.json").exists()
+    monkeypatch.setattr(record_results, "stamp", lambda: stamp)
+    record_results.record_gpu(bench_folder)
+    assert (results / "history.csv").read_text().splitlines()[1].startswith("2026-01-02,ffffffffff,True,")
     assert "2026-01-02, ffffffffff with changes" in render_results.h200_forward()
-    monkeypatch.setattr(render_results, "stamp", lambda: {**stamp, "commit": None})
+    monkeypatch.setattr(record_results, "stamp", lambda: {**stamp, "commit": None})
     with pytest.raises(SystemExit, match="commit"):
-        render_results.record_gpu(bench_folder)
+        record_results.record_gpu(bench_folder)

@@ -129,6 +129,24 @@ def test_peers_have_every_row(bench):
     assert all(ms > 0 for times in peers.values() for ms in times.values())
 
 
+def test_peers_are_joined_on_the_same_gpu_only(bench):
+    import ratios
+
+    rows = [gpu_row(64, "8192x4", 0.5)]
+    (joined,) = ratios.with_peers({"header": {"gpu": "NVIDIA H200"}, "rows": rows})
+    assert joined["speedup"] == joined["best_peer_ms"] / 0.5 and "peers" not in rows[0]
+    assert ratios.with_peers({"header": {"gpu": "NVIDIA H100"}, "rows": rows}) == rows
+
+
+def test_json_has_a_line_per_row(bench):
+    import records
+
+    value = {"header": {"a": "x" * records.COLUMNS, "b": {"c": 1}}, "rows": [{"d": [1, 2]}, {}], "none": []}
+    lines = records.dumps(value).splitlines()
+    assert json.loads("\n".join(lines)) == value
+    assert lines[3:] == ['  "b": {"c": 1}', " },", ' "rows": [', '  {"d": [1, 2]},', "  {}", " ],", ' "none": []', "}"]
+
+
 def test_backward_rows(bench):
     import rows
 
@@ -147,12 +165,13 @@ def test_backward_rows(bench):
 def test_ratios(bench):
     import ratios
 
-    peers = {("fwd", 16, 64, "8192x4"): {"slow": 3.0, "fast": 1.0}, ("fwd", 2, 8, "8192x4"): {"fast": 1.0}}
+    peers = {("fwd", 16, 64, "8192x4"): {"slow": 3.0, "fast": 1.0}, ("fwd", 2, 8, "8192x4"): {"fast published": 1.0}}
     rows = [gpu_row(64, "8192x4", 0.5), gpu_row(8, "8192x4", 2.0), gpu_row(8, "1x2048", 1.0)]
     found = [ratios.compared(row, peers) for row in rows]
     assert [row.get("speedup") for row in found] == [2.0, 0.5, None]
     assert found[0]["best_peer_ms"] == 1.0 and ratios.best_peer(found[0]) == "fast"
-    assert ratios.summary(found) == {"rows": 2, "geomean": pytest.approx(1), "worst": found[1]}
+    assert [ratios.rests_on_published(row) for row in found[:2]] == [False, True]
+    assert ratios.summary(found) == {"rows": 2, "geomean": pytest.approx(1), "worst": found[1], "published": 1}
     assert ratios.summary(found[2:]) is None
 
 
@@ -232,20 +251,29 @@ def test_profile_of_a_command(bench, tmp_path):
         ncu.profile(str(tool), ["true"])
 
 
+def write_peers(path, rows: list[dict]) -> list[str]:
+    """Writes the rows' made-up peers to a table of their own; the arguments that name it."""
+    path.write_text(json.dumps({"gpu": "NVIDIA H200", "rows": rows}))
+    return ["--peers", str(path)]
+
+
 def test_plots_of_gpu_rows(run_python, root, tmp_path):
     pytest.importorskip("matplotlib")
     results, folder = tmp_path / "h200.json", tmp_path / "pictures"
     header = {"gpu": "NVIDIA H200", "torch": "2.11", "gatedelta": "0.1.0"}
-    rows = [gpu_row(hv, seq, 0.5, peers={"fla 1": 0.6, "other published": ms}, speedup=min(0.6, ms) / 0.5)
+    rows = [gpu_row(hv, seq, 0.5, peers={"fla 1": 0.6, "other published": ms})
             for hv in (8, 64) for seq, ms in (("1x2048", 0.3), ("8192x4", 2.0))]  # fmt: skip
+    peers = write_peers(tmp_path / "peers.json", rows)
     results.write_text(json.dumps({"header": header, "rows": rows}))
     script = str(root / "bench" / "plot_gpu.py")
-    run_python(script, str(results), str(folder))
+    run_python(script, str(results), str(folder), *peers)
     assert {path.name for path in folder.iterdir()} == {"2x8.png", "16x64.png", "overview.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
-    results.write_text(json.dumps({"header": header, "rows": [gpu_row(8, "1x2048", 1.0)]}))
-    refused = run_python(script, str(results), str(folder), check=False)
-    assert refused.returncode == 2 and "no row with peers' times" in refused.stderr
+    results.write_text(json.dumps({"header": header, "rows": [gpu_row(8, "8192x4", 1.0), gpu_row(8, "1x4096", 1.0)]}))
+    run_python(script, str(results), str(folder))  # the table of the repository has these
+    results.write_text(json.dumps({"header": header, "rows": [gpu_row(8, "1x4096", 1.0)]}))
+    refused = run_python(script, str(results), str(folder), *peers, check=False)
+    assert refused.returncode == 2 and "has times for no row of" in refused.stderr
 
 
 @pytest.mark.parametrize("seqs", [("8k_1seq", "8k_4seq", "32k_1seq"), ("32k_2seq",)])
@@ -254,15 +282,31 @@ def test_plots_of_the_backward(run_python, root, tmp_path, seqs):
     pytest.importorskip("matplotlib")
     results, folder = tmp_path / "h200.json", tmp_path / "pictures"
     header = {"gpu": "NVIDIA H200", "torch": "2.11", "gatedelta": "0.1.0"}
-    rows = [backward_row(hk, 2 * hk, seq, 0.5, peers={"flash_qla 1": 0.6, "fla published": 2.0}, speedup=1.2)
+    rows = [backward_row(hk, 2 * hk, seq, 0.5, peers={"flash_qla 1": 0.6, "fla published": 2.0})
             for hk in (2, 16) for seq in seqs]  # fmt: skip
     del rows[0]["peers"]["flash_qla 1"]
     names = {"backward-2x4.png", "backward-16x32.png", "backward-overview.png"}
-    for forward in ([], [gpu_row(8, "1x2048", 0.5, peers={"fla 1": 0.6}, speedup=1.2)]):
+    for forward in ([], [gpu_row(8, "1x2048", 0.5, peers={"fla 1": 0.6})]):
+        peers = write_peers(tmp_path / "peers.json", forward + rows)
         results.write_text(json.dumps({"header": header, "rows": forward + rows}))
-        run_python(str(root / "bench" / "plot_gpu.py"), str(results), str(folder))
+        run_python(str(root / "bench" / "plot_gpu.py"), str(results), str(folder), *peers)
         assert {path.name for path in folder.iterdir()} == names | ({"2x8.png", "overview.png"} if forward else set())
         assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
+
+
+def test_plot_of_the_history(run_python, root, tmp_path):
+    pytest.importorskip("matplotlib")
+    history, picture = root / "results" / "h200" / "history.csv", tmp_path / "pictures" / "history.png"
+    lines = history.read_text().splitlines()
+    for count in (len(lines), 2):  # all, and the first one alone, which has no backward
+        some = tmp_path / "history.csv"
+        some.write_text("\n".join(lines[:count]) + "\n")
+        run_python(str(root / "bench" / "plot_history.py"), str(some), str(picture))
+        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+        picture.unlink()
+    some.write_text(lines[0] + "\n")
+    refused = run_python(str(root / "bench" / "plot_history.py"), str(some), str(picture), check=False)
+    assert refused.returncode == 2 and "holds no record" in refused.stderr
 
 
 def test_gpu_rows(run_python, root, tmp_path):

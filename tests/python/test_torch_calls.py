@@ -76,15 +76,17 @@ def test_every_argument_is_named_and_exported(name):
     assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
 
 
-def test_what_the_readme_shows_runs():
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_what_readme_and_api_show_runs():
+    texts = [(ROOT / name).read_text() for name in ("README.md", "docs/api.md")]
+    chunk, recurrent = (re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in texts)
+    assert len(chunk) == len(recurrent) == 1
     q, k, v, g, beta, _ = make()
     q1, k1, v1, a, b, pool = make(B=2, T=1, N=5)
     slots = torch.tensor([3, 1])
     before = pool.clone()
     q.requires_grad_()
     exec(
-        code,
+        "\n".join(chunk + recurrent),
         {"q": q, "k": k, "v": v, "g": g, "beta": beta, "cu_seqlens": torch.tensor([0, 30, 70]), "q1": q1, "k1": k1,
          "v1": v1, "a": a, "b": b, "A_log": torch.zeros(2), "dt_bias": torch.zeros(2), "pool": pool, "slots": slots},
     )  # fmt: skip

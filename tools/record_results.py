@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+"""Keeps the measurements of `make bench` or `make bench-gpu` in results/ (see results/SCHEMA.md).
+
+usage: record_results.py FOLDER          the CPU's measurements in FOLDER, and the GPU's if there are any
+       record_results.py --gpu FOLDER    the GPU's measurements alone
+"""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from repo_files import ROOT, stamp
+
+sys.path.insert(0, str(ROOT / "bench"))
+import history
+import ratios
+import records
+from rows import ERRORS, KINDS
+
+CPU = ROOT / "results" / "cpu"
+H200 = ROOT / "results" / "h200"
+
+
+def slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)|cpu|@.*", " ", text.lower())).strip("-")
+
+
+def stamp_or_exit() -> dict:
+    found = stamp()
+    if not found["commit"]:
+        sys.exit("record_results: a record names its commit, and there is no git here to name it")
+    return found
+
+
+def keep(path: Path, result: dict) -> None:
+    records.write(path, result)
+    print(f"recorded {path.name} in {path.parent.name}")
+
+
+def record_cpu(folder: Path) -> None:
+    recorded = stamp_or_exit()
+    results = {kind: json.loads((folder / f"{kind}.json").read_text()) for kind in ("transformers", "isas")}
+    machine = results["transformers"]["machine"]
+    stem = f"{slug(machine['architecture'])}-{slug(machine['cpu'])}-{machine['cpus']}cpu"
+    for kind, result in results.items():
+        keep(CPU / f"{stem}.{kind}.json", {**result, "recorded": recorded})
+    shutil.copyfile(folder / "transformers.png", CPU / f"{stem}.png")
+
+
+def problem_of(result: dict) -> str | None:
+    """Why the output of bench/gpu.py cannot be the record of the H200; None if it can."""
+    header, rows = result["header"], ratios.with_peers(result)
+    if "H200" not in header["gpu"]:
+        return f"it is from one {header['gpu']}, not from an H200"
+    if {ratios.key(row) for row in rows} != {ratios.key(row) for every in KINDS.values() for row in every()}:
+        return "it does not hold every row: --kinds, --only and --seq are not for records"
+    if not all({*ERRORS[row["kind"]], "speedup"} <= row.keys() for row in rows):
+        return "there are rows without errors or without peers' times"
+    if not header.get("kernels"):
+        return "it does not say which kernels were measured: --kernels"
+    return None
+
+
+def record_gpu(folder: Path) -> None:
+    source, pictures = folder / "h200.json", sorted((folder / "h200").glob("*.png"))
+    result = json.loads(source.read_text())
+    problem = problem_of(result) or (None if pictures else "there are no pictures: bench/plot_gpu.py draws them")
+    if problem:
+        sys.exit(f"record_results: {source} was not recorded: {problem}")
+    header = result["header"]
+    if not header["commit"]:  # measured on a copy of the tree without git
+        header |= stamp_or_exit() | {"date": header["date"]}
+    keep(H200 / "record.json", result)
+    history.append(H200 / "history.csv", history.line_of(result))
+    for path in pictures:
+        shutil.copyfile(path, H200 / path.name)
+    segments = folder / "segments.json"
+    if not segments.exists():
+        return
+    result = json.loads(segments.read_text())
+    if not result["header"]["commit"]:
+        result["header"] |= {key: header[key] for key in ("commit", "modified")}
+    keep(H200 / segments.name, result)
+    shutil.copyfile(folder / "segments.png", H200 / "segments.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    if not options.gpu:
+        record_cpu(options.folder)
+    if options.gpu or (options.folder / "h200.json").exists():  # `make bench` leaves none without a GPU
+        record_gpu(options.folder)
+
+
+if __name__ == "__main__":
+    main()
