@@ -1,7 +1,7 @@
-"""The CPU backend against the torch code in transformers and against torch's bf16 matmul, all in one run.
+"""Times the CPU backend against the torch code in transformers and against torch's bf16 matmul, all in one run.
 
-Measurements of the two sides take turns, so that both see the same machine. Prints a table with the project's bars and
-writes results/cpu/<architecture>-<cpu>.json.
+The two sides are measured in turns, so that both see the same machine. Prints a table with the project's bars.
+results/SCHEMA.md describes the output.
 
 Usage: python bench/cpu_vs_transformers.py [--repeats 7] [--output FILE] [--smoke]
 """
@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,13 +20,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "python"))
 
-import tree  # noqa: E402, F401, I001  (finds the package and the truth library, as for the tests)
+import tree  # noqa: E402, I001  (finds the package and the truth library, as for the tests)
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import truth  # noqa: E402
 
 import gatedelta  # noqa: E402
 from gatedelta import _lib  # noqa: E402
+import records  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
 from peers import transformers_torch as peer  # noqa: E402
 
@@ -185,21 +184,11 @@ def measure_errors(shape: dict, verified_heads: int) -> list[dict]:
     return [{**shape, "quantity": name, "ours": ours[name], "theirs": theirs[name]} for name in exact]
 
 
-def cpu_name() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or "unknown"
-    found = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.M)
-    if found:
-        return found[1].strip()
-    part = re.search(r"^CPU part\s*:\s*(\S+)$", text, flags=re.M)  # aarch64 names no model
-    known = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
-    return known.get(part[1].lower(), f"part {part[1]}") if part else "unknown"
-
-
-def slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)|cpu|@.*", " ", text.lower())).strip("-")
+def machine() -> dict:
+    """As the command line tool describes it."""
+    tool = tree.BUILD / "cli" / "gatedelta"
+    text = subprocess.run([tool, "info", "--json", "-"], check=True, capture_output=True, text=True).stdout
+    return json.loads(text)["machine"]
 
 
 def judge(result: dict) -> list[dict]:
@@ -259,7 +248,7 @@ def print_report(result: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=7, help="measurements of each side (7)")
-    parser.add_argument("--output", type=Path, help="where the JSON goes (results/cpu/<architecture>-<cpu>.json)")
+    parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes: only shows that it runs, judges nothing")
     options = parser.parse_args()
     shapes, matmul_size, steps, verified = SHAPES, 4096, 50, 2
@@ -284,12 +273,7 @@ def main() -> None:
 
     result = {
         "command": "cpu_vs_transformers",
-        "machine": {
-            "architecture": platform.machine(),
-            "cpu": cpu_name(),
-            "cpus": len(os.sched_getaffinity(0)),
-            "best_isa": info["cpu_isa_forced"] or info["cpu_isa_best"],
-        },
+        "machine": machine() | {"best_isa": info["cpu_isa_forced"] or info["cpu_isa_best"]},
         "versions": {"gatedelta": info["version"], "torch": torch.__version__, peer.NAME: peer.version()},
         "threads": torch.get_num_threads(),
         "repeats": options.repeats,
@@ -301,11 +285,9 @@ def main() -> None:
     }
     result["bars"] = [] if options.smoke else judge(result)
     print_report(result)
-    machine = result["machine"]
-    output = options.output or ROOT / "results" / "cpu" / f"{slug(machine['architecture'])}-{slug(machine['cpu'])}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"\nwritten: {output}")
+    if options.output:
+        records.write(options.output, result)
+        print(f"\nwritten: {options.output}")
 
 
 if __name__ == "__main__":

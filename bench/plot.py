@@ -49,8 +49,7 @@ def label_bars(axes, bars, texts: list[str]) -> None:
 
 def where(result: dict) -> str:
     machine = result["machine"]
-    place = f"{machine['architecture']}, {machine['cpus']} CPUs"
-    return f"{machine['cpu']} ({place})" if "cpu" in machine else place  # on aarch64 Linux names no model
+    return f"{machine['cpu']} ({machine['architecture']}, {machine['cpus']} CPUs)"
 
 
 def backend(timing: dict) -> str:
@@ -59,7 +58,7 @@ def backend(timing: dict) -> str:
 
 
 def draw_run(result: dict):
-    """Times and rates of the default job, and its errors against their bounds."""
+    """Times and rates of the default job, and its errors as shares of their bounds."""
     names = {"fwd": "forward", "bwd": "backward"}
     timings = result["timings"]
     labels = [f"{names.get(t['op'], t['op'])}, {backend(t)}" for t in timings]

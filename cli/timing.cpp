@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdio>
 #include <fstream>
+#include <map>
 
 #include "cli/device.hpp"
 
@@ -136,25 +137,32 @@ std::string format_seconds(double seconds) {
   return buffer;
 }
 
-Json machine_json(const Device& device) {
-  const gd_info info = get_info();
-  std::string model;
-  std::ifstream cpuinfo("/proc/cpuinfo");
+std::string cpu_name(std::istream& cpuinfo) {
+  static const std::map<std::string, std::string> kArmCores = {
+      {"0xd0c", "Neoverse-N1"}, {"0xd40", "Neoverse-V1"}, {"0xd49", "Neoverse-N2"}, {"0xd4f", "Neoverse-V2"}};
+  std::string part;
   for (std::string line; std::getline(cpuinfo, line);) {
     const auto colon = line.find(": ");
-    if (line.rfind("model name", 0) == 0 && colon != line.npos) {
-      model = line.substr(colon + 2);
-      break;
-    }
+    if (colon == line.npos) continue;
+    const std::string value = line.substr(colon + 2);
+    if (line.starts_with("model name")) return value;
+    if (part.empty() && line.starts_with("CPU part")) part = value;
   }
+  if (part.empty()) return "unknown";
+  const auto known = kArmCores.find(part);
+  return known == kArmCores.end() ? "part " + part : known->second;
+}
+
+Json machine_json(const Device& device) {
+  const gd_info info = get_info();
+  std::ifstream cpuinfo("/proc/cpuinfo");
   Json json = Json::object();
 #if defined(__x86_64__)
   json.set("architecture", "x86_64");
 #elif defined(__aarch64__)
   json.set("architecture", "aarch64");
 #endif
-  if (!model.empty()) json.set("cpu", model);
-  json.set("cpus", info.cpu_count).set("best_isa", gd_isa_name(info.cpu_isa_best));
+  json.set("cpu", cpu_name(cpuinfo)).set("cpus", info.cpu_count).set("best_isa", gd_isa_name(info.cpu_isa_best));
   if (device.cuda) json.set("gpu", gpus().at(static_cast<size_t>(device.index)).name);
   return json;
 }

@@ -1,6 +1,7 @@
 // Timing one operation on one case, and what the time is worth.
 #pragma once
 
+#include <istream>
 #include <memory>
 #include <string>
 #include <vector>
@@ -48,6 +49,9 @@ class Stopwatch {
 Json to_json(const Timing& timing, Op op, const testing::Case& c, const Device& device, gd_isa isa, int threads);
 // "12.3 ms", "45 us".
 std::string format_seconds(double seconds);
+// The model name in /proc/cpuinfo, or on Arm, where Linux gives none, the name of the core. "unknown" without either.
+std::string cpu_name(std::istream& cpuinfo);
+
 // What the machine is, for the head of a result file, with the GPU if one is used.
 Json machine_json(const Device& device = {});
 

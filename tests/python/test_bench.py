@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 
 import pytest
@@ -77,8 +79,8 @@ RUN = {
 def test_plot_of_a_run(run_python, root, tmp_path):
     pytest.importorskip("matplotlib")
     results, picture = tmp_path / "run.json", tmp_path / "pictures" / "run.png"
-    nameless = {"architecture": "aarch64", "cpus": 2, "best_isa": "neon"}
-    for run in (RUN, RUN | {"machine": nameless}):
+    arm = {"architecture": "aarch64", "cpu": "Neoverse-V1", "cpus": 2, "best_isa": "neon"}
+    for run in (RUN, RUN | {"machine": arm}):
         results.write_text(json.dumps(run))
         run_python(str(root / "bench" / "plot.py"), str(results), str(picture))
         assert picture.read_bytes().startswith(b"\x89PNG")
@@ -103,6 +105,38 @@ def test_plot_of_what_the_tool_writes(run_python, root, tmp_path):
     )  # fmt: skip
     run_python(str(root / "bench" / "plot.py"), str(results), str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
+    machine = json.loads(results.read_text())["machine"]
+    assert machine["cpu"] and machine["cpus"] > 0
+
+
+@pytest.mark.parametrize("has_matplotlib", [True, False])
+def test_make_run_needs_no_matplotlib(root, tmp_path, has_matplotlib):
+    """The rule of the Makefile, with scripts in place of all that it calls."""
+    if not shutil.which("make"):
+        pytest.skip("no make")
+    (tmp_path / "Makefile").write_text((root / "Makefile").read_text())
+    scripts = {
+        "tools/require": f'case "$*" in *matplotlib*) exit {0 if has_matplotlib else 1};; esac',
+        "bin/cmake": "exit 0",
+        "build/release/cli/gatedelta": "echo ran $*",
+        ".venv/bin/python": "echo drew $*",
+    }
+    for name, line in scripts.items():
+        script = tmp_path / name
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text(f"#!/bin/sh\n{line}\n")
+        script.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
+    result = subprocess.run(["make", "run"], cwd=tmp_path, env={**os.environ, "PATH": path, "MAKEFLAGS": ""},
+                            capture_output=True, text=True)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    ran, *drew = result.stdout.splitlines()
+    assert ran == "ran run --json build/run/run.json"
+    if has_matplotlib:
+        picture = tmp_path / "build" / "run" / "timings.png"
+        assert drew == ["drew bench/plot.py build/run/run.json build/run/timings.png", f"picture: {picture}"]
+    else:
+        assert drew == ["picture: left out, because there is no matplotlib"]
 
 
 @pytest.fixture

@@ -217,6 +217,17 @@ TEST(Cli, Cuda) {
     EXPECT_NE(run.output.find(text), std::string::npos) << text << " in\n" << run.output;
 }
 
+TEST(Machine, NamesTheCpu) {
+  const auto name = [](const char* text) {
+    std::istringstream cpuinfo(text);
+    return gatedelta::cli::cpu_name(cpuinfo);
+  };
+  EXPECT_EQ(name("processor\t: 0\nmodel name\t: A CPU @ 2 GHz\nCPU part\t: 0xd40\n"), "A CPU @ 2 GHz");
+  EXPECT_EQ(name("CPU implementer\t: 0x41\nCPU part\t: 0xd40\n\nCPU part\t: 0xd0c\n"), "Neoverse-V1");
+  EXPECT_EQ(name("CPU part\t: 0xabc\n"), "part 0xabc");
+  EXPECT_EQ(name(""), "unknown");
+}
+
 TEST(Cost, CountsTheProductsOfTheChunkForms) {
   using gatedelta::cli::Op;
   const double unit = 2.0 * 64 * 64 * 128;
