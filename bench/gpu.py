@@ -2,10 +2,11 @@
 errors against the fp64 recurrence.
 
 The inputs are those of the peers' measurements: q and k l2-normalised bf16, v normal bf16, g = logsigmoid(normal) / 16
-in fp32 with a quarter of the heads at 0, beta = sigmoid(normal) in fp32, an fp32 initial state, the final state written.
-A backward is one call. It takes what the forward saved, normal gradients of o (bf16) and normal gradients of the final
-state divided by 8 (fp32), and returns all six gradients. Errors are relative L2 distances over all tokens and sequences
-of the first heads. Errors of gradients are measured on the row scaled down. results/SCHEMA.md describes the output.
+in fp32 with a quarter of the heads at 0, beta = sigmoid(normal) in fp32, an fp32 initial state; the final state is
+written. A backward is one call. It takes what the forward saved, normal gradients of o (bf16) and normal gradients of
+the final state divided by 8 (fp32), and returns all six gradients. Errors are relative L2 distances over all tokens
+and sequences of the first heads. Errors of gradients are measured on the row scaled down. results/SCHEMA.md describes
+the output.
 
 Usage: python bench/gpu.py [--kinds fwd,bwd] [--only 16/64] [--seq 8192x4] [--no-errors] [--profile] [--kernels FILE]
                            [--output FILE]

@@ -30,7 +30,7 @@ def swept(measure: Callable[[str | int], float | None], segments: list[int]) -> 
 
 
 def judged(row: dict, auto_ms: float, off_ms: float, forced: dict[int, float]) -> dict:
-    """"Off" is a choice like the others. A regret below 0 means that no forced length is as fast as the automatic cut,
+    """No cut is a choice like the others. A regret below 0 means that no forced length is as fast as the automatic cut,
     which may choose a different length for each head."""
     best = min(off_ms, *forced.values()) if forced else off_ms
     return {key: row[key] for key in ("hk", "hv", "seq", "lengths")} | {

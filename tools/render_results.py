@@ -82,7 +82,7 @@ def cpu_speed() -> str:
         picture = f"![Speed and scaling](../results/cpu/{stem}.png)" if (RESULTS / f"{stem}.png").exists() else ""
         parts += [
             heading(result),
-            f"bf16, K = V = 128, {isa}, {result['threads']} threads; transformers' torch code in the same run ({peers}):",
+            f"bf16, K = V = 128, {isa}, {result['threads']} threads; transformers' code in the same run ({peers}):",
             table(["", "GateDelta", "transformers", "speedup"], cells),
             f"Rate of the forward and of torch's bf16 matmul: {rates}.",
             *([picture] if picture else []),
@@ -248,7 +248,7 @@ def h200_forward() -> str:
     return "\n\n".join([
         h200_heading(header),
         f"All {len(rows)} rows: {sum_up(rows)}.",
-        f"The {len(full)} rows with at least {ratios.FULL} sequences × value heads, which fill the GPU: {sum_up(full)}.",
+        f"The {len(full)} rows with sequences × value heads ≥ {ratios.FULL}, which fill the GPU: {sum_up(full)}.",
         f"Six of the rows, as medians of {header['repeats']} graph replays:",
         table(["", "GateDelta, ms", "best peer, ms", "speedup", "error of o", "error of the state"], cells),
         LEGEND,
@@ -265,8 +265,7 @@ def h200_rows() -> str:
     parts = [h200_heading(result["header"]), LEGEND]
     for (hk, hv), rows in by_heads(forward).items():
         cells = [
-            [row["seq"], three_digits(row["ms"]), speedup(row), *errors_of(row), *peers_of(row, peers)]
-            for row in rows
+            [row["seq"], three_digits(row["ms"]), speedup(row), *errors_of(row), *peers_of(row, peers)] for row in rows
         ]
         header = [f"{hk}/{hv} heads, ms", "GateDelta", "speedup", "error of o", "error of the state", *peers]
         parts += [table(header, cells), *picture(f"{hk}x{hv}", f"{hk}/{hv} heads")]

@@ -80,6 +80,7 @@ def test_isa_symbols_fails_without_objects(tmp_path):
         ("a.py", "x = 1", False),
         ("a.cpp", "// " + "x" * 120 + "\n", False),
         ("a.cpp", "int x;\n", True),
+        ("a.csv", "x," * 100 + "x\n", True),
     ],
 )
 def test_texts(name, text, good):
@@ -249,7 +250,7 @@ def results(monkeypatch, tmp_path) -> Path:
 
 @pytest.fixture
 def bench_folder(tmp_path) -> Path:
-    """What `make bench-gpu` leaves, with made-up times: twice as fast as the best peer, and half as fast in two rows."""
+    """What `make bench-gpu` leaves, with made-up times: twice as fast as the best peer, half as fast in two rows."""
     import render_results
     from rows import KINDS, name_of
 

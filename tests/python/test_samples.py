@@ -44,8 +44,8 @@ def built(folder, language: str, standard: str):
     source.write_text(sample(language) + (CPP_DOOR if language == "cpp" else ""))
     warnings = ["-Wall", "-Wextra", "-pedantic", "-Werror"]
     subprocess.run(
-        [compiler, f"-std={standard}", *warnings, "-shared", "-fPIC", f"-I{tree.ROOT / 'include'}", source, "-o", target,
-         library, f"-Wl,-rpath,{library.parent}"],
+        [compiler, f"-std={standard}", *warnings, "-shared", "-fPIC", f"-I{tree.ROOT / 'include'}", source,
+         "-o", target, library, f"-Wl,-rpath,{library.parent}"],
         check=True,
     )  # fmt: skip
     return getattr(ctypes.CDLL(str(target)), "door" if language == "cpp" else "layer_forward")
