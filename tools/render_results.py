@@ -223,8 +223,9 @@ def headline() -> str:
     rows = [(machine, name, row) for machine in machines for name, row in cpu_rows(machine)]
     if rows:
         machine, name, worst = min(rows, key=lambda row: row[2]["speedup"])
+        isas = ", ".join(dict.fromkeys(result["machine"]["best_isa"] for result in machines))
         cells.append([
-            f"CPU, {len(machines)} machines, over transformers' torch code",
+            f"CPU, {len(machines)} machines ({isas}), over transformers' torch code",
             f"**{ratios.geomean([row['speedup'] for _, _, row in rows]):.1f}×**",
             f"{worst['speedup']:.1f}× ({name}, {machine['threads']} threads)",
             str(len(rows)),
