@@ -1,9 +1,9 @@
-"""Where the host's time of one eager call goes, layer by layer, in microseconds.
+"""Splits the host time of one eager call into layers, in microseconds.
 
-The call is that of eager_call_us in bench/gpu.py on a GPU it can run on; on the CPU the smallest there is, so that
-little of it is arithmetic. Layers are timed one by one, the lower ones through the C ABI with all memory at hand, and
-what lies between two of them is their difference. On CUDA, host time alone: batches too short to fill the queue of
-launches, with a synchronisation between them that is not timed.
+On a GPU the call is that of eager_call_us in bench/gpu.py. On the CPU it is the smallest call possible, so that little
+of it is arithmetic. Each layer is timed on its own, the lower ones through the C ABI with memory allocated beforehand;
+the cost of a step between two layers is their difference. On CUDA only host time counts: batches are too short to fill
+the launch queue, and the synchronisation between them is not timed.
 
 Usage: python bench/eager.py [--device cpu] [--batches 50]
 """
@@ -33,7 +33,7 @@ def make_inputs(device: str) -> dict[str, torch.Tensor]:
 
 
 class CCall:
-    """gd_forward and its query, with what they are given made beforehand."""
+    """gd_forward and its workspace query, with arguments made beforehand."""
 
     def __init__(self, inputs: dict[str, torch.Tensor]):
         self.out, self.final = torch.empty_like(inputs["v"]), torch.empty_like(inputs["initial_state"])
@@ -81,11 +81,13 @@ def layers(device: str, batches: int) -> dict[str, float]:
         "forward": us(c.forward),
         "ctypes": us(lambda: c.library.gd_status_name(0)),
     }
-    if device == "cuda":  # the same tensors with no sequence in them, and no tensors: one launch, then no maps either
-        nobody = {**inputs, "initial_state": initial[:0], "cu_seqlens": offsets[:1]}
-        nothing = {name: x if name in ("initial_state", "cu_seqlens") else x[:, :0] for name, x in nobody.items()}
-        found["one_launch"] = us(CCall(nobody).forward)
-        found["no_maps"] = us(CCall(nothing).forward)
+    if device == "cuda":
+        # No sequences: one launch instead of two. No tokens either: no tensor maps.
+        no_sequences = {**inputs, "initial_state": initial[:0], "cu_seqlens": offsets[:1]}
+        kept = ("initial_state", "cu_seqlens")
+        no_tokens = {name: x if name in kept else x[:, :0] for name, x in no_sequences.items()}
+        found["one_launch"] = us(CCall(no_sequences).forward)
+        found["no_maps"] = us(CCall(no_tokens).forward)
     return found
 
 
