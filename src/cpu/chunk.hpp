@@ -5,8 +5,8 @@
 
 #include <cmath>
 
-#include "core/plan.hpp"
 #include "cpu/engine_f32.hpp"
+#include "cpu/plan.hpp"
 
 namespace gatedelta::cpu::GD_ISA {
 

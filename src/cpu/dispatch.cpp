@@ -1,8 +1,8 @@
 // From a resolved ISA to its kernels.
 #include <initializer_list>
 
-#include "core/plan.hpp"
 #include "cpu/kernels.hpp"
+#include "cpu/plan.hpp"
 
 namespace gatedelta::cpu {
 
@@ -33,7 +33,7 @@ gd_isa choose_best_isa() {
 }
 
 size_t saved_bytes(const Layer& in) {
-  return sizeof(float) * static_cast<size_t>(max_windows(in) * in.value_heads * padded_dims(in).state_size());
+  return sizeof(float) * static_cast<size_t>(max_saved_states(in) * in.value_heads * padded_dims(in).state_size());
 }
 
 }  // namespace

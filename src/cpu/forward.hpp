@@ -116,7 +116,7 @@ class Forward {
 
  private:
   using Elem = typename E::Elem;
-  static constexpr int kSplitWindow = 16;  // chunks prepared ahead when lanes share a head
+  static constexpr int kBlockChunks = 16;  // chunks of a block, prepared together when lanes share a head
 
   // What all lanes see.
   struct Shared {
@@ -158,12 +158,12 @@ class Forward {
           states(carve.take<char>(f.plan_.split ? 0 : f.head_state_bytes() * f.plan_.heads_per_item)) {}
   };
 
-  // Split mode: a window's operands of one (sequence, key head), and of one (sequence, value head) with its state.
+  // Split plan: a block's operands of one (sequence, key head), and of one (sequence, value head) with its state.
   void carve_key(Carver& carve) const {
-    for (int c = 0; c < kSplitWindow; ++c) KeyOperands<E>(carve, dims_);
+    for (int c = 0; c < kBlockChunks; ++c) KeyOperands<E>(carve, dims_);
   }
   void carve_value(Carver& carve) const {
-    for (int c = 0; c < kSplitWindow; ++c) ValueOperands<E>(carve, dims_);
+    for (int c = 0; c < kBlockChunks; ++c) ValueOperands<E>(carve, dims_);
     HeadState<E>(carve, dims_);
   }
   int64_t head_state_bytes() const {
@@ -223,10 +223,10 @@ class Forward {
   void advance_panel(const PanelState<E>& state, const PanelScratch<E>& w, const KeyOperands<E>& key,
                      const ValueOperands<E>& value, int64_t n, const SequenceSpan& sequence, int64_t chunk,
                      int64_t head, int p) {
-    if (problem_.saved && chunk % kWindow == 0) {
-      const int64_t slot = (first_window(in_, n, sequence) + chunk / kWindow) * in_.value_heads + head;
-      float* kept = static_cast<float*>(problem_.saved) + slot * dims_.state_size();
-      std::memcpy(state_panel(kept, dims_, p), state.S, sizeof(float) * dims_.Kp * kPanel);
+    if (problem_.saved && chunk % kReplayChunks == 0) {
+      const int64_t entry = (first_saved_state(in_, n, sequence) + chunk / kReplayChunks) * in_.value_heads + head;
+      float* saved = static_cast<float*>(problem_.saved) + entry * dims_.state_size();
+      std::memcpy(state_panel(saved, dims_, p), state.S, sizeof(float) * dims_.Kp * kPanel);
     }
     const ChunkSpan span = chunk_span(sequence, chunk);
     load_chunk(w.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
@@ -323,39 +323,41 @@ class Forward {
     const int64_t count = in_.sequences.count, panels = dims_.value_panels();
     char* const keys = shared_->split;
     char* const values = keys + count * in_.key_heads * key_bytes;
-    const auto key_operands = [&](int64_t n, int64_t key_head, int64_t slot) {
+    const auto key_operands = [&](int64_t n, int64_t key_head, int64_t c) {
       Carver carve(keys + (n * in_.key_heads + key_head) * key_bytes);
-      for (int64_t c = 0; c < slot; ++c) KeyOperands<E>(carve, dims_);
+      for (int64_t i = 0; i < c; ++i) KeyOperands<E>(carve, dims_);
       return KeyOperands<E>(carve, dims_);
     };
-    const auto value_operands = [&](int64_t n, int64_t head, int64_t slot) {
+    const auto value_operands = [&](int64_t n, int64_t head, int64_t c) {
       Carver carve(values + (n * in_.value_heads + head) * value_bytes);
-      for (int64_t c = 0; c < slot; ++c) ValueOperands<E>(carve, dims_);
+      for (int64_t i = 0; i < c; ++i) ValueOperands<E>(carve, dims_);
       return ValueOperands<E>(carve, dims_);
     };
     const auto panel_state = [&](int64_t n, int64_t head, int p) {
       Carver carve(values + (n * in_.value_heads + head) * value_bytes);
-      for (int c = 0; c < kSplitWindow; ++c) ValueOperands<E>(carve, dims_);
+      for (int c = 0; c < kBlockChunks; ++c) ValueOperands<E>(carve, dims_);
       return HeadState<E>(carve, dims_).panel(dims_, p);
     };
 
     int64_t longest = 0;
     for (int64_t n = 0; n < count; ++n) longest = std::max(longest, chunks_of(in_.sequences[n].length));
-    for (int64_t begin = 0; begin == 0 || begin < longest; begin += kSplitWindow) {
-      const int64_t slots = std::min<int64_t>(kSplitWindow, longest - begin);
-      for_each_item<typename E::Session>(context_, count * in_.key_heads * slots, [&](int lane_index, int64_t item) {
-        const int64_t slot = item % slots, key_head = item / slots % in_.key_heads, n = item / slots / in_.key_heads;
-        const SequenceSpan sequence = in_.sequences[n];
-        const int64_t chunk = begin + slot;
-        if (chunk >= chunks_of(sequence.length) || problem_.is_nobody(n)) return;
-        const Lane lane = this->lane(lane_index);
-        const ChunkSpan span = chunk_span(sequence, chunk);
-        prepare_key<E>(key_operands(n, key_head, slot), lane.key_scratch, dims_, in_, span, key_head, bool(problem_.o),
-                       false);
-        for (int64_t h = key_head * in_.group; h < (key_head + 1) * in_.group; ++h)
-          prepare_value<E>(value_operands(n, h, slot), lane.value_scratch, lane.key_scratch, in_, span, h,
-                           bool(problem_.o));
-      });
+    for (int64_t begin = 0; begin == 0 || begin < longest; begin += kBlockChunks) {
+      const int64_t block_chunks = std::min<int64_t>(kBlockChunks, longest - begin);
+      for_each_item<typename E::Session>(
+          context_, count * in_.key_heads * block_chunks, [&](int lane_index, int64_t item) {
+            const int64_t c = item % block_chunks, key_head = item / block_chunks % in_.key_heads,
+                          n = item / block_chunks / in_.key_heads;
+            const SequenceSpan sequence = in_.sequences[n];
+            const int64_t chunk = begin + c;
+            if (chunk >= chunks_of(sequence.length) || problem_.is_nobody(n)) return;
+            const Lane lane = this->lane(lane_index);
+            const ChunkSpan span = chunk_span(sequence, chunk);
+            prepare_key<E>(key_operands(n, key_head, c), lane.key_scratch, dims_, in_, span, key_head, bool(problem_.o),
+                           false);
+            for (int64_t h = key_head * in_.group; h < (key_head + 1) * in_.group; ++h)
+              prepare_value<E>(value_operands(n, h, c), lane.value_scratch, lane.key_scratch, in_, span, h,
+                               bool(problem_.o));
+          });
       for_each_item<typename E::Session>(context_, count * in_.value_heads * panels, [&](int lane_index, int64_t item) {
         const int p = static_cast<int>(item % panels);
         const int64_t head = item / panels % in_.value_heads, n = item / panels / in_.value_heads;
@@ -365,13 +367,13 @@ class Forward {
         const PanelState<E> state = panel_state(n, head, p);
         if (begin == 0) begin_panel(state, n, head, p);
         const int64_t chunks = chunks_of(sequence.length);
-        for (int64_t slot = 0; slot < slots && begin + slot < chunks; ++slot) {
-          const KeyOperands<E> key = key_operands(n, head / in_.group, slot);
-          const int64_t chunk = begin + slot, next = std::min(chunk + 1, chunks - 1);
+        for (int64_t c = 0; c < block_chunks && begin + c < chunks; ++c) {
+          const KeyOperands<E> key = key_operands(n, head / in_.group, c);
+          const int64_t chunk = begin + c, next = std::min(chunk + 1, chunks - 1);
           prefetch_panel(chunk_span(sequence, chunk), head, p, chunk_span(sequence, next), head, p);
-          advance_panel(state, lane.panel, key, value_operands(n, head, slot), n, sequence, chunk, head, p);
+          advance_panel(state, lane.panel, key, value_operands(n, head, c), n, sequence, chunk, head, p);
         }
-        const bool last = chunks == 0 ? begin == 0 : begin < chunks && chunks <= begin + kSplitWindow;
+        const bool last = chunks == 0 ? begin == 0 : begin < chunks && chunks <= begin + kBlockChunks;
         if (last) end_panel(state, n, head, p);
       });
     }

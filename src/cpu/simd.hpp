@@ -11,8 +11,8 @@
 #include <immintrin.h>
 #endif
 
-#include "core/dtype.hpp"
 #include "core/problem.hpp"
+#include "cpu/dtype.hpp"
 
 #define GD_RESTRICT __restrict__
 
@@ -84,7 +84,7 @@ GD_ALWAYS_INLINE void store_words(uint16_t* p, WordVec words) {
   std::memcpy(p, &half, sizeof half);
 }
 
-// core/dtype.hpp's conversions, a vector at a time.
+// cpu/dtype.hpp's conversions, a vector at a time.
 GD_ALWAYS_INLINE Vec widen_bf16(WordVec x) { return reinterpret_cast<Vec>(x << 16); }
 GD_ALWAYS_INLINE WordVec round_bf16(Vec x) {
 #if defined(__AVX512BF16__)

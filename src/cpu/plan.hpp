@@ -1,4 +1,5 @@
-// How a call is cut into work, and where its scratch memory lies. Pure host arithmetic, no memory is touched.
+// How the CPU backend divides a call into work items and lays out its scratch memory. Host arithmetic only: nothing
+// here touches memory.
 #pragma once
 
 #include <cstddef>
@@ -6,12 +7,12 @@
 
 #include "core/problem.hpp"
 
-namespace gatedelta {
+namespace gatedelta::cpu {
 
 constexpr int kPanelColumns = 32;    // value columns advance in panels of this many; K and V are padded to it
 constexpr int kMaxPanels = 8;        // K, V <= 256
-constexpr int kWindow = 8;           // chunks between two states kept for the backward
-constexpr int kMaxHeadsPerItem = 8;  // their states should stay in the second-level cache
+constexpr int kReplayChunks = 8;     // chunks between two states saved for the backward, which replays them
+constexpr int kMaxHeadsPerItem = 8;  // their states should stay in the L2 cache
 
 struct Dims {
   int K, V;    // as given
@@ -46,12 +47,12 @@ class Carver {
   size_t used_ = 0;
 };
 
-// How the forward shares a head's work between lanes. The arithmetic per (sequence, head, panel) is the same either
-// way.
+// How the forward shares a head's work between lanes. The plan does not change the arithmetic of a (sequence, head,
+// panel).
 struct ForwardPlan {
   // Fused: an item is a whole sequence for `heads_per_item` neighbouring value heads, chunk by chunk.
-  // Split (fewer sequence-head pairs than lanes want): windows of chunks; first every chunk's state-free operands in
-  // parallel, then every (sequence, head, value panel) walks the window.
+  // Split (fewer sequence-head pairs than lanes can use): blocks of chunks. Lanes first prepare the state-free operands
+  // of every chunk of a block, then every (sequence, head, value panel) walks through the block.
   bool split;
   int heads_per_item;
   int64_t items;  // fused items
@@ -59,14 +60,15 @@ struct ForwardPlan {
 
 ForwardPlan plan_forward(const Layer& layer, int lanes);
 
-// Whether the backward gives the value heads of a group to different lanes, because there are too few groups.
+// Whether the backward gives the value heads of a group to different lanes because there are too few groups.
 bool backward_splits_groups(const Layer& layer, int lanes);
 
-// Index of the first kept window state of a sequence, and a bound for how many there are; from offsets alone, so that
-// no table is needed: floor(begin / window) + n leaves every sequence room for its ceil(length / window).
-int64_t first_window(const Layer& layer, int64_t sequence, const SequenceSpan& span);
-int64_t max_windows(const Layer& layer);
+// `saved` holds one state per kReplayChunks chunks. Index of a sequence's first saved state, and an upper bound of
+// their number. Both follow from offsets alone, so no table is needed: floor(begin / tokens per state) + n leaves every
+// sequence room for its ceil(length / tokens per state).
+int64_t first_saved_state(const Layer& layer, int64_t sequence, const SequenceSpan& span);
+int64_t max_saved_states(const Layer& layer);
 
 GD_ALWAYS_INLINE int64_t chunks_of(int64_t length) { return (length + kChunk - 1) / kChunk; }
 
-}  // namespace gatedelta
+}  // namespace gatedelta::cpu

@@ -7,7 +7,7 @@
 
 #include "core/problem.hpp"
 
-namespace gatedelta {
+namespace gatedelta::cpu {
 
 GD_ALWAYS_INLINE float bf16_to_f32(uint16_t x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
 
@@ -39,4 +39,4 @@ GD_ALWAYS_INLINE uint16_t f32_to_f16(float x) {
   return static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u));
 }
 
-}  // namespace gatedelta
+}  // namespace gatedelta::cpu

@@ -1,0 +1,321 @@
+// The backward of one chunk (docs/math.md, section on gradients). Chunks come in reverse; G = dL/dS after the chunk:
+//   dU = P^T dO + delta o (K G)          P = s tril(QK) o Gamma,   T_g = Gamma o T
+//   Z  = T_g^T dU,  dV = beta o Z,  Y = -gamma o dV
+//   F  = s Gamma o tril(dO U^T),  E = -Gamma o stril(dV U^T)
+//   dQ = s gamma o (dO S^T) + F K
+//   dK = [Y S^T + E K]_read + [delta o (U G^T) + F^T Q + E^T K]_write
+//   G <- gamma_L G + K^T Y + Q^T (s gamma o dO)
+// dg_t counts what crosses the decay of token t, in fp32 sums of products that are at hand:
+//   dg_t = gamma_L <G, S>                            from the incoming to the outgoing state
+//        + sum_{j<t} kappa_j                         from a write to the outgoing state: kappa = delta o <U, K G>
+//        + sum_{i>=t} sigma_i                        from the incoming state to a read, where
+//                                                    sigma = q.(s gamma o dO S^T) + k.(Y S^T)
+//        + sum_{i>=t>j} (F o QK + E o KK)_ij         from a write to a read
+#pragma once
+
+#include "cpu/backward_lane.hpp"
+
+namespace gatedelta::cpu::GD_ISA {
+
+// beta this small makes <Z, U> / beta useless; then dbeta = <Z, e> with the prediction error e itself.
+constexpr float kTinyBeta = 1e-20f;
+
+// The gradients of one chunk of one value head. Scratch memory is a lane's, where a replay has left the states before
+// its chunks (replay_states) and their T (replay_T).
+template <class E>
+class ChunkGradients {
+ public:
+  using Lane = BackwardLane<E>;
+
+  // dA_log, d_dt_bias: sums over one sequence, [N][Hv]; used if the problem has these outputs.
+  ChunkGradients(const BackwardProblem& problem, const Dims& dims, double* dA_log, double* d_dt_bias)
+      : problem_(problem), in_(problem.in), dims_(dims), dA_log_(dA_log), d_dt_bias_(d_dt_bias) {}
+
+  // Chunk c of the replay. G [panels][Kp][32] enters as the gradient of the state after the chunk and leaves as that of
+  // the state before it. dq and dk are added to dq_sums and dk_sums [kReplayChunks][64][Kp], or start them.
+  void run(const Lane& w, int64_t n, const ChunkSpan& span, int c, int64_t head, float* G, float* dq_sums,
+           float* dk_sums, bool first_of_group) const {
+    prepare(w, span, c, head);
+    GateSums sums;
+    for (int p = 0; p < dims_.value_panels(); ++p) value_panel(w, span, c, head, p, state_panel(G, dims_, p), sums);
+    if (problem_.dv) store_chunk(problem_.dv, span, head, dims_.V, 0, dims_.Vp, w.dV, dims_.Vp);
+    pair_products(w, sums);
+    for (int kp = 0; kp < dims_.key_panels(); ++kp)
+      key_panel(w, kp, dq_sums + int64_t{c} * C * dims_.Kp, dk_sums + int64_t{c} * C * dims_.Kp, first_of_group, sums);
+    store_gate_gradients(n, span, head, *w.value_scratch.gates, sums);
+  }
+
+  // Through the l2 norm (dx = r (dy - (dy . y) y)) and out.
+  void store_key_gradient(const Lane& w, const TokenRows& dst, const TokenRows& src, const ChunkSpan& span,
+                          int64_t key_head, float* gradient) const {
+    if (!dst) return;
+    const int Kp = dims_.Kp;
+    if (in_.l2norm) {
+      float *x = w.key_scratch.K, *r = w.key_scratch.rk;
+      load_chunk(x, Kp, src, span, key_head, dims_.K, 0, Kp);
+      inverse_norms(r, true, x, Kp, span.rows, Kp);
+      for (int i = 0; i < span.rows; ++i) {
+        float* d = gradient + i * Kp;
+        const float along = r[i] * r[i] * dot(d, x + i * Kp, Kp);  // (dy . y) y = along * x
+        for (int j = 0; j < Kp; j += kVector) store(d + j, r[i] * (load(d + j) - along * load(x + i * Kp + j)));
+      }
+    }
+    store_chunk(dst, span, key_head, dims_.K, 0, Kp, gradient, Kp);
+  }
+
+ private:
+  using Elem = typename E::Elem;
+
+  // What the gradients of g and beta are made of.
+  struct GateSums {
+    float state_product = 0;       // <G, S>
+    float zu[C] = {}, ze[C] = {};  // <Z_i, U_i>, <Z_i, e_i>
+    float sigma[C] = {}, kappa[C] = {};
+  };
+
+  static void pack_square_transposed(Elem* dst, const float* src, float* transposed) {
+    transpose(transposed, C, src, C, C, C);
+    pack_square<E>(dst, transposed);
+  }
+
+  static void pack_square_scaled(Elem* dst, const float* src, const float* column_scale, float* scaled) {
+    for (int i = 0; i < C; ++i)
+      for (int j = 0; j < C; j += kVector) store(scaled + i * C + j, load(src + i * C + j) * load(column_scale + j));
+    pack_square<E>(dst, scaled);
+  }
+
+  static void scale_rows(float* c, const float* scale, float factor) {
+    for (int i = 0; i < C; ++i) {
+      const float s = scale[i] * factor;
+      for (int j = 0; j < kPanel; j += kVector) store(c + i * kPanel + j, load(c + i * kPanel + j) * s);
+    }
+  }
+
+  // B form of the transpose of a [Kp][32] panel, as rows [32 p, ...) of every key panel's [Vp x 32].
+  void pack_transposed_state(const Lane& w, Elem* dst, const float* panel, int p) const {
+    transpose(w.transposed, dims_.Kp, panel, kPanel, dims_.Kp, kPanel);
+    for (int kp = 0; kp < dims_.key_panels(); ++kp)
+      E::store_b(dst + E::b_size(dims_.Vp) * kp, dims_.Vp, p * kPanel, kPanel, w.transposed + kp * kPanel, dims_.Kp);
+  }
+
+  // Operands of the chunk that do not depend on its state.
+  void prepare(const Lane& w, const ChunkSpan& span, int c, int64_t head) const {
+    const KeyScratch<E>& key = w.key_scratch;
+    Gates& gates = *w.value_scratch.gates;
+    const float s = in_.scale;
+    const int Kp = dims_.Kp;
+
+    prepare_key<E>(w.key, key, dims_, in_, span, head / in_.group, true, true);
+    transpose(w.Qt, C, key.Q, Kp, C, Kp);
+    for (int i = 0; i < Kp; ++i) E::store_a_row(w.Qta, C, i, w.Qt + i * C);
+    for (int kp = 0; kp < dims_.key_panels(); ++kp) {
+      E::store_b(w.Kb + E::b_size(C) * kp, C, 0, C, key.K + kp * kPanel, Kp);
+      E::store_b(w.Qb + E::b_size(C) * kp, C, 0, C, key.Q + kp * kPanel, Kp);
+    }
+    prepare_gates(gates, in_, span, head);
+
+    float* const square = w.value_scratch.square;
+    const float* T = w.replay_T + c * C * C;
+    prepare_solve<E>(w.value, gates, key, T, s);
+    for (int i = 0; i < C * C; i += kVector) store(square + i, load(T + i) * load(gates.Gamma + i));
+    transpose(w.transposed, C, square, C, C, C);
+    for (int i = 0; i < C; ++i) store_a_pieces<E>(w.TgtA, C, i, w.transposed + i * C);
+    score_square<E>(square, gates, key, s);
+    pack_square_transposed(w.PtA, square, w.transposed);
+  }
+
+  // 32 value columns: dV, Z and U for the key side, and G moves on to the state before the chunk.
+  void value_panel(const Lane& w, const ChunkSpan& span, int c, int64_t head, int p, float* Gp, GateSums& sums) const {
+    const Gates& gates = *w.value_scratch.gates;
+    const int Kp = dims_.Kp, Vp = dims_.Vp;
+    const PanelScratch<E>& pw = w.panel;
+    const float* S = state_panel(w.replay_states + c * dims_.state_size(), dims_, p);
+    // W and U.
+    load_chunk(w.panel.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
+    E::store_b(w.Sb, Kp, 0, Kp, S, kPanel);
+    solve_panel<E>(pw, w.key.Ka, w.Sb, w.value, dims_);
+    const float* U = pw.U;
+    // dU = P^T dO + delta o (K G).
+    float* dO = w.Z;
+    load_chunk(dO, kPanel, problem_.d_o, span, head, dims_.V, p * kPanel, kPanel);
+    for (int i = 0; i < C; ++i) {
+      std::memcpy(w.dO + i * Vp + p * kPanel, dO + i * kPanel, sizeof(float) * kPanel);
+      std::memcpy(w.U + i * Vp + p * kPanel, U + i * kPanel, sizeof(float) * kPanel);
+    }
+    E::store_b(w.dOb, C, 0, C, dO, kPanel);
+    store_b_pieces<E>(w.Gb, Kp, Gp, kOnes.value);
+    float* dU = pw.product;
+    multiply_pieces<E>(w.key.Ka, w.Gb, Kp, C, dU);
+    scale_rows(dU, w.value.write_k, 1.0f);
+    for (int i = 0; i < C; ++i) sums.kappa[i] += dot(U + i * kPanel, dU + i * kPanel, kPanel);
+    multiply_upper<E, true>({{w.PtA, w.dOb}}, dU);
+    // Z, dV, Y; the state still needs s gamma o dO.
+    scale_rows(dO, w.value.read_q, 1.0f);
+    E::store_b(w.dOb, C, 0, C, dO, kPanel);
+    float* Z = w.Z;
+    store_b_pieces<E>(w.dUb, C, dU, kOnes.value);
+    multiply_upper<E, false>(PieceTerms<E>(w.TgtA, w.dUb).terms, Z);
+    for (int i = 0; i < C; ++i) {
+      sums.zu[i] += dot(Z + i * kPanel, U + i * kPanel, kPanel);
+      if (i < span.rows && std::fabs(gates.beta[i]) < kTinyBeta) sums.ze[i] += error_product(w, gates, Z, U, pw.W, i);
+      float* dV = w.dV + i * Vp + p * kPanel;
+      for (int j = 0; j < kPanel; j += kVector) {
+        const Vec value = gates.beta[i] * load(Z + i * kPanel + j);
+        store(dV + j, value);
+        store(Z + i * kPanel + j, value * -w.value.read_k[i]);  // Y, as it meets K
+      }
+    }
+    store_b_pieces<E>(w.Yb, C, Z, kOnes.value);
+    // S^T and G^T for the key side, then G moves on.
+    pack_transposed_state(w, w.Stb, S, p);
+    pack_transposed_state(w, w.Gtb, Gp, p);
+    Vec product = {};
+    for (int i = 0; i < Kp * kPanel; i += kVector) product += load(S + i) * load(Gp + i);
+    sums.state_product += sum(product);
+    for (int i = 0; i < Kp * kPanel; i += kVector) store(Gp + i, gates.gamma_L * load(Gp + i));
+    multiply_pieces<E, true>(w.key.Kta, w.Yb, C, Kp, Gp);
+    E::template multiply<true>({{w.Qta, w.dOb}}, C, 0, Kp, 0, C, Gp, kPanel);
+  }
+
+  // F and E contract over all value columns.
+  void pair_products(const Lane& w, GateSums& sums) const {
+    const KeyScratch<E>& key = w.key_scratch;
+    const Gates& gates = *w.value_scratch.gates;
+    const float s = in_.scale;
+    const int Vp = dims_.Vp;
+    for (int i = 0; i < C; ++i) {
+      E::store_a_row(w.dOa, Vp, i, w.dO + i * Vp);
+      E::store_a_row(w.Ua, Vp, i, w.U + i * Vp);
+      E::store_a_row(w.dVa, Vp, i, w.dV + i * Vp);
+    }
+    for (int p = 0; p < dims_.value_panels(); ++p) {
+      transpose(w.transposed, C, w.U + p * kPanel, Vp, C, kPanel);
+      for (int half = 0; half < 2; ++half)
+        E::store_b(w.Utb[half], Vp, p * kPanel, kPanel, w.transposed + half * kPanel, C);
+    }
+    multiply_to_lower<E>(w.dOa, w.Utb[0], w.Utb[1], Vp, w.F);
+    multiply_to_lower<E>(w.dVa, w.Utb[0], w.Utb[1], Vp, w.E_);
+    keep_lower(w.F, w.F);
+    keep_lower(w.E_, w.E_);
+    for (int i = 0; i < C * C; i += kVector) {
+      store(w.F + i, s * load(gates.Gamma + i) * load(w.F + i));
+      store(w.E_ + i, -load(gates.Gamma + i) * load(w.E_ + i));
+    }
+    for (int i = 0; i < C; ++i) w.E_[i * C + i] = 0.0f;
+    add_pairs(sums.sigma, w.F, key.QK);
+    add_pairs(sums.sigma, w.E_, key.KK);
+    // As they meet Q and K: columns scaled by the norms of the rows they meet.
+    pack_square_scaled(w.FA, w.F, key.rk, w.transposed);
+    pack_square_scaled(w.EA, w.E_, key.rk, w.transposed);
+    transpose(w.scratch, C, w.F, C, C, C);
+    pack_square_scaled(w.FtA, w.scratch, key.rq, w.transposed);
+    transpose(w.scratch, C, w.E_, C, C, C);
+    pack_square_scaled(w.EtA, w.scratch, key.rk, w.transposed);
+  }
+
+  // 32 key columns of dQ and dK.
+  void key_panel(const Lane& w, int kp, float* dq_sums, float* dk_sums, bool first_of_group, GateSums& sums) const {
+    const KeyScratch<E>& key = w.key_scratch;
+    const Gates& gates = *w.value_scratch.gates;
+    const float s = in_.scale;
+    const int Kp = dims_.Kp, Vp = dims_.Vp;
+    const Elem *Kb = w.Kb + E::b_size(C) * kp, *Qb = w.Qb + E::b_size(C) * kp;
+    const Elem *Stb = w.Stb + E::b_size(Vp) * kp, *Gtb = w.Gtb + E::b_size(Vp) * kp;
+    E::multiply({{w.dOa, Stb}}, Vp, 0, C, 0, Vp, w.dq_panel, kPanel);
+    scale_rows(w.dq_panel, gates.gamma, s);
+    for (int i = 0; i < C; ++i)
+      sums.sigma[i] += key.rq[i] * dot(key.Q + i * Kp + kp * kPanel, w.dq_panel + i * kPanel, kPanel);
+    multiply_lower<E, true>({{w.FA, Kb}}, w.dq_panel);
+
+    E::multiply({{w.Ua, Gtb}}, Vp, 0, C, 0, Vp, w.dkw_panel, kPanel);
+    scale_rows(w.dkw_panel, gates.delta, 1.0f);
+    multiply_upper<E, true>({{w.FtA, Qb}, {w.EtA, Kb}}, w.dkw_panel);
+
+    E::multiply({{w.dVa, Stb}}, Vp, 0, C, 0, Vp, w.dkr_panel, kPanel);
+    scale_rows(w.dkr_panel, gates.gamma, -1.0f);
+    for (int i = 0; i < C; ++i)
+      sums.sigma[i] += key.rk[i] * dot(key.K + i * Kp + kp * kPanel, w.dkr_panel + i * kPanel, kPanel);
+    multiply_lower<E, true>({{w.EA, Kb}}, w.dkr_panel);
+
+    for (int i = 0; i < C; ++i) {
+      const float *dq = w.dq_panel + i * kPanel, *dkw = w.dkw_panel + i * kPanel, *dkr = w.dkr_panel + i * kPanel;
+      float* dq_sum = dq_sums + i * Kp + kp * kPanel;
+      float* dk_sum = dk_sums + i * Kp + kp * kPanel;
+      for (int j = 0; j < kPanel; j += kVector) {
+        const Vec dk = load(dkw + j) + load(dkr + j);
+        store(dq_sum + j, first_of_group ? load(dq + j) : load(dq_sum + j) + load(dq + j));
+        store(dk_sum + j, first_of_group ? dk : load(dk_sum + j) + dk);
+      }
+    }
+  }
+
+  // Row sums minus column sums of F o QK (lower triangles): summed over i >= t, pairs on one side of t cancel.
+  static void add_pairs(float* sigma, const float* F, const float* QK) {
+    Vec columns[C / kVector] = {};
+    for (int i = 0; i < C; ++i) {
+      Vec row = {};
+      for (int j = 0; j <= i; j += kVector) {
+        // F is 0 above the diagonal, but QK may hold anything there.
+        const Vec x = iota() + j <= i ? load(F + i * C + j) * load(QK + i * C + j) : Vec{};
+        row += x;
+        columns[j / kVector] += x;
+      }
+      sigma[i] += sum(row);
+    }
+    for (int j = 0; j < C; j += kVector) store(sigma + j, load(sigma + j) - columns[j / kVector]);
+  }
+
+  // <Z_i, e_i> over one panel, with the prediction error e_i = W_i - sum_{j<i} Gamma_ij (k_i . k_j) U_j.
+  static float error_product(const Lane& w, const Gates& gates, const float* Z, const float* U, const float* W, int i) {
+    float e[kPanel];
+    std::memcpy(e, W + i * kPanel, sizeof e);
+    for (int j = 0; j < i; ++j) {
+      const float a = gates.Gamma[i * C + j] * w.key_scratch.KK[i * C + j];
+      for (int x = 0; x < kPanel; ++x) e[x] -= a * U[j * kPanel + x];
+    }
+    return dot(Z + i * kPanel, e, kPanel);
+  }
+
+  void store_gate_gradients(int64_t n, const ChunkSpan& span, int64_t head, const Gates& gates,
+                            const GateSums& sums) const {
+    double later = 0, earlier = 0, dg[C];
+    for (int i = C - 1; i >= 0; --i) dg[i] = later += sums.sigma[i];
+    for (int i = 0; i < C; ++i) {
+      dg[i] += earlier + double{gates.gamma_L} * sums.state_product;
+      earlier += sums.kappa[i];
+    }
+    const bool raw = in_.gate == GD_GATE_RAW;
+    const double decay = raw ? -std::exp(double{head_value(in_.A_log, head)}) : 0;
+    const float bias = raw ? head_value(in_.dt_bias, head) : 0;
+    double dA_log = 0, d_dt_bias = 0;
+    for (int i = 0; i < span.rows; ++i) {
+      double gradient = dg[i];
+      if (raw) {
+        const float x = load_scalar(in_.g.data, in_.g.dtype, in_.g.offset(span.batch, span.token + i, head)) + bias;
+        dA_log += gradient * gates.g[i];
+        gradient *= decay * (x > 20.0f ? 1.0f : sigmoid(x));
+        d_dt_bias += gradient;
+      }
+      if (problem_.dg)
+        store_scalar(problem_.dg.data, problem_.dg.dtype, problem_.dg.offset(span.batch, span.token + i, head),
+                     static_cast<float>(gradient));
+      if (problem_.dbeta) {
+        const float beta = gates.beta[i];
+        float d = std::fabs(beta) < kTinyBeta ? sums.ze[i] : sums.zu[i] / beta;
+        if (in_.beta_kind == GD_BETA_LOGIT) d *= beta * (1.0f - beta);
+        if (in_.beta_kind == GD_BETA_LOGIT_DOUBLED) d *= beta * (1.0f - 0.5f * beta);
+        store_scalar(problem_.dbeta.data, problem_.dbeta.dtype, problem_.dbeta.offset(span.batch, span.token + i, head),
+                     d);
+      }
+    }
+    if (problem_.dA_log) dA_log_[n * in_.value_heads + head] += dA_log;
+    if (problem_.d_dt_bias) d_dt_bias_[n * in_.value_heads + head] += d_dt_bias;
+  }
+
+  const BackwardProblem& problem_;
+  const Layer& in_;
+  const Dims dims_;
+  double *dA_log_, *d_dt_bias_;
+};
+
+}  // namespace gatedelta::cpu::GD_ISA

@@ -1,0 +1,82 @@
+// Scratch memory of one lane of the backward.
+#pragma once
+
+#include "cpu/forward.hpp"
+
+namespace gatedelta::cpu::GD_ISA {
+
+// Floats of dq or dk for the chunks of one replay.
+inline int64_t replay_rows(const Dims& dims) { return int64_t{kReplayChunks} * C * dims.Kp; }
+
+template <class E>
+struct BackwardLane {
+  using Elem = typename E::Elem;
+
+  KeyOperands<E> key;
+  KeyScratch<E> key_scratch;
+  ValueOperands<E> value;
+  ValueScratch value_scratch;
+  PanelScratch<E> panel;
+  // Key side, once per chunk.
+  float* Qt;      // [Kp][64]
+  Elem* Qta;      // A [Kp x 64]
+  Elem *Kb, *Qb;  // B [64 x 32] per key panel
+  // Value side.
+  float* transposed;                        // [max(Kp, 64)][64] scratch for transposes
+  Pieces<Elem> TgtA;                        // A [64 x 64] T_g^T, upper
+  Elem* PtA;                                // A [64 x 64] P^T, upper
+  Elem *FA, *FtA, *EA, *EtA;                // A [64 x 64]
+  float *F, *E_;                            // [64][64]
+  float *dO, *U, *dV;                       // [64][Vp]
+  float* Z;                                 // [64][32]
+  Elem *dOa, *Ua, *dVa;                     // A [64 x Vp]
+  Elem* Utb[2];                             // B [Vp x 32] of U^T
+  Pieces<Elem> dUb;                         // B [64 x 32]
+  Elem* dOb;                                // B [64 x 32]
+  Pieces<Elem> Yb;                          // B [64 x 32]
+  Elem* Sb;                                 // B [Kp x 32]
+  Pieces<Elem> Gb;                          // B [Kp x 32]
+  Elem *Stb, *Gtb;                          // B [Vp x 32] of S^T, G^T per key panel
+  float *dq_panel, *dkw_panel, *dkr_panel;  // [64][32]
+  float* scratch;                           // [64][64]
+  // Of an item.
+  float* G;              // state gradients of the item's `heads` heads
+  float* state;          // the state while chunks are replayed, panel by panel
+  float* replay_states;  // [kReplayChunks] states before each chunk
+  float* replay_T;       // [kReplayChunks][64][64]
+  float *dq, *dk;        // [kReplayChunks][64][Kp], sums over the group
+
+  BackwardLane(Carver& carve, const Dims& d, int64_t heads)
+      : key(carve, d), key_scratch(carve, d), value(carve, d), value_scratch(carve, d), panel(carve, d) {
+    Qt = carve.take<float>(d.Kp * C);
+    Qta = carve.take<Elem>(E::a_size(d.Kp, C));
+    Kb = carve.take<Elem>(E::b_size(C) * d.key_panels());
+    Qb = carve.take<Elem>(E::b_size(C) * d.key_panels());
+    transposed = carve.take<float>((d.Kp > C ? d.Kp : C) * C);
+    TgtA = take_pieces<E>(carve, E::a_size(C, C));
+    for (Elem** square : {&PtA, &FA, &FtA, &EA, &EtA}) *square = carve.take<Elem>(E::a_size(C, C));
+    F = carve.take<float>(C * C);
+    E_ = carve.take<float>(C * C);
+    for (float** rows : {&dO, &U, &dV}) *rows = carve.take<float>(C * d.Vp);
+    Z = carve.take<float>(C * kPanel);
+    for (Elem** rows : {&dOa, &Ua, &dVa}) *rows = carve.take<Elem>(E::a_size(C, d.Vp));
+    for (Elem*& p : Utb) p = carve.take<Elem>(E::b_size(d.Vp));
+    dUb = take_pieces<E>(carve, E::b_size(C));
+    dOb = carve.take<Elem>(E::b_size(C));
+    Yb = take_pieces<E>(carve, E::b_size(C));
+    Sb = carve.take<Elem>(E::b_size(d.Kp));
+    Gb = take_pieces<E>(carve, E::b_size(d.Kp));
+    Stb = carve.take<Elem>(E::b_size(d.Vp) * d.key_panels());
+    Gtb = carve.take<Elem>(E::b_size(d.Vp) * d.key_panels());
+    for (float** p : {&dq_panel, &dkw_panel, &dkr_panel}) *p = carve.take<float>(C * kPanel);
+    scratch = carve.take<float>(C * C);
+    G = carve.take<float>(d.state_size() * heads);
+    state = carve.take<float>(d.state_size());
+    replay_states = carve.take<float>(d.state_size() * kReplayChunks);
+    replay_T = carve.take<float>(C * C * kReplayChunks);
+    dq = carve.take<float>(replay_rows(d));
+    dk = carve.take<float>(replay_rows(d));
+  }
+};
+
+}  // namespace gatedelta::cpu::GD_ISA
