@@ -1,12 +1,14 @@
-// The entry points: check the struct, validate, resolve lanes and ISA, check the workspace, run.
+// The entry points: check the struct, validate, pick a backend, check the workspace, run.
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <exception>
 #include <iterator>
+#include <span>
 
 #include "api/error.hpp"
 #include "api/validate.hpp"
+#include "core/names.hpp"
 #include "core/thread_pool.hpp"
 #include "cpu/backend.hpp"
 #include "cuda/backend.hpp"
@@ -20,30 +22,21 @@ constinit thread_local char last_error[512] = "";
 constexpr const char* kIsaNames[] = {"auto", "generic", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16"};
 static_assert(std::size(kIsaNames) == GD_ISA_COUNT);
 
-// What each operation calls; overloads, so that one template serves all three.
-size_t workspace_bytes(const ForwardProblem& p, const cpu::Context& c) { return cpu::forward_workspace(p, c); }
-size_t workspace_bytes(const BackwardProblem& p, const cpu::Context& c) { return cpu::backward_workspace(p, c); }
-size_t workspace_bytes(const RecurrentProblem& p, const cpu::Context& c) { return cpu::recurrent_workspace(p, c); }
-void run(const ForwardProblem& p, const cpu::Context& c) { cpu::forward(p, c); }
-void run(const BackwardProblem& p, const cpu::Context& c) { cpu::backward(p, c); }
-void run(const RecurrentProblem& p, const cpu::Context& c) { cpu::recurrent(p, c); }
+// The backends of each operation. Those of one device are listed from the most specialised to the most general.
+const Backend<ForwardProblem>* const kForwardBackends[] = {&cpu::forward_backend, &cuda::sm90_forward_backend};
+const Backend<BackwardProblem>* const kBackwardBackends[] = {&cpu::backward_backend, &cuda::sm90_backward_backend};
+const Backend<RecurrentProblem>* const kRecurrentBackends[] = {&cpu::recurrent_backend};
 
-gd_status check_saved_size(size_t given, size_t needed) {
-  if (given >= needed) return GD_OK;
-  return refuse(GD_WORKSPACE_TOO_SMALL, "saved has %zu bytes, needs %zu", given, needed);
-}
-gd_status check_saved(const gd_forward_args& args, const ForwardProblem& p, const cpu::Context& c) {
-  return p.saved ? check_saved_size(args.saved_bytes, cpu::forward_saved(p, c)) : GD_OK;
-}
-gd_status check_saved(const gd_backward_args& args, const BackwardProblem& p, const cpu::Context& c) {
-  return p.saved ? check_saved_size(args.saved_bytes, cpu::backward_saved(p, c)) : GD_OK;
-}
-gd_status check_saved(const gd_recurrent_args&, const RecurrentProblem&, const cpu::Context&) { return GD_OK; }
-template <class Args, class Problem>
-gd_status check_cuda_saved(const Args& args, const Problem& p) {
-  return p.saved ? check_saved_size(args.saved_bytes, cuda::saved_bytes(p.in)) : GD_OK;
-}
-gd_status check_cuda_saved(const gd_recurrent_args&, const RecurrentProblem&) { return GD_OK; }
+// An entry point's operation: its names in messages, and its backends.
+template <class Problem>
+struct Operation {
+  const char* args_type;
+  const char* name;
+  std::span<const Backend<Problem>* const> backends;
+};
+const Operation<ForwardProblem> kForward = {"gd_forward_args", "chunked forward", kForwardBackends};
+const Operation<BackwardProblem> kBackward = {"gd_backward_args", "chunked backward", kBackwardBackends};
+const Operation<RecurrentProblem> kRecurrent = {"gd_recurrent_args", "recurrent step", kRecurrentBackends};
 
 // Fields a newer ABI appends are fine as long as they are unused, that is zero.
 template <class Args>
@@ -63,69 +56,53 @@ gd_status check_struct(const Args* args, const char* type) {
   return GD_OK;
 }
 
-gd_status resolve(const gd_exec& exec, cpu::Context& context) {
-  if (exec.isa == GD_ISA_AUTO) {
-    context.isa = cpu::best_isa();
-  } else {
-    const int bit = 1 << exec.isa;
-    if (!(cpu::compiled_isas() & bit))
-      return refuse(GD_UNSUPPORTED, "isa is %s, which is not in this build", kIsaNames[exec.isa]);
-    if (!(cpu::usable_isas() & bit))
-      return refuse(GD_UNSUPPORTED, "isa is %s, which this machine cannot run", kIsaNames[exec.isa]);
-    context.isa = static_cast<gd_isa>(exec.isa);
-  }
-  context.lanes = exec.num_threads ? exec.num_threads : exec.parallel_for ? cpu_count() : 1;
-  context.parallel_for = exec.parallel_for;
-  context.parallel_for_context = exec.parallel_for_context;
-  return GD_OK;
+gd_status report(const Outcome& outcome) {
+  return outcome.status == GD_OK ? GD_OK : refuse(outcome.status, "%s", outcome.message);
 }
 
-// A validated call. On the CPU its workspace is the bitmap of written slots, then the backend's own.
+// The device's first backend that supports the problem. If none does, the refusal is that of the last one: it is the
+// most general, so its message says what would be accepted.
+template <class Problem>
+gd_status pick_backend(const Operation<Problem>& operation, const Problem& problem, const gd_exec& exec,
+                       const Backend<Problem>*& picked) {
+  Outcome outcome =
+      refusal(GD_UNSUPPORTED, "there is no %s on device %s yet", operation.name, device_name(exec.device));
+  for (const Backend<Problem>* backend : operation.backends) {
+    if (backend->device != exec.device) continue;
+    outcome = backend->supports(problem, exec);
+    if (outcome.status != GD_OK) continue;
+    picked = backend;
+    return GD_OK;
+  }
+  return report(outcome);
+}
+
+// A call with valid shapes, and the backend that takes it. Where the host can read offsets and indices, the workspace
+// begins with a bitmap for their validation, followed by the backend's own part.
 template <class Problem>
 struct Call {
   Problem problem;
-  cpu::Context context;
-  size_t bitmap_bytes = 0, bytes = 0;
+  const Backend<Problem>* backend = nullptr;
+  size_t bitmap_bytes = 0, workspace_bytes = 0;
 };
 
-// What is different on CUDA. It has the forward and the backward so far.
-size_t cuda_workspace_bytes(const ForwardProblem& p) { return cuda::forward_workspace(p); }
-size_t cuda_workspace_bytes(const BackwardProblem& p) { return cuda::backward_workspace(p); }
-cuda::Outcome call_cuda(const ForwardProblem& p, const cuda::Context& c) { return cuda::forward(p, c); }
-cuda::Outcome call_cuda(const BackwardProblem& p, const cuda::Context& c) { return cuda::backward(p, c); }
+bool host_can_read(const gd_exec& exec) { return exec.device == GD_CPU; }
 
+// The order of refusals: the struct, exec, arguments, then what the backend cannot do.
 template <class Args, class Problem>
-gd_status prepare_cuda(const Args& args, Stage stage, Call<Problem>& call) {
-  GD_TRY(validate_shapes(args, stage, call.problem));
-  GD_TRY(validate_cuda(stage, call.problem));
-  if (!cuda::is_compiled()) return refuse(GD_UNSUPPORTED, "device is GD_CUDA, but this build has no CUDA backend");
-  call.bytes = cuda_workspace_bytes(call.problem);
-  return GD_OK;
-}
-gd_status prepare_cuda(const gd_recurrent_args&, Stage, Call<RecurrentProblem>&) {
-  return refuse(GD_UNSUPPORTED, "device is GD_CUDA, which has gd_forward and gd_backward only for now");
-}
-
-template <class Problem>
-gd_status run_cuda(const Problem& problem, const gd_exec& exec) {
-  const cuda::Outcome outcome =
-      call_cuda(problem, {exec.device_index, exec.stream, static_cast<char*>(exec.workspace)});
-  return outcome.status == GD_OK ? GD_OK : refuse(outcome.status, "%s", outcome.message);
-}
-gd_status run_cuda(const RecurrentProblem&, const gd_exec&) {
-  return GD_UNSUPPORTED;  // prepare_cuda has said so
-}
-
-template <class Args, class Problem>
-gd_status prepare(const Args* args, const char* type, Stage stage, Call<Problem>& call) {
-  GD_TRY(check_struct(args, type));
+gd_status prepare(const Operation<Problem>& operation, const Args* args, Stage stage, Call<Problem>& call) {
+  GD_TRY(check_struct(args, operation.args_type));
   GD_TRY(validate_exec(args->exec));
-  if (args->exec.device == GD_CUDA) return prepare_cuda(*args, stage, call);
   GD_TRY(validate_shapes(*args, stage, call.problem));
-  GD_TRY(resolve(args->exec, call.context));
-  call.bitmap_bytes = slot_bitmap_bytes(call.problem);
-  call.bytes = call.bitmap_bytes + workspace_bytes(call.problem, call.context);
+  GD_TRY(pick_backend(operation, call.problem, args->exec, call.backend));
+  if (host_can_read(args->exec)) call.bitmap_bytes = slot_bitmap_bytes(call.problem);
+  call.workspace_bytes = call.bitmap_bytes + call.backend->workspace_bytes(call.problem, args->exec);
   return GD_OK;
+}
+
+gd_status check_saved_bytes(const SavedBuffer& saved, size_t needed) {
+  if (!saved || saved.bytes >= needed) return GD_OK;
+  return refuse(GD_WORKSPACE_TOO_SMALL, "saved has %zu bytes, needs %zu", saved.bytes, needed);
 }
 
 gd_status check_workspace(const gd_exec& exec, size_t needed) {
@@ -149,34 +126,33 @@ gd_status guarded(Body&& body) noexcept {
   }
 }
 
-template <class Problem, class Args>
-gd_status call_operation(const Args* args, const char* type) {
+template <class Args, class Problem>
+gd_status run_operation(const Operation<Problem>& operation, const Args* args) {
   return guarded([&] {
     Call<Problem> call;
-    GD_TRY(prepare(args, type, Stage::call, call));
-    if (args->exec.device == GD_CUDA) {
-      GD_TRY(check_cuda_saved(*args, call.problem));
-      GD_TRY(check_workspace(args->exec, call.bytes));
-      return run_cuda(call.problem, args->exec);
-    }
-    GD_TRY(check_saved(*args, call.problem, call.context));
-    GD_TRY(check_workspace(args->exec, call.bytes));
-    uint64_t* bitmap = call.bitmap_bytes ? static_cast<uint64_t*>(args->exec.workspace) : nullptr;
-    GD_TRY(validate_contents(*args, call.problem, bitmap));
-    call.context.workspace = static_cast<char*>(args->exec.workspace) + call.bitmap_bytes;
-    run(call.problem, call.context);
-    return GD_OK;
+    GD_TRY(prepare(operation, args, Stage::call, call));
+    if constexpr (requires { call.problem.saved; })
+      GD_TRY(check_saved_bytes(call.problem.saved, call.backend->saved_bytes(call.problem)));
+    GD_TRY(check_workspace(args->exec, call.workspace_bytes));
+    char* const workspace = static_cast<char*>(args->exec.workspace);
+    if (host_can_read(args->exec))
+      GD_TRY(validate_contents(call.problem, call.bitmap_bytes ? reinterpret_cast<uint64_t*>(workspace) : nullptr));
+    return report(call.backend->run(call.problem, args->exec, workspace + call.bitmap_bytes));
   });
 }
 
-template <class Problem, class Args>
-gd_status query_workspace(const Args* args, const char* type, size_t* bytes) {
+gd_status answer(size_t bytes, size_t* place) {
+  if (!place) return invalid("bytes is null: there is nowhere to put the answer");
+  *place = bytes;
+  return GD_OK;
+}
+
+template <class Args, class Problem>
+gd_status query_workspace(const Operation<Problem>& operation, const Args* args, size_t* bytes) {
   return guarded([&] {
     Call<Problem> call;
-    GD_TRY(prepare(args, type, Stage::query, call));
-    if (!bytes) return invalid("bytes is null: there is nowhere to put the answer");
-    *bytes = call.bytes;
-    return GD_OK;
+    GD_TRY(prepare(operation, args, Stage::query, call));
+    return answer(call.workspace_bytes, bytes);
   });
 }
 
@@ -203,36 +179,27 @@ gd_status invalid(const char* format, ...) {
 using namespace gatedelta;
 using namespace gatedelta::api;
 
-gd_status gd_forward(const gd_forward_args* args) { return call_operation<ForwardProblem>(args, "gd_forward_args"); }
-
-gd_status gd_backward(const gd_backward_args* args) {
-  return call_operation<BackwardProblem>(args, "gd_backward_args");
-}
-
-gd_status gd_recurrent(const gd_recurrent_args* args) {
-  return call_operation<RecurrentProblem>(args, "gd_recurrent_args");
-}
+gd_status gd_forward(const gd_forward_args* args) { return run_operation(kForward, args); }
+gd_status gd_backward(const gd_backward_args* args) { return run_operation(kBackward, args); }
+gd_status gd_recurrent(const gd_recurrent_args* args) { return run_operation(kRecurrent, args); }
 
 gd_status gd_forward_workspace(const gd_forward_args* args, size_t* bytes) {
-  return query_workspace<ForwardProblem>(args, "gd_forward_args", bytes);
+  return query_workspace(kForward, args, bytes);
 }
 
 gd_status gd_backward_workspace(const gd_backward_args* args, size_t* bytes) {
-  return query_workspace<BackwardProblem>(args, "gd_backward_args", bytes);
+  return query_workspace(kBackward, args, bytes);
 }
 
 gd_status gd_recurrent_workspace(const gd_recurrent_args* args, size_t* bytes) {
-  return query_workspace<RecurrentProblem>(args, "gd_recurrent_args", bytes);
+  return query_workspace(kRecurrent, args, bytes);
 }
 
 gd_status gd_forward_saved_size(const gd_forward_args* args, size_t* bytes) {
   return guarded([&] {
     Call<ForwardProblem> call;
-    GD_TRY(prepare(args, "gd_forward_args", Stage::query, call));
-    if (!bytes) return invalid("bytes is null: there is nowhere to put the answer");
-    *bytes = args->exec.device == GD_CUDA ? cuda::saved_bytes(call.problem.in)
-                                          : cpu::forward_saved(call.problem, call.context);
-    return GD_OK;
+    GD_TRY(prepare(kForward, args, Stage::query, call));
+    return answer(call.backend->saved_bytes(call.problem), bytes);
   });
 }
 

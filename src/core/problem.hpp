@@ -1,13 +1,15 @@
-// A validated call, in the shape backends want it: sizes once, every tensor as base pointer + strides in elements.
-// Built by src/api/validate.cpp; nothing here checks anything again.
+// A validated call as backends see it: each size once, every tensor as base pointer + strides in elements.
+// src/api/validate builds it; nothing checks it again. Presence is a bool or a dtype, never a pointer: a workspace
+// query knows what will be there before it is there, so its data pointers are null.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "gatedelta/gatedelta.h"
 
-// These headers are also compiled with the flags of every instruction set: a function that is not inlined there could
-// be linked into code for lesser machines, so all of them must be.
+// The CPU backend also compiles these headers with the flags of every instruction set. A function that is not inlined
+// there could be linked into code for lesser machines, so every function here must be.
 #define GD_ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace gatedelta {
@@ -69,6 +71,15 @@ struct StateRows {
   GD_ALWAYS_INLINE int64_t offset(int64_t slot, int64_t head) const { return slot * slot_stride + head * head_stride; }
 };
 
+// What a forward saves for its backward.
+struct SavedBuffer {
+  void* data = nullptr;
+  size_t bytes = 0;
+  bool present = false;
+
+  GD_ALWAYS_INLINE explicit operator bool() const { return present; }
+};
+
 // Where one sequence's tokens are.
 struct SequenceSpan {
   int64_t batch, begin, length;
@@ -85,11 +96,12 @@ struct Sequences {
   }
   // Tokens of batch entry 0 from here on belong to no sequence.
   GD_ALWAYS_INLINE int64_t used_tokens() const { return offsets ? offsets[count] : tokens; }
-  GD_ALWAYS_INLINE int64_t max_chunks() const {  // from shapes alone: an upper bound of the sum of ceil(length / 64)
-    const int64_t dense = (tokens + kChunk - 1) / kChunk;
-    return offsets ? tokens / kChunk + count : batch * dense;
-  }
 };
+
+// Slot of sequence n's state; negative = none.
+GD_ALWAYS_INLINE int64_t state_slot(const StateRows& states, const IndexVector& indices, int64_t n) {
+  return !states ? -1 : indices ? indices[n] : n;
+}
 
 struct Layer {
   int64_t key_heads = 0, value_heads = 0, group = 0;  // group = value_heads / key_heads
@@ -105,37 +117,43 @@ struct Layer {
   bool l2norm = false;
   float scale = 0;
 
-  // Slot a sequence starts from; negative = from zero.
-  GD_ALWAYS_INLINE int64_t initial_slot(int64_t n) const {
-    return !initial ? -1 : initial_indices ? initial_indices[n] : n;
+  // Negative: the sequence starts from zero.
+  GD_ALWAYS_INLINE int64_t initial_slot(int64_t n) const { return state_slot(initial, initial_indices, n); }
+};
+
+// What the forward and the recurrent step have in common.
+struct OutputProblem {
+  Layer in;
+  TokenRows o;  // optional in a recurrent step, and in a forward that only saves states
+  StateRows final;
+  IndexVector final_indices;
+  bool pads_by_read_index = false;  // a negative read index alone makes a padded row
+
+  // Negative: the final state is not stored.
+  GD_ALWAYS_INLINE int64_t final_slot(int64_t n) const { return state_slot(final, final_indices, n); }
+  // A padded row is skipped: its rows of o are zero, nothing of it is read or stored.
+  GD_ALWAYS_INLINE bool is_padding(int64_t n) const {
+    if (!in.initial_indices || in.initial_indices[n] >= 0) return false;
+    return final_indices ? final_indices[n] < 0 : pads_by_read_index;
   }
 };
 
-struct ForwardProblem {
-  Layer in;
-  TokenRows o;
-  StateRows final;
-  IndexVector final_indices;
+struct ForwardProblem : OutputProblem {
   StateRows checkpoints;
   IndexVector checkpoint_indices;
+  int64_t checkpoint_room = 0;   // entries of checkpoint_indices, or of checkpoints
   int64_t checkpoint_every = 0;  // 0 = none
-  void* saved = nullptr;
+  SavedBuffer saved;
   bool context_parallel = true;  // sequences may be cut
   bool batch_invariant = false;
   int64_t segment_chunks = 0;  // chunks per segment; 0 = automatic
-
-  GD_ALWAYS_INLINE int64_t final_slot(int64_t n) const { return !final ? -1 : final_indices ? final_indices[n] : n; }
-  // Both slots given and negative: the sequence is skipped, its outputs are zero.
-  GD_ALWAYS_INLINE bool is_nobody(int64_t n) const {
-    return in.initial_indices && final_indices && in.initial_indices[n] < 0 && final_indices[n] < 0;
-  }
 };
 
 struct BackwardProblem {
   Layer in;
   TokenRows d_o;
   StateRows d_final;
-  const void* saved = nullptr;
+  SavedBuffer saved;
   TokenRows dq, dk, dv, dg, dbeta;
   HeadVector dA_log, d_dt_bias;
   StateRows d_initial;
@@ -145,20 +163,11 @@ struct BackwardProblem {
   bool small_workspace = false;
 };
 
-struct RecurrentProblem {
-  Layer in;
-  TokenRows o;  // may be absent
-  StateRows final;
-  IndexVector final_indices;
+struct RecurrentProblem : OutputProblem {
   IndexVector accept_lengths;
   StateRows step_states;     // a pool with step_indices; otherwise addressed by step_batch_stride / step_token_stride
   IndexVector step_indices;  // [B, T]
   int64_t step_batch_stride = 0, step_token_stride = 0;
-
-  GD_ALWAYS_INLINE int64_t final_slot(int64_t n) const { return !final ? -1 : final_indices ? final_indices[n] : n; }
-  GD_ALWAYS_INLINE bool is_nobody(int64_t n) const {
-    return in.initial_indices && final_indices && in.initial_indices[n] < 0 && final_indices[n] < 0;
-  }
 };
 
 }  // namespace gatedelta

@@ -1,11 +1,21 @@
-// What the CPU backend offers the API layer. Workspace sizes come from shapes alone.
+// The CPU backend, as the API layer sees it, and what its parts share.
 #pragma once
 
-#include <cstddef>
-
-#include "core/problem.hpp"
+#include "core/backend.hpp"
 
 namespace gatedelta::cpu {
+
+extern const Backend<ForwardProblem> forward_backend;
+extern const Backend<BackwardProblem> backward_backend;
+extern const Backend<RecurrentProblem> recurrent_backend;
+
+// Bits of gd_isa values that are in this build / that this machine can also run.
+int compiled_isas();
+int usable_isas();
+// Whether this machine's bf16 dot product is no faster than fp32 (Intel).
+bool bf16_dot_is_slow();
+// Best usable ISA; it serves every dtype (bf16 ISAs run fp32 and fp16 inputs on their ordinary vector units).
+gd_isa best_isa();
 
 // How a call runs on this machine: `lanes` independent workers, each with its own slice of the workspace.
 // The lane count decides speed and workspace, never a bit of the result.
@@ -16,24 +26,5 @@ struct Context {
   void* parallel_for_context = nullptr;
   char* workspace = nullptr;  // 64-byte aligned
 };
-
-// Bits of gd_isa values that are in this build / that this machine can also run.
-int compiled_isas();
-int usable_isas();
-// Whether this machine's bf16 dot product is no faster than fp32 (Intel).
-bool bf16_dot_is_slow();
-// Best usable ISA; it serves every dtype (bf16 ISAs run fp32 and fp16 inputs on their plain vector units).
-gd_isa best_isa();
-
-size_t forward_workspace(const ForwardProblem&, const Context&);
-size_t forward_saved(const ForwardProblem&, const Context&);
-void forward(const ForwardProblem&, const Context&);
-
-size_t backward_workspace(const BackwardProblem&, const Context&);
-size_t backward_saved(const BackwardProblem&, const Context&);  // bytes `saved` must have for these inputs
-void backward(const BackwardProblem&, const Context&);
-
-size_t recurrent_workspace(const RecurrentProblem&, const Context&);
-void recurrent(const RecurrentProblem&, const Context&);
 
 }  // namespace gatedelta::cpu

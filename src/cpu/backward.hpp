@@ -41,7 +41,7 @@ class Backward {
     lane_bytes_ = measure.used();
 
     if (problem_.saved) {
-      states_ = static_cast<const float*>(problem_.saved);
+      states_ = static_cast<const float*>(problem_.saved.data);
     } else {
       const ForwardProblem forward = states_only(shared.states);
       Context context = context_;
@@ -93,7 +93,7 @@ class Backward {
   ForwardProblem states_only(float* states) const {
     ForwardProblem forward;
     forward.in = in_;
-    forward.saved = states;
+    forward.saved = {states, 0, true};
     return forward;
   }
 

@@ -1,6 +1,8 @@
-// From a resolved ISA to its kernels.
+// The backend's tables for the API layer, and the choice of an instruction set's kernels.
+#include <cinttypes>
 #include <initializer_list>
 
+#include "core/thread_pool.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/plan.hpp"
 
@@ -32,6 +34,35 @@ gd_isa choose_best_isa() {
   return GD_ISA_GENERIC;
 }
 
+Context context_of(const gd_exec& exec, char* workspace = nullptr) {
+  Context context;
+  context.isa = exec.isa == GD_ISA_AUTO ? best_isa() : static_cast<gd_isa>(exec.isa);
+  context.lanes = exec.num_threads ? exec.num_threads : exec.parallel_for ? cpu_count() : 1;
+  context.parallel_for = exec.parallel_for;
+  context.parallel_for_context = exec.parallel_for_context;
+  context.workspace = workspace;
+  return context;
+}
+
+Outcome check_isa(const gd_exec& exec) {
+  if (exec.isa == GD_ISA_AUTO) return {};
+  const int bit = 1 << exec.isa;
+  if (!(compiled_isas() & bit))
+    return refusal(GD_UNSUPPORTED, "isa is %s, which is not in this build", gd_isa_name(exec.isa));
+  if (!(usable_isas() & bit))
+    return refusal(GD_UNSUPPORTED, "isa is %s, which this machine cannot run", gd_isa_name(exec.isa));
+  return {};
+}
+
+// The chunked operations. The CPU backend never cuts a sequence.
+template <class Problem>
+Outcome check_chunked(const Problem& problem, const gd_exec& exec) {
+  if (problem.segment_chunks)
+    return refusal(GD_UNSUPPORTED, "segment_chunks is %" PRId64 ": sequences are cut on CUDA only, it must be 0",
+                   problem.segment_chunks);
+  return check_isa(exec);
+}
+
 size_t saved_bytes(const Layer& in) {
   return sizeof(float) * static_cast<size_t>(max_saved_states(in) * in.value_heads * padded_dims(in).state_size());
 }
@@ -43,27 +74,49 @@ gd_isa best_isa() {
   return best;
 }
 
-size_t forward_workspace(const ForwardProblem& problem, const Context& context) {
-  return kernels_of(context.isa).forward_workspace(problem, context);
-}
-size_t forward_saved(const ForwardProblem& problem, const Context&) { return saved_bytes(problem.in); }
-void forward(const ForwardProblem& problem, const Context& context) {
-  kernels_of(context.isa).forward(problem, context);
-}
+const Backend<ForwardProblem> forward_backend = {
+    GD_CPU,
+    check_chunked<ForwardProblem>,
+    [](const ForwardProblem& p, const gd_exec& exec) {
+      const Context context = context_of(exec);
+      return kernels_of(context.isa).forward_workspace(p, context);
+    },
+    [](const ForwardProblem& p) { return saved_bytes(p.in); },
+    [](const ForwardProblem& p, const gd_exec& exec, char* workspace) {
+      const Context context = context_of(exec, workspace);
+      kernels_of(context.isa).forward(p, context);
+      return Outcome{};
+    },
+};
 
-size_t backward_workspace(const BackwardProblem& problem, const Context& context) {
-  return kernels_of(context.isa).backward_workspace(problem, context);
-}
-size_t backward_saved(const BackwardProblem& problem, const Context&) { return saved_bytes(problem.in); }
-void backward(const BackwardProblem& problem, const Context& context) {
-  kernels_of(context.isa).backward(problem, context);
-}
+const Backend<BackwardProblem> backward_backend = {
+    GD_CPU,
+    check_chunked<BackwardProblem>,
+    [](const BackwardProblem& p, const gd_exec& exec) {
+      const Context context = context_of(exec);
+      return kernels_of(context.isa).backward_workspace(p, context);
+    },
+    [](const BackwardProblem& p) { return saved_bytes(p.in); },
+    [](const BackwardProblem& p, const gd_exec& exec, char* workspace) {
+      const Context context = context_of(exec, workspace);
+      kernels_of(context.isa).backward(p, context);
+      return Outcome{};
+    },
+};
 
-size_t recurrent_workspace(const RecurrentProblem& problem, const Context& context) {
-  return kernels_of(context.isa).recurrent_workspace(problem, context);
-}
-void recurrent(const RecurrentProblem& problem, const Context& context) {
-  kernels_of(context.isa).recurrent(problem, context);
-}
+const Backend<RecurrentProblem> recurrent_backend = {
+    GD_CPU,
+    [](const RecurrentProblem&, const gd_exec& exec) { return check_isa(exec); },
+    [](const RecurrentProblem& p, const gd_exec& exec) {
+      const Context context = context_of(exec);
+      return kernels_of(context.isa).recurrent_workspace(p, context);
+    },
+    nullptr,
+    [](const RecurrentProblem& p, const gd_exec& exec, char* workspace) {
+      const Context context = context_of(exec, workspace);
+      kernels_of(context.isa).recurrent(p, context);
+      return Outcome{};
+    },
+};
 
 }  // namespace gatedelta::cpu

@@ -193,13 +193,13 @@ class Forward {
     }
   }
 
-  // Rows of no sequence, and of sequences that are nobody.
+  // Rows of o that no sequence owns, and padded rows.
   void zero_unowned_rows() {
     if (!problem_.o) return;
     const Sequences& sequences = in_.sequences;
     if (sequences.offsets) zero_rows({0, sequences.used_tokens(), sequences.tokens - sequences.used_tokens()});
     for (int64_t n = 0; n < sequences.count; ++n)
-      if (problem_.is_nobody(n)) zero_rows(sequences[n]);
+      if (problem_.is_padding(n)) zero_rows(sequences[n]);
   }
   void zero_rows(const SequenceSpan& span) {
     const TokenRows& o = problem_.o;
@@ -225,7 +225,7 @@ class Forward {
                      int64_t head, int p) {
     if (problem_.saved && chunk % kReplayChunks == 0) {
       const int64_t entry = (first_saved_state(in_, n, sequence) + chunk / kReplayChunks) * in_.value_heads + head;
-      float* saved = static_cast<float*>(problem_.saved) + entry * dims_.state_size();
+      float* saved = static_cast<float*>(problem_.saved.data) + entry * dims_.state_size();
       std::memcpy(state_panel(saved, dims_, p), state.S, sizeof(float) * dims_.Kp * kPanel);
     }
     const ChunkSpan span = chunk_span(sequence, chunk);
@@ -262,7 +262,7 @@ class Forward {
     const int heads = plan_.heads_per_item;
     const int64_t items_per_sequence = in_.value_heads / heads;
     const int64_t n = shared_->order[item / items_per_sequence], first = item % items_per_sequence * heads;
-    if (problem_.is_nobody(n)) return;
+    if (problem_.is_padding(n)) return;
     const SequenceSpan sequence = in_.sequences[n];
     const int64_t state_bytes = head_state_bytes();
     const auto state = [&](int h) {
@@ -349,7 +349,7 @@ class Forward {
                           n = item / block_chunks / in_.key_heads;
             const SequenceSpan sequence = in_.sequences[n];
             const int64_t chunk = begin + c;
-            if (chunk >= chunks_of(sequence.length) || problem_.is_nobody(n)) return;
+            if (chunk >= chunks_of(sequence.length) || problem_.is_padding(n)) return;
             const Lane lane = this->lane(lane_index);
             const ChunkSpan span = chunk_span(sequence, chunk);
             prepare_key<E>(key_operands(n, key_head, c), lane.key_scratch, dims_, in_, span, key_head, bool(problem_.o),
@@ -361,7 +361,7 @@ class Forward {
       for_each_item<typename E::Session>(context_, count * in_.value_heads * panels, [&](int lane_index, int64_t item) {
         const int p = static_cast<int>(item % panels);
         const int64_t head = item / panels % in_.value_heads, n = item / panels / in_.value_heads;
-        if (problem_.is_nobody(n)) return;
+        if (problem_.is_padding(n)) return;
         const SequenceSpan sequence = in_.sequences[n];
         const Lane lane = this->lane(lane_index);
         const PanelState<E> state = panel_state(n, head, p);

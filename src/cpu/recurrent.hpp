@@ -113,7 +113,7 @@ class Recurrent {
 
   void run_item(const Lane& w, int64_t n, int64_t head) {
     const SequenceSpan span = in_.sequences[n];
-    if (problem_.is_nobody(n)) {
+    if (problem_.is_padding(n)) {
       if (problem_.o)
         for (int64_t t = 0; t < span.length; ++t) zero_row(span.batch, span.begin + t, head);
       return;

@@ -1,19 +1,46 @@
-// The parts of the CUDA backend that need no CUDA: sizes, and the refusals of a build without it.
+// The part of the CUDA backend that needs no CUDA: limits, sizes, and in a build without CUDA the refusal to run.
 #include "cuda/backend.hpp"
 
+#include "cuda/limits.hpp"
 #include "cuda/workspace/backward.hpp"
 
 namespace gatedelta::cuda {
 
-size_t forward_workspace(const ForwardProblem& problem) { return forward_layout(problem).bytes; }
-size_t saved_bytes(const Layer& layer) { return saved_layout(layer).bytes; }
-size_t backward_workspace(const BackwardProblem& problem) { return backward_layout(problem).bytes; }
+namespace {
+
+Context context_of(const gd_exec& exec, char* workspace) { return {exec.device_index, exec.stream, workspace}; }
+
+}  // namespace
+
+const Backend<ForwardProblem> sm90_forward_backend = {
+    GD_CUDA,
+    [](const ForwardProblem& p, const gd_exec&) { return check_limits(p); },
+    [](const ForwardProblem& p, const gd_exec&) { return forward_layout(p).bytes; },
+    [](const ForwardProblem& p) { return saved_layout(p.in).bytes; },
+    [](const ForwardProblem& p, const gd_exec& exec, char* workspace) {
+      return forward(p, context_of(exec, workspace));
+    },
+};
+
+const Backend<BackwardProblem> sm90_backward_backend = {
+    GD_CUDA,
+    [](const BackwardProblem& p, const gd_exec&) { return check_limits(p); },
+    [](const BackwardProblem& p, const gd_exec&) { return backward_layout(p).bytes; },
+    [](const BackwardProblem& p) { return saved_layout(p.in).bytes; },
+    [](const BackwardProblem& p, const gd_exec& exec, char* workspace) {
+      return backward(p, context_of(exec, workspace));
+    },
+};
 
 #if !GD_CUDA_COMPILED
+namespace {
+Outcome not_compiled() { return refusal(GD_UNSUPPORTED, "device is cuda, but this build has no CUDA backend"); }
+}  // namespace
+
 bool is_compiled() { return false; }
 int usable_devices() { return 0; }
-Outcome forward(const ForwardProblem&, const Context&) { return {GD_UNSUPPORTED, "this build has no CUDA backend"}; }
-Outcome backward(const BackwardProblem&, const Context&) { return {GD_UNSUPPORTED, "this build has no CUDA backend"}; }
+Outcome forward(const ForwardProblem&, const Context&) { return not_compiled(); }
+Outcome backward(const BackwardProblem&, const Context&) { return not_compiled(); }
 #endif
 
 }  // namespace gatedelta::cuda

@@ -1,12 +1,17 @@
-// What the CUDA backend offers the API layer; no CUDA header is needed to include it, and a build without CUDA has it
-// too. Problems that come here have passed api::validate_cuda.
+// The CUDA backend, as the API layer and the launchers see it. No CUDA header is needed to include it, and a build
+// without CUDA has it, too: only running is refused there.
 #pragma once
 
-#include <cstddef>
-
-#include "core/problem.hpp"
+#include "core/backend.hpp"
 
 namespace gatedelta::cuda {
+
+extern const Backend<ForwardProblem> sm90_forward_backend;
+extern const Backend<BackwardProblem> sm90_backward_backend;
+
+bool is_compiled();
+// Devices the kernels run on; 0 where there is no driver.
+int usable_devices();
 
 struct Context {
   int device = 0;
@@ -14,22 +19,8 @@ struct Context {
   char* workspace = nullptr;  // 64-byte aligned
 };
 
-// Status of a call, with a message unless it is GD_OK.
-struct Outcome {
-  gd_status status = GD_OK;
-  char message[256] = "";
-};
-
-bool is_compiled();
-// Devices the kernels run on; 0 where there is no driver.
-int usable_devices();
-
-size_t forward_workspace(const ForwardProblem&);
-// Launches the kernels and returns: no synchronisation, allocation or readback.
+// Launch the kernels on the stream and return: they wait for nothing, allocate nothing and read nothing back.
 Outcome forward(const ForwardProblem&, const Context&);
-
-size_t saved_bytes(const Layer&);  // that a forward keeps for its backward, if asked to
-size_t backward_workspace(const BackwardProblem&);
 Outcome backward(const BackwardProblem&, const Context&);
 
 }  // namespace gatedelta::cuda

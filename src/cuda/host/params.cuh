@@ -55,7 +55,7 @@ inline CallParams call_params(const ForwardProblem& problem, char* workspace, in
   p.cuts = reinterpret_cast<CutCost*>(base + layout.cuts);
   if (problem.saved) {
     const SavedLayout saved_list = saved_layout(in);
-    char* const saved = static_cast<char*>(problem.saved);
+    char* const saved = static_cast<char*>(problem.saved.data);
     p.prepared = reinterpret_cast<uint8_t*>(saved + saved_list.prepared);
     p.prepared_bytes = kBackwardPreparedBytes;
     p.decays = reinterpret_cast<ChunkDecay*>(saved + saved_list.decays);

@@ -12,7 +12,7 @@ inline ForwardProblem forward_of(const BackwardProblem& p) {
   forward.context_parallel = p.context_parallel;
   forward.batch_invariant = p.batch_invariant;
   forward.segment_chunks = p.segment_chunks;
-  forward.saved = const_cast<void*>(p.saved);
+  forward.saved = p.saved;
   return forward;
 }
 

@@ -155,7 +155,7 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p, int prepared_byt
     return at;
   };
   const int64_t count = p.in.sequences.count, chunk_count = sequences_of(p.in.sequences).workspace_chunks();
-  const bool saves = p.saved != nullptr;  // these live in `saved` instead
+  const bool saves = p.saved.present;  // these live in `saved` instead
   w.prepared = take(saves ? 0 : chunk_count * p.in.value_heads * prepared_bytes);
   w.order = take(saves ? 0 : count * int64_t{sizeof(int)});
   w.first_checkpoint = take(p.checkpoint_every && !saves ? count * int64_t{sizeof(int64_t)} : 0);

@@ -1,5 +1,5 @@
-// Rules about calls on CUDA. No test here needs a device, nor a build with CUDA: arguments are judged first. Addresses
-// are made up, so whatever looked into a tensor would crash.
+// Rules about calls on CUDA. No test here needs a device or a build with CUDA: arguments are judged first, and sizes
+// follow from shapes. Addresses are made up, so a call that read a tensor would crash.
 #include <gtest/gtest.h>
 
 #include <initializer_list>
@@ -140,31 +140,24 @@ TYPED_TEST(CudaRules, RightArgumentsFailForWantOfADeviceOnly) {
   EXPECT_TRUE(said(call(this->c), GD_UNSUPPORTED, reason));
 }
 
-TYPED_TEST(CudaRules, QueryNeedsTheBuildButNoDevice) {
+TYPED_TEST(CudaRules, QueryNeedsNeitherBuildNorDevice) {
   auto& c = this->c;
   for (const NamedTensor& each : c.rows()) each.tensor->data = nullptr;
   for (gd_tensor* t : c.scalars()) t->data = nullptr;
   size_t bytes = 0;
-  const gd_status status = query(c, &bytes);
-  if (!info().cuda_compiled) {
-    EXPECT_TRUE(said(status, GD_UNSUPPORTED, "device is GD_CUDA, but this build has no CUDA backend"));
-    return;
-  }
-  EXPECT_EQ(status, GD_OK) << gd_last_error();
+  EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
   EXPECT_GT(bytes, 0u);
   EXPECT_EQ(query(c, nullptr), GD_INVALID_ARGUMENT);
 }
 
 TEST_F(Cuda, WorkspaceKeepsItsPromise) {
-  if (!info().cuda_compiled) GTEST_SKIP() << "this build has no CUDA backend";
   size_t bytes = 0;
   ASSERT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
   EXPECT_LE(bytes, static_cast<size_t>(192 * kB * kT * kHv + (1 << 20)));
 }
 
-// dv is where the chain leaves what the gradients are made of; without the caller's, the workspace has room for it.
+// The chain leaves in dv what the gradients are made of. Without the caller's dv, the workspace has room for it.
 TEST_F(CudaGradients, WorkspaceGrowsWithoutDv) {
-  if (!info().cuda_compiled) GTEST_SKIP() << "this build has no CUDA backend";
   size_t with = 0, without = 0;
   ASSERT_EQ(query(c, &with), GD_OK) << gd_last_error();
   c.dv = {};
@@ -173,7 +166,6 @@ TEST_F(CudaGradients, WorkspaceGrowsWithoutDv) {
 }
 
 TYPED_TEST(CudaRules, Workspace) {
-  if (!info().cuda_compiled) GTEST_SKIP() << "this build has no CUDA backend";
   auto& c = this->c;
   size_t needed = 0;
   ASSERT_EQ(query(c, &needed), GD_OK);
@@ -189,27 +181,28 @@ TYPED_TEST(CudaRules, Workspace) {
       said(call(c), GD_INVALID_ARGUMENT, std::string(c.rows().back().name) + " and workspace overlap in memory"));
 }
 
-TEST_F(Cuda, HasNoRecurrentSteps) {
-  constexpr char kOnly[] = "device is GD_CUDA, which has gd_forward and gd_backward only for now";
-  size_t bytes = 0;
+TEST_F(Cuda, HasNoRecurrentStep) {
+  constexpr char kNone[] = "there is no recurrent step on device cuda yet";
+  size_t bytes = 7;
   gd_recurrent_args recurrent = GD_RECURRENT_ARGS_INIT;
-  recurrent.exec.device = GD_CUDA;
-  EXPECT_TRUE(said(gd_recurrent(&recurrent), GD_UNSUPPORTED, kOnly));
-  EXPECT_TRUE(said(gd_recurrent_workspace(&recurrent, &bytes), GD_UNSUPPORTED, kOnly));
+  recurrent.exec = c.exec;
+  recurrent.in = c.in;
+  recurrent.o = c.o;
+  EXPECT_TRUE(said(gd_recurrent(&recurrent), GD_UNSUPPORTED, kNone));
+  EXPECT_TRUE(said(gd_recurrent_workspace(&recurrent, &bytes), GD_UNSUPPORTED, kNone));
+  EXPECT_EQ(bytes, 7u);
+  // Arguments are judged before devices.
+  recurrent.o.rank = 3;
+  EXPECT_TRUE(said(gd_recurrent(&recurrent), GD_INVALID_ARGUMENT, "o: rank is 3"));
+  EXPECT_TRUE(said(gd_recurrent_workspace(&recurrent, &bytes), GD_INVALID_ARGUMENT, "o: rank is 3"));
 }
 
-// What was prepared, and a state of every 1024 tokens.
+// Prepared chunks, a state of every 1024 tokens, and what was found out about the lengths.
 TEST_F(Cuda, SavedSize) {
   set_tokens(2, 2048 + 1);
   size_t bytes = 7;
-  const gd_status status = gd_forward_saved_size(&c, &bytes);
-  if (!info().cuda_compiled) {
-    EXPECT_TRUE(said(status, GD_UNSUPPORTED, "device is GD_CUDA, but this build has no CUDA backend"));
-    return;
-  }
-  EXPECT_EQ(status, GD_OK) << gd_last_error();
-  // And what was found out of the lengths: two numbers per sequence, in 64 bytes each, the prices of 80 cuts, and a
-  // list of work.
+  EXPECT_EQ(gd_forward_saved_size(&c, &bytes), GD_OK) << gd_last_error();
+  // Two numbers per sequence, in 64 bytes each, the costs of 80 cuts, and a work list.
   EXPECT_EQ(bytes, kHv * (2 * 33 * (6912 + 8) + 2 * 2 * size_t{65536}) + 2 * 64 + 80 * 8 + 65536);
   EXPECT_EQ(gd_forward_saved_size(&c, nullptr), GD_INVALID_ARGUMENT);
 }
@@ -217,10 +210,9 @@ TEST_F(Cuda, SavedSize) {
 TYPED_TEST(CudaRules, Saved) {
   auto& c = this->c;
   size_t bytes = 0, with = 0;
-  const gd_status status = query(c, &bytes);
+  EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
   c.saved_bytes = 1 << 20;
-  EXPECT_EQ(query(c, &with), status);  // "there will be one"
-  if (!info().cuda_compiled) return;
+  EXPECT_EQ(query(c, &with), GD_OK) << gd_last_error();  // "there will be one"
   EXPECT_NE(with, bytes);
   c.saved = c.place();
   c.saved_bytes = 64;
@@ -246,7 +238,7 @@ TYPED_TEST(CudaRules, ThingsOfTheCpu) {
   auto& c = this->c;
   constexpr char kThreads[] = "num_threads, parallel_for and parallel_for_context must not be set on CUDA";
   c.exec.isa = GD_ISA_GENERIC;
-  EXPECT_TRUE(c.invalid("isa is 1, must be GD_ISA_AUTO on CUDA"));
+  EXPECT_TRUE(c.invalid("isa is 1, must be 0 (auto) on CUDA"));
   c.exec.isa = GD_ISA_AUTO;
   c.exec.num_threads = 1;
   EXPECT_TRUE(c.invalid(kThreads));
@@ -278,7 +270,7 @@ TEST_F(CudaGradients, SharesTheRulesAboutOutputs) {
   EXPECT_TRUE(c.invalid("dk: shape is [2, 300, 4, 128], must be [B, T, Hk, K] = [2, 300, 2, 128]"));
   c.dk = c.made_up(GD_BF16, {kB, kT, kHk, kD});
   c.dA_log = c.made_up(GD_F32, {kHv});
-  EXPECT_TRUE(c.invalid("dA_log is given, but gate is not GD_GATE_RAW: leave it out"));
+  EXPECT_TRUE(c.invalid("dA_log is given, but gate is not raw: leave it out"));
   c.dA_log = {};
   c.dv.data = c.in.v.data;
   EXPECT_TRUE(said(call(c), GD_INVALID_ARGUMENT, "v and dv overlap in memory"));
@@ -292,7 +284,7 @@ TYPED_TEST(CudaRules, Segments) {
   EXPECT_TRUE(c.invalid("segment_chunks is -1, must not be negative"));
   c.segment_chunks = 2;
   c.context_parallel = GD_CP_OFF;
-  EXPECT_TRUE(c.invalid("segment_chunks is 2, but context_parallel is GD_CP_OFF"));
+  EXPECT_TRUE(c.invalid("segment_chunks is 2, but context_parallel is off"));
   c.context_parallel = GD_CP_AUTO;
   c.batch_invariant = 1;
   EXPECT_TRUE(c.unsupported("segment_chunks is 2: a batch_invariant call cuts no sequence"));
@@ -303,7 +295,7 @@ TYPED_TEST(CudaRules, Segments) {
                     "heads all together"));
   this->set_tokens(1, 64 * 2000);
   c.segment_chunks = 1;
-  EXPECT_TRUE(c.unsupported("segment_chunks is 1, which may make 24012 pieces of work, more than 6144 on CUDA"));
+  EXPECT_TRUE(c.unsupported("segment_chunks is 1, which may make 24012 work items, more than 6144 on CUDA"));
   c.segment_chunks = 0;
   c.context_parallel = 2;
   EXPECT_TRUE(c.invalid("context_parallel is 2, must be from 0 to 1"));
@@ -312,8 +304,7 @@ TYPED_TEST(CudaRules, Segments) {
 TEST_F(CudaGradients, SmallWorkspaceWantsWhatIsSaved) {
   set_tokens(1, 32768);
   c.small_workspace = 1;
-  EXPECT_TRUE(c.unsupported("small_workspace is 1, but saved is null"));
-  if (!info().cuda_compiled) return;
+  EXPECT_TRUE(c.unsupported("small_workspace is set, but saved is null"));
   size_t small = 0, whole = 0;
   c.saved_bytes = 1;
   ASSERT_EQ(query(c, &small), GD_OK) << gd_last_error();
@@ -393,7 +384,7 @@ TYPED_TEST(CudaRules, AlignmentOfRows) {
   }
 }
 
-TYPED_TEST(CudaRules, StridesBeyondTheCopyEngine) {
+TYPED_TEST(CudaRules, StridesBeyondTma) {
   auto& c = this->c;
   c.output().stride[0] = int64_t{1} << 39;
   EXPECT_TRUE(
@@ -404,11 +395,7 @@ TYPED_TEST(CudaRules, OneEntryMayHaveAnyStride) {
   this->set_tokens(1, kT);
   for (const NamedTensor& each : this->c.rows()) each.tensor->stride[0] = 3;
   size_t bytes = 0;
-  const gd_status status = query(this->c, &bytes);
-  EXPECT_EQ(status, info().cuda_compiled ? GD_OK : GD_UNSUPPORTED) << gd_last_error();
-  if (status != GD_OK) {
-    EXPECT_STREQ(gd_last_error(), "device is GD_CUDA, but this build has no CUDA backend");
-  }
+  EXPECT_EQ(query(this->c, &bytes), GD_OK) << gd_last_error();
 }
 
 }  // namespace gatedelta::test

@@ -60,9 +60,9 @@ RULE(DtypeNotFloat) {
 RULE(DtypeUnknown) {
   CALL;
   c.in.q.dtype = 77;
-  EXPECT_TRUE(c.invalid("q: dtype is 77 (no gd_dtype)"));
+  EXPECT_TRUE(c.invalid("q: dtype is 77 (unknown)"));
   c.in.q.dtype = -1;
-  EXPECT_TRUE(c.invalid("q: dtype is -1 (no gd_dtype)"));
+  EXPECT_TRUE(c.invalid("q: dtype is -1 (unknown)"));
 }
 
 RULE(DtypeOfKeysDiffers) {
@@ -234,13 +234,13 @@ RULE(RawGateNeedsALog) {
 RULE(ALogWithoutRawGate) {
   CALL;
   c.in.A_log = c.input({kHv});
-  EXPECT_TRUE(c.invalid("A_log is given, but gate is not GD_GATE_RAW"));
+  EXPECT_TRUE(c.invalid("A_log is given, but gate is not raw"));
 }
 
 RULE(BiasWithoutRawGate) {
   CALL;
   c.in.dt_bias = c.input({kHv});
-  EXPECT_TRUE(c.invalid("dt_bias is given, but gate is not GD_GATE_RAW"));
+  EXPECT_TRUE(c.invalid("dt_bias is given, but gate is not raw"));
 }
 
 RULE(ShapeOfALog) {

@@ -387,10 +387,10 @@ TEST(Backward, GradientShapes) {
 TEST(Backward, GradientsOfTheGateNeedRawGate) {
   BackwardCase c;
   c.dA_log = c.output({kHv});
-  EXPECT_TRUE(c.invalid("dA_log is given, but gate is not GD_GATE_RAW"));
+  EXPECT_TRUE(c.invalid("dA_log is given, but gate is not raw"));
   c.dA_log = {};
   c.d_dt_bias = c.output({kHv});
-  EXPECT_TRUE(c.invalid("d_dt_bias is given, but gate is not GD_GATE_RAW"));
+  EXPECT_TRUE(c.invalid("d_dt_bias is given, but gate is not raw"));
   c.in.gate = GD_GATE_RAW;
   c.in.A_log = c.input({kHv});
   c.dA_log = c.output({kHv});
@@ -481,6 +481,8 @@ TEST(Backward, ContextParallelAndSegments) {
   EXPECT_TRUE(c.invalid("context_parallel is -1, must be from 0 to 1"));
   c.context_parallel = GD_CP_OFF;
   c.segment_chunks = 1;
+  EXPECT_TRUE(c.invalid("segment_chunks is 1, but context_parallel is off"));
+  c.context_parallel = GD_CP_AUTO;
   EXPECT_TRUE(c.refuses(GD_UNSUPPORTED, "segment_chunks is 1: sequences are cut on CUDA only, it must be 0"));
 }
 
@@ -517,7 +519,7 @@ TEST(Recurrent, SlotTwice) {
   EXPECT_TRUE(c.accepts());
 }
 
-TEST(Forward, NobodyCannotBeSaved) {
+TEST(Forward, PaddedRowCannotBeSaved) {
   ForwardCase c;
   c.in.initial_state = c.final_state = c.state(6);
   c.in.initial_indices = c.indices({1, -1});
@@ -525,15 +527,15 @@ TEST(Forward, NobodyCannotBeSaved) {
   EXPECT_TRUE(c.accepts());
   ASSERT_EQ(gd_forward_saved_size(&c, &c.saved_bytes), GD_OK);
   c.saved = c.memory.take(c.saved_bytes, 0xa5);
-  EXPECT_TRUE(c.invalid("saved is given, but sequence 1 is nobody"));
+  EXPECT_TRUE(c.invalid("saved is given, but sequence 1 is a padded row"));
 }
 
-TEST(Recurrent, NobodyIsSkipped) {
+TEST(Recurrent, PaddedRowIsSkipped) {
   RecurrentCase c;
   c.in.initial_state = c.final_state = c.state(6);
   c.in.initial_indices = c.indices({1, -1});
   c.final_indices = c.indices({1, -1});
-  c.accept_lengths = c.indices({70, 1000});  // nobody's count is not looked at
+  c.accept_lengths = c.indices({70, 1000});  // a padded row's count is ignored
   EXPECT_TRUE(c.accepts());
 }
 

@@ -55,7 +55,7 @@ TEST(BackwardMemory, HasRoomForWindows) {
       BackwardProblem p = dense(1, 32768, 4);
       p.context_parallel = cuts;
       p.segment_chunks = cuts ? segment : 0;
-      p.saved = &p;
+      p.saved.present = true;
       EXPECT_GE(max_entries(forward_of(p)), 32768 / kSaveIntervalTokens * 4);
       EXPECT_LE(max_entries(forward_of(p)), kMaxPlannedEntries);
     }

@@ -207,8 +207,7 @@ TEST(List, OfShortSequencesNeedsNoPlan) {
   EXPECT_EQ(list_mode(packed(1, kShortTokens + 1, 8), 132), kPlannedList);
   EXPECT_EQ(even_parts(dense(2, kShortTokens, 8), 132), 2);
   ForwardProblem saves = packed(1, 64, 8);
-  char saved = 0;
-  saves.saved = &saved;
+  saves.saved.present = true;
   EXPECT_EQ(list_mode(saves, 132), kPlannedList);
   for (int64_t count = 0; count < 70; ++count)
     for (int64_t heads = 1; heads < 70; ++heads) {

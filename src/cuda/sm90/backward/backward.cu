@@ -22,7 +22,7 @@ BackwardParams params_of(const BackwardProblem& problem, char* workspace, int mu
   char* const base = workspace + (kAlign - reinterpret_cast<uintptr_t>(workspace) % kAlign) % kAlign;
   BackwardParams p{};
   static_cast<CallParams&>(p) = call_params(forward_of(problem), workspace, multiprocessors, kBackwardPreparedBytes);
-  p.has_saved = problem.saved != nullptr;
+  p.has_saved = problem.saved.present;
   const auto at = [&](size_t offset) { return base + offset; };
   p.grad_schedule = reinterpret_cast<Schedule*>(at(layout.grad_schedule));
   p.grad_work = reinterpret_cast<WorkItem*>(at(layout.grad_work));

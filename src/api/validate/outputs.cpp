@@ -1,0 +1,121 @@
+// What each operation writes, and its own options.
+#include <cinttypes>
+
+#include "api/validate/contents.hpp"
+#include "api/validate/inputs.hpp"
+
+namespace gatedelta::api {
+
+namespace {
+
+template <class Args>
+gd_status check_segments(const Args& args) {
+  const int32_t chunks = args.segment_chunks;
+  GD_TRY(check_enum("context_parallel", args.context_parallel, GD_CP_OFF));
+  if (chunks < 0) return invalid("segment_chunks is %" PRId32 ", must not be negative", chunks);
+  if (chunks == 0) return GD_OK;
+  if (args.context_parallel == GD_CP_OFF)
+    return invalid("segment_chunks is %" PRId32 ", but context_parallel is off", chunks);
+  if (args.batch_invariant)
+    return refuse(GD_UNSUPPORTED, "segment_chunks is %" PRId32 ": a batch_invariant call cuts no sequence", chunks);
+  return GD_OK;
+}
+
+}  // namespace
+
+gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProblem& p) {
+  Checker check(stage);
+  const Layer& in = p.in;
+  GD_TRY(check_reserved("gd_forward_args", args.reserved, args.reserved_flags));
+  GD_TRY(check_segments(args));
+  GD_TRY(validate_layer(check, args.in, p.in));
+  GD_TRY(check.rows("o", args.o, value_rows(in), Need::required, Role::output, p.o));
+  GD_TRY(check.indexed_states("final_state", args.final_state, "final_indices", args.final_indices, in, Role::output,
+                              p.final, p.final_indices));
+
+  if (is_absent(args.checkpoints)) {
+    if (!is_absent(args.checkpoint_indices)) return invalid("checkpoint_indices is given without checkpoints");
+    if (args.checkpoint_every != 0)
+      return invalid("checkpoint_every is %" PRId64 ", but there are no checkpoints", args.checkpoint_every);
+  } else {
+    if (args.checkpoint_every <= 0 || args.checkpoint_every % kChunk != 0)
+      return invalid("checkpoint_every is %" PRId64 ", must be a positive multiple of %d", args.checkpoint_every,
+                     kChunk);
+    p.checkpoint_every = args.checkpoint_every;
+    GD_TRY(check.indices("checkpoint_indices", args.checkpoint_indices, {"[C]", 1, {kAny}}, p.checkpoint_indices));
+    GD_TRY(check.states("checkpoints", args.checkpoints, in, kAny, Role::output, p.checkpoints,
+                        static_cast<bool>(p.checkpoint_indices)));
+    p.checkpoint_room = p.checkpoint_indices ? args.checkpoint_indices.shape[0] : p.checkpoints.slots;
+    if (!in.sequences.offsets) GD_TRY(check_checkpoint_count(p));
+  }
+
+  p.context_parallel = args.context_parallel == GD_CP_AUTO;
+  p.batch_invariant = args.batch_invariant != 0;
+  p.segment_chunks = args.segment_chunks;
+  GD_TRY(check.saved(args.saved, args.saved_bytes, Role::output, p.saved));
+  return check.finish(args.exec);
+}
+
+gd_status validate_shapes(const gd_backward_args& args, Stage stage, BackwardProblem& p) {
+  Checker check(stage);
+  const Layer& in = p.in;
+  GD_TRY(check_reserved("gd_backward_args", args.reserved));
+  GD_TRY(check_segments(args));
+  GD_TRY(validate_layer(check, args.in, p.in));
+  GD_TRY(check.rows("d_o", args.d_o, value_rows(in), Need::required, Role::input, p.d_o));
+  GD_TRY(check.states("d_final_state", args.d_final_state, in, in.sequences.count, Role::input, p.d_final));
+
+  GD_TRY(check.rows("dq", args.dq, key_rows(in), Need::optional, Role::output, p.dq));
+  GD_TRY(check.rows("dk", args.dk, key_rows(in), Need::optional, Role::output, p.dk));
+  GD_TRY(check.rows("dv", args.dv, value_rows(in), Need::optional, Role::output, p.dv));
+  GD_TRY(check.rows("dg", args.dg, value_scalars(in), Need::optional, Role::output, p.dg));
+  GD_TRY(check.rows("dbeta", args.dbeta, value_scalars(in), Need::optional, Role::output, p.dbeta));
+  GD_TRY(check.gate_vector("dA_log", args.dA_log, in, Need::optional, Role::output, p.dA_log));
+  GD_TRY(check.gate_vector("d_dt_bias", args.d_dt_bias, in, Need::optional, Role::output, p.d_dt_bias));
+  GD_TRY(check.states("d_initial_state", args.d_initial_state, in, in.sequences.count, Role::output, p.d_initial));
+  if (!p.dq && !p.dk && !p.dv && !p.dg && !p.dbeta && !p.dA_log && !p.d_dt_bias && !p.d_initial)
+    return invalid("no gradient is asked for: dq, dk, dv, dg, dbeta, dA_log, d_dt_bias and d_initial_state are absent");
+
+  p.context_parallel = args.context_parallel == GD_CP_AUTO;
+  p.batch_invariant = args.batch_invariant != 0;
+  p.segment_chunks = args.segment_chunks;
+  p.small_workspace = args.small_workspace != 0;
+  GD_TRY(check.saved(args.saved, args.saved_bytes, Role::input, p.saved));
+  return check.finish(args.exec);
+}
+
+gd_status validate_shapes(const gd_recurrent_args& args, Stage stage, RecurrentProblem& p) {
+  Checker check(stage);
+  const Layer& in = p.in;
+  GD_TRY(check_reserved("gd_recurrent_args", args.reserved));
+  GD_TRY(validate_layer(check, args.in, p.in));
+  const int64_t B = in.sequences.batch, T = in.sequences.tokens;
+  GD_TRY(check.rows("o", args.o, value_rows(in), Need::optional, Role::output, p.o));
+  GD_TRY(check.indexed_states("final_state", args.final_state, "final_indices", args.final_indices, in, Role::output,
+                              p.final, p.final_indices));
+  if (!p.final && !is_absent(args.accept_lengths)) return invalid("accept_lengths is given without final_state");
+  GD_TRY(check.indices("accept_lengths", args.accept_lengths, {"[N]", 1, {in.sequences.count}}, p.accept_lengths));
+
+  const gd_tensor& steps = args.step_states;
+  GD_TRY(check.indices("step_indices", args.step_indices, {"[B, T]", 2, {B, T}}, p.step_indices));
+  if (p.step_indices) {
+    if (is_absent(steps)) return invalid("step_indices is given without step_states");
+    GD_TRY(check.states("step_states", steps, in, kAny, Role::output, p.step_states, true));
+  } else if (!is_absent(steps)) {
+    const Shape shape = {
+        in.layout == GD_STATE_KV ? "[B, T, Hv, K, V] without step_indices" : "[B, T, Hv, V, K] without step_indices",
+        5,
+        {B, T, in.value_heads, Checker::rows_of(in), Checker::columns_of(in)}};
+    GD_TRY(check.tensor("step_states", steps, shape, kFloats, 2, Role::output));
+    p.step_states = {check.address(steps), static_cast<gd_dtype>(steps.dtype), B * T, 0, stride_of(steps, 2)};
+    p.step_batch_stride = stride_of(steps, 0);
+    p.step_token_stride = stride_of(steps, 1);
+  }
+  if (!p.o && !p.final && !p.step_states)
+    return invalid("nothing to compute: o, final_state and step_states are absent");
+  // A call that stores no state has no write slots: padded rows show in the read slots alone.
+  p.pads_by_read_index = !p.final && !p.step_states;
+  return check.finish(args.exec);
+}
+
+}  // namespace gatedelta::api

@@ -1,0 +1,110 @@
+#include "cuda/limits.hpp"
+
+#include <cinttypes>
+#include <initializer_list>
+#include <utility>
+
+#include "core/names.hpp"
+#include "cuda/workspace/backward.hpp"
+
+namespace gatedelta::cuda {
+
+namespace {
+
+// Leaves the function with the outcome of a rule that does not hold.
+#define GD_CHECK(rule) \
+  if (const Outcome outcome_ = (rule); outcome_.status != GD_OK) return outcome_
+
+Outcome check_layer(const Layer& in) {
+  for (const auto& [name, size] : {std::pair("K", in.key_dim), std::pair("V", in.value_dim)})
+    if (size != kHeadDim) return refusal(GD_UNSUPPORTED, "%s is %d, must be %d on CUDA", name, size, kHeadDim);
+  if (in.q.dtype != GD_BF16 && in.q.dtype != GD_F16)
+    return refusal(GD_UNSUPPORTED, "q, k and v are %s, must be bfloat16 or float16 on CUDA", dtype_name(in.q.dtype));
+  if (in.group > kMaxGroup)
+    return refusal(GD_UNSUPPORTED, "Hv / Hk is %" PRId64 ", must be at most %" PRId64 " on CUDA", in.group, kMaxGroup);
+
+  const gatedelta::Sequences& sequences = in.sequences;
+  if (sequences.tokens > kMaxTokens)
+    return refusal(GD_UNSUPPORTED, "T is %" PRId64 ", must be at most %" PRId64 " on CUDA", sequences.tokens,
+                   kMaxTokens);
+  if (sequences.count > kMaxSeqHeads / in.value_heads)
+    return refusal(GD_UNSUPPORTED, "N * Hv is %" PRId64 " * %" PRId64 ", must be at most %" PRId64 " on CUDA",
+                   sequences.count, in.value_heads, kMaxSeqHeads);
+  if (const int64_t blocks = prepare_blocks(in); blocks > kMaxPrepareBlocks)
+    return refusal(GD_UNSUPPORTED,
+                   "the call has %" PRId64 " chunks times key heads, must have at most %" PRId64 " on CUDA",
+                   blocks - kPrepareHelpers, kMaxPrepareBlocks - kPrepareHelpers);
+  return {};
+}
+
+Outcome check_segments(const ForwardProblem& p) {
+  if (p.segment_chunks && !is_planned(p.in.sequences.count, p.in.value_heads))
+    return refusal(GD_UNSUPPORTED,
+                   "segment_chunks is %" PRId64
+                   ": sequences are cut on CUDA where there are at most %d, with at most %d "
+                   "heads all together",
+                   p.segment_chunks, kMaxPlannedSequences, kMaxPlannedSeqHeads);
+  if (p.segment_chunks && max_entries(p) > kMaxPlannedEntries)
+    return refusal(GD_UNSUPPORTED,
+                   "segment_chunks is %" PRId64 ", which may make %" PRId64 " work items, more than %d on CUDA",
+                   p.segment_chunks, max_entries(p), kMaxPlannedEntries);
+  return {};
+}
+
+// What TMA requires of a tensor of rows, and that it has the type of q.
+Outcome check_rows(const char* name, const TokenRows* rows, const Layer& in) {
+  if (!*rows) return {};
+  if (rows->dtype != in.q.dtype)
+    return refusal(GD_UNSUPPORTED, "%s: dtype is %s, must be %s as that of q on CUDA", name, dtype_name(rows->dtype),
+                   dtype_name(in.q.dtype));
+  if (reinterpret_cast<uintptr_t>(rows->data) % kRowAlign)
+    return refusal(GD_UNSUPPORTED, "%s: data (%p) is not %d-byte aligned, as it must be on CUDA", name, rows->data,
+                   static_cast<int>(kRowAlign));
+  const int64_t strides[] = {rows->batch_stride, rows->token_stride, rows->head_stride};
+  for (int d = 0; d < 3; ++d) {
+    constexpr int64_t kElementBytes = 2;  // bf16 or fp16, as checked above
+    const int64_t bytes = strides[d] * kElementBytes;
+    if (bytes % kRowAlign)
+      return refusal(GD_UNSUPPORTED, "%s: stride[%d] is %" PRId64 ", must be a multiple of %d (%d bytes) on CUDA", name,
+                     d, strides[d], static_cast<int>(kRowAlign / kElementBytes), static_cast<int>(kRowAlign));
+    if (bytes >= kMaxStrideBytes)
+      return refusal(GD_UNSUPPORTED, "%s: stride[%d] is %" PRId64 ", must be less than 2^39 on CUDA", name, d,
+                     strides[d]);
+  }
+  return {};
+}
+
+}  // namespace
+
+Outcome check_limits(const ForwardProblem& p) {
+  const Layer& in = p.in;
+  if (p.saved && p.checkpoints)
+    return refusal(GD_UNSUPPORTED,
+                   "saved and checkpoints are both given: on CUDA a forward keeps states for one of them");
+  // A padded row would leave gaps in `saved`, and the host does not know which rows are padded.
+  if (p.saved && in.initial_indices && p.final_indices)
+    return refusal(GD_UNSUPPORTED, "saved is given, but on CUDA not together with initial_indices and final_indices");
+  GD_CHECK(check_layer(in));
+  GD_CHECK(check_segments(p));
+  for (const auto& [name, rows] :
+       {std::pair("q", &in.q), std::pair("k", &in.k), std::pair("v", &in.v), std::pair("o", &p.o)})
+    GD_CHECK(check_rows(name, rows, in));
+  return {};
+}
+
+Outcome check_limits(const BackwardProblem& p) {
+  if (p.small_workspace && !p.saved)
+    return refusal(
+        GD_UNSUPPORTED,
+        "small_workspace is set, but saved is null: on CUDA give it what the forward saved (in a query saved_bytes), "
+        "or leave it 0");
+  GD_CHECK(check_layer(p.in));
+  GD_CHECK(check_segments(forward_of(p)));
+  for (const auto& [name, rows] :
+       {std::pair("q", &p.in.q), std::pair("k", &p.in.k), std::pair("v", &p.in.v), std::pair("d_o", &p.d_o),
+        std::pair("dq", &p.dq), std::pair("dk", &p.dk), std::pair("dv", &p.dv)})
+    GD_CHECK(check_rows(name, rows, p.in));
+  return {};
+}
+
+}  // namespace gatedelta::cuda

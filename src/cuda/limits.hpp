@@ -1,0 +1,12 @@
+// What the Hopper kernels cannot do: rules about problems that are valid otherwise, each with its message. They need no
+// CUDA, so a build without it gives the same answers.
+#pragma once
+
+#include "core/backend.hpp"
+
+namespace gatedelta::cuda {
+
+Outcome check_limits(const ForwardProblem& problem);
+Outcome check_limits(const BackwardProblem& problem);
+
+}  // namespace gatedelta::cuda
