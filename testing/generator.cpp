@@ -180,7 +180,7 @@ Problem::Problem(const Case& c) : spec((check_case(c), c)) {
   std::vector<int64_t> read(scrambled.begin(), scrambled.begin() + N);
   std::vector<int64_t> write =
       c.inplace || !c.pool ? read : std::vector<int64_t>(scrambled.begin() + N, scrambled.begin() + 2 * N);
-  if (c.pool) {  // of every five sequences one starts from zero, one is not stored, one is nobody
+  if (c.pool) {  // of every five sequences one starts from zero, one is not stored, one is a padded row
     for (int64_t n = 0; n < N; ++n) {
       if (n % 5 == 1 || n % 5 == 4) read[n] = n % 5 == 1 ? -1 : -7;
       if (n % 5 == 2 || n % 5 == 4) write[n] = -1;

@@ -141,15 +141,6 @@ void Judge::judge_entries(Judgement& result, Quantity quantity, Compute compute,
   result.verdicts.push_back({name_of(quantity), bound, compare(values, expected, shape, bound, head_limit(c.Hv))});
 }
 
-std::vector<bool> Judge::is_somebody(const gd_inputs& in, const gd_tensor& final_indices) const {
-  std::vector<bool> somebody(problem_.spec.sequences(), true);
-  if (in.initial_indices.dtype == GD_DTYPE_NONE || final_indices.dtype == GD_DTYPE_NONE) return somebody;
-  for (size_t n = 0; n < somebody.size(); ++n) {
-    somebody[n] = index_at(in.initial_indices, int64_t(n)) >= 0 || index_at(final_indices, int64_t(n)) >= 0;
-  }
-  return somebody;
-}
-
 std::vector<int64_t> Judge::final_slots(const gd_tensor& final_indices) const {
   std::vector<int64_t> slots(problem_.spec.sequences());
   for (size_t n = 0; n < slots.size(); ++n) {
@@ -179,14 +170,13 @@ Judgement Judge::forward(Compute compute, const std::function<std::string(const 
   }
   if (args.checkpoints.dtype != GD_DTYPE_NONE) {
     const auto spans = sequence_spans(args.in);
-    const auto somebody = is_somebody(args.in, args.final_indices);
     std::vector<int64_t> slots;
     for (size_t n = 0; n < spans.size(); ++n) {
       for (int64_t i = 0; i < spans[n].length / args.checkpoint_every; ++i) {
         const auto entry = static_cast<int64_t>(slots.size());
         const int64_t slot =
             args.checkpoint_indices.dtype == GD_DTYPE_NONE ? entry : index_at(args.checkpoint_indices, entry);
-        slots.push_back(somebody[n] ? slot : -1);
+        slots.push_back(is_padding(args, int64_t(n)) ? -1 : slot);
       }
     }
     judge_entries(result, Quantity::checkpoints, compute, args.checkpoints, truth.checkpoints, slots);
@@ -198,7 +188,7 @@ Judgement Judge::forward(Compute compute, const std::function<std::string(const 
 Judgement Judge::backward(const Exec& exec, bool from_saved) {
   return backward(chunk_compute(problem_.spec.dtype, exec.isa), [&](const gd_backward_args& args) {
     Buffer saved;
-    gd_forward_args training = problem_.forward;  // stores no states, so no sequence is nobody
+    gd_forward_args training = problem_.forward;  // without write slots, so no sequence is a padded row
     training.final_state = training.final_indices = {};
     std::string error = from_saved ? run_forward(training, exec, &saved) : "";
     problem_.reset();
@@ -242,13 +232,13 @@ Judgement Judge::recurrent(const Exec& exec) {
     judge_entries(result, Quantity::final_state, compute, args.final_state, truth.final_state,
                   final_slots(args.final_indices));
   }
-  if (args.step_states.dtype != GD_DTYPE_NONE) {  // states of the tokens that belong to somebody
+  if (args.step_states.dtype != GD_DTYPE_NONE) {  // but for the tokens of padded rows
     const auto spans = sequence_spans(args.in);
-    const auto somebody = is_somebody(args.in, args.final_indices);
     const int64_t T = args.in.q.shape[1];
     std::vector<int64_t> slots(args.in.q.shape[0] * T, -1);
     for (size_t n = 0; n < spans.size(); ++n) {
-      for (int64_t t = 0; t < spans[n].length && somebody[n]; ++t) {
+      if (is_padding(args, int64_t(n))) continue;
+      for (int64_t t = 0; t < spans[n].length; ++t) {
         const int64_t token = spans[n].batch * T + spans[n].begin + t;
         // make() stores [B, T] indices contiguously
         gd_tensor flat = args.step_indices;

@@ -65,7 +65,6 @@ class Judge {
   void judge_entries(Judgement& result, Quantity quantity, Compute compute, const gd_tensor& got,
                      const std::vector<double>& truth, const std::vector<int64_t>& slots);
   int64_t head_limit(int64_t heads) const;
-  std::vector<bool> is_somebody(const gd_inputs& in, const gd_tensor& final_indices) const;
   std::vector<int64_t> final_slots(const gd_tensor& final_indices) const;
 
   Problem problem_;

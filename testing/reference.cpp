@@ -29,6 +29,25 @@ std::vector<Span> sequence_spans(const gd_inputs& in) {
 
 namespace {
 
+bool is_given(const gd_tensor& t) { return t.dtype != GD_DTYPE_NONE; }
+
+// The read slot is negative, and so is the write slot; `otherwise` where the call has no write slots.
+bool is_padding(const gd_inputs& in, const gd_tensor& final_indices, int64_t n, bool otherwise) {
+  if (!is_given(in.initial_indices) || index_at(in.initial_indices, n) >= 0) return false;
+  return is_given(final_indices) ? index_at(final_indices, n) < 0 : otherwise;
+}
+
+}  // namespace
+
+bool is_padding(const gd_forward_args& args, int64_t n) { return is_padding(args.in, args.final_indices, n, false); }
+
+bool is_padding(const gd_recurrent_args& args, int64_t n) {
+  const bool stores_states = is_given(args.final_state) || is_given(args.step_states);
+  return is_padding(args.in, args.final_indices, n, !stores_states);
+}
+
+namespace {
+
 using Vector = std::vector<double>;
 
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
@@ -171,11 +190,6 @@ Vector initial_state(const gd_inputs& in, const StateShape& shape, int64_t n, in
   return shape.take(in.initial_state, slot, head);
 }
 
-bool is_nobody(const gd_inputs& in, const gd_tensor& final_indices, int64_t n) {
-  return in.initial_indices.dtype != GD_DTYPE_NONE && final_indices.dtype != GD_DTYPE_NONE &&
-         index_at(in.initial_indices, n) < 0 && index_at(final_indices, n) < 0;
-}
-
 // Runs work(n, key head) for every sequence and selected key head.
 template <class Work>
 void for_each_group(const gd_inputs& in, int64_t sequences, const ReferenceOptions& options, Work&& work) {
@@ -209,7 +223,7 @@ ForwardTruth reference_forward(const gd_forward_args& args, const ReferenceOptio
   truth.checkpoints.assign(first_checkpoint.back() * H * matrix, 0);
 
   for_each_group(in, static_cast<int64_t>(spans.size()), options, [&](int64_t n, int64_t key_head) {
-    if (is_nobody(in, args.final_indices, n)) return;
+    if (is_padding(args, n)) return;
     const Span span = spans[n];
     Token x;
     for (int64_t h = key_head * group; h < (key_head + 1) * group; ++h) {
@@ -241,7 +255,7 @@ RecurrentTruth reference_recurrent(const gd_recurrent_args& args, const Referenc
   truth.step_states.assign(steps ? in.q.shape[0] * T * H * matrix : 0, 0);
 
   for_each_group(in, static_cast<int64_t>(spans.size()), options, [&](int64_t n, int64_t key_head) {
-    if (is_nobody(in, args.final_indices, n)) return;
+    if (is_padding(args, n)) return;
     const Span span = spans[n];
     const int64_t accept = args.accept_lengths.dtype == GD_DTYPE_NONE ? span.length : index_at(args.accept_lengths, n);
     Token x;

@@ -47,5 +47,8 @@ struct Span {
 };
 std::vector<Span> sequence_spans(const gd_inputs& in);
 int64_t index_at(const gd_tensor& indices, int64_t i);
+// Whether sequence n is a padded row: it is skipped, its outputs are 0 and no state of it is stored.
+bool is_padding(const gd_forward_args& args, int64_t n);
+bool is_padding(const gd_recurrent_args& args, int64_t n);
 
 }  // namespace gatedelta::testing

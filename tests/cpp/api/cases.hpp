@@ -6,6 +6,7 @@
 #include <cstring>
 #include <initializer_list>
 #include <list>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -186,6 +187,11 @@ inline gd_status Case<gd_backward_args>::query(size_t* bytes) const {
 template <>
 inline gd_status Case<gd_recurrent_args>::query(size_t* bytes) const {
   return gd_recurrent_workspace(this, bytes);
+}
+
+// Sequence n of a contiguous fp32 [B, T, ...] tensor.
+inline std::span<float> sequence_of(const gd_tensor& t, int64_t n) {
+  return {static_cast<float*>(t.data) + n * t.stride[0], static_cast<size_t>(t.stride[0])};
 }
 
 using Operations = testing::Types<ForwardCase, BackwardCase, RecurrentCase>;

@@ -519,26 +519,6 @@ TEST(Recurrent, SlotTwice) {
   EXPECT_TRUE(c.accepts());
 }
 
-TEST(Forward, PaddedRowCannotBeSaved) {
-  ForwardCase c;
-  c.in.initial_state = c.final_state = c.state(6);
-  c.in.initial_indices = c.indices({1, -1});
-  c.final_indices = c.indices({1, -1});
-  EXPECT_TRUE(c.accepts());
-  ASSERT_EQ(gd_forward_saved_size(&c, &c.saved_bytes), GD_OK);
-  c.saved = c.memory.take(c.saved_bytes, 0xa5);
-  EXPECT_TRUE(c.invalid("saved is given, but sequence 1 is a padded row"));
-}
-
-TEST(Recurrent, PaddedRowIsSkipped) {
-  RecurrentCase c;
-  c.in.initial_state = c.final_state = c.state(6);
-  c.in.initial_indices = c.indices({1, -1});
-  c.final_indices = c.indices({1, -1});
-  c.accept_lengths = c.indices({70, 1000});  // a padded row's count is ignored
-  EXPECT_TRUE(c.accepts());
-}
-
 TEST(Recurrent, AcceptLengthsWithoutFinalState) {
   RecurrentCase c;
   c.accept_lengths = c.indices({1, 1});

@@ -48,6 +48,12 @@ TEST(Recurrent, PackedDrafts) {
                "h0=0", "ht=0", "dtype=bf16 state=bf16 accept"}));
 }
 
+// Verification that stores no state: of every five sequences two have no read slot and are padded rows.
+TEST(Recurrent, PaddedRowsWithoutStoredStates) {
+  check(cross({"B=10 T=4 Hk=1 Hv=2 K=32 V=16 pool ht=0", "lengths=3+0+1+8+2+5+4 pad=2 Hk=1 Hv=2 K=16 V=32 pool ht=0"},
+              {"dtype=fp32", "dtype=bf16 i64 layout=vk state=bf16", "steps=dense", "steps=pool strided"}));
+}
+
 // A commit moves the states and nothing else.
 TEST(Recurrent, CommitWithoutOutput) {
   for (const gd_isa isa : usable_isas()) {
