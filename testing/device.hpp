@@ -67,7 +67,7 @@ class DeviceMemory {
   size_t bytes_, begin_;
 };
 
-// What there is to know of a call: its tensors, those of rows first, and the functions it is asked and made by.
+// The tensors of a call, those of rows first, and its query and call functions.
 template <class Args>
 struct CallOf;
 template <>

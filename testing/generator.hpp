@@ -2,7 +2,7 @@
 //
 // Numbers come from a counter-based generator: value i of tensor s is a pure function of (seed, s, i).
 // Everything that must not be read is NaN: rows past the last offset, gaps of strided tensors, unused pool slots, guard
-// zones around each buffer, outputs before they are written. damage() tells what was written that must not be.
+// zones around each buffer, outputs before they are written. damage() lists what was written and must not be.
 #pragma once
 
 #include <cstdint>

@@ -47,7 +47,7 @@ class Judge {
   explicit Judge(const Case& c, ReferenceOptions options = {}) : problem_(c), options_(options) {}
 
   Judgement forward(const Exec& exec);
-  // The same for a call somebody else makes: `run` fills the outputs of these arguments and returns "" or what went
+  // The same for a call made elsewhere: `run` fills the outputs of these arguments and returns "" or what went
   // wrong.
   Judgement forward(Compute compute, const std::function<std::string(const gd_forward_args&)>& run);
   Judgement backward(const Exec& exec, bool from_saved);

@@ -8,14 +8,15 @@
  *
  * Rules that hold for every call:
  *   - Argument structs are plain data. Set struct_size (the *_INIT macros do) and leave unused fields zero.
- *   - Nothing is allocated, printed or kept: scratch memory is the caller's workspace, whose size the *_workspace
- *     query gives from shapes alone (data pointers may be null in a query).
- *   - A call returns GD_OK, or another status with a message for this thread in gd_last_error(); in that case no output
- *     was written (only the workspace may have been), except that after GD_INTERNAL outputs are undefined.
- *   - Outputs overlap neither each other nor inputs, but for what is said of state pools.
- *   - On CUDA a call puts kernels on the stream and returns; it waits for nothing and can be captured in a graph.
- *     Tensors and workspace are the device's memory. What cu_seqlens and indices hold is not looked at: it must be
- *     right. So far there are gd_forward and gd_backward, for K = V = 128 in bf16 and fp16 (docs/api.md).
+ *   - The library allocates, prints and keeps nothing. Scratch memory is the caller's workspace; the *_workspace query
+ *     gives its size from shapes alone. A query ignores data pointers, which may be null, and needs no GPU.
+ *   - A call returns GD_OK, or another status with a message for this thread in gd_last_error(). A refused call has
+ *     written no output (only the workspace, at most). After GD_INTERNAL outputs are undefined.
+ *   - Outputs overlap neither each other nor inputs. State pools are the documented exception.
+ *   - On CUDA a call launches kernels on the stream and returns; it waits for nothing and can be captured in a graph.
+ *     Tensors and workspace are device memory. The contents of cu_seqlens and index tensors are not validated; bad
+ *     values are undefined behaviour. CUDA has gd_forward and gd_backward, for K = V = 128 in bf16 and fp16
+ *     (docs/api.md).
  *   - Strides are in elements. A tensor is absent when its dtype is GD_DTYPE_NONE (all-zero struct).
  *   - Results do not depend on the thread count and repeat bit for bit.
  */
@@ -46,7 +47,7 @@ typedef enum gd_status {
   GD_OK = 0,
   GD_INVALID_ARGUMENT = 1,    /* a shape, stride, dtype, index or flag is wrong; the message says which */
   GD_UNSUPPORTED = 2,         /* legal, but not by this backend or build; the message says what is supported */
-  GD_WORKSPACE_TOO_SMALL = 3, /* the workspace (or saved) buffer is smaller than its query asked for */
+  GD_WORKSPACE_TOO_SMALL = 3, /* workspace or saved is smaller than its query says */
   GD_ABI_MISMATCH = 4,        /* struct_size does not belong to this library's ABI */
   GD_OUT_OF_RESOURCES = 5,    /* the system refused a thread or its memory (gd_thread_pool_create) */
   GD_INTERNAL = 6
@@ -82,10 +83,10 @@ typedef enum gd_beta {
   GD_BETA_LOGIT_DOUBLED = 2 /* 2 * sigmoid(beta) is used (negative eigenvalues) */
 } gd_beta;
 
-/* Inner order of every state matrix of a call. K = V makes the two look alike: say which one it is. */
+/* Inner order of every state matrix of a call. With K = V no check can tell the two apart. */
 typedef enum gd_state_layout { GD_STATE_KV = 0, GD_STATE_VK = 1 } gd_state_layout;
 
-/* Cutting one sequence into segments that run in parallel on one card. */
+/* Cutting one sequence into segments that run in parallel on one GPU. */
 typedef enum gd_context_parallel { GD_CP_AUTO = 0, GD_CP_OFF = 1 } gd_context_parallel;
 
 #define GD_MAX_RANK 5
@@ -127,7 +128,8 @@ typedef struct gd_inputs {
   gd_tensor dt_bias;       /* [Hv]           GD_GATE_RAW only, optional (absent = 0) */
   gd_tensor cu_seqlens;    /* [N + 1]        int32 or int64, optional: packed sequences, then B = 1 */
   gd_tensor initial_state; /* [N, Hv, K, V] or [N, Hv, V, K], optional (absent = 0); a pool [slots, ...] with indices */
-  gd_tensor initial_indices; /* [N]          int32 or int64, optional: slot a sequence starts from, negative = zero */
+  gd_tensor initial_indices; /* [N]          int32 or int64, optional: slot a sequence starts from; negative: it
+                                starts from zero, or is a padded row (see final_indices) */
   int32_t gate;              /* gd_gate */
   int32_t beta_kind;         /* gd_beta */
   int32_t state_layout;      /* gd_state_layout, of every state tensor of the call */
@@ -142,18 +144,18 @@ typedef struct gd_forward_args {
   size_t struct_size;
   gd_exec exec;
   gd_inputs in;
-  gd_tensor o;                  /* [B, T, Hv, V]  bf16, fp16 or fp32; tokens of no sequence become 0 */
+  gd_tensor o;                  /* [B, T, Hv, V]  bf16, fp16 or fp32; 0 for tokens of no sequence */
   gd_tensor final_state;        /* [N, Hv, ., .]  optional; may be the very tensor initial_state is (in place) */
   gd_tensor final_indices;      /* [N]            optional: slot each final state goes to, negative = not stored.
-                                   A sequence whose read and write slots are both given and negative is nobody: it is
-                                   skipped, its rows of o are 0 and no state of it is stored */
+                                   A sequence with a negative slot in both initial_indices and final_indices is a
+                                   padded row: it is not read, its rows of o are 0 and no state of it is stored */
   gd_tensor checkpoints;        /* [C, Hv, ., .]  optional: state after every checkpoint_every tokens of each sequence,
                                    packed sequence by sequence: sum of floor(length / checkpoint_every) entries */
   gd_tensor checkpoint_indices; /* [C]            optional: slot of each packed entry, negative = not stored */
   int64_t checkpoint_every;     /* a multiple of GD_CHUNK; required with checkpoints */
-  void* saved;                  /* optional: what a backward wants kept, gd_forward_saved_size() bytes, 64-byte aligned;
-                                   not with a sequence that is nobody; on CUDA neither with checkpoints nor with both
-                                   initial_indices and final_indices */
+  void* saved;                  /* optional: for the backward, gd_forward_saved_size() bytes, 64-byte aligned; not with
+                                   a padded row; on CUDA neither with checkpoints nor with both initial_indices and
+                                   final_indices. In a query saved_bytes != 0 says that there will be one */
   size_t saved_bytes;
   int32_t context_parallel; /* gd_context_parallel */
   int32_t segment_chunks;   /* forces the segment length, for tests; 0 = automatic */
@@ -169,7 +171,7 @@ typedef struct gd_backward_args {
   gd_inputs in;
   gd_tensor d_o;           /* [B, T, Hv, V]  gradient of o */
   gd_tensor d_final_state; /* [N, Hv, ., .]  optional: gradient of the final state (absent = 0) */
-  const void* saved;       /* what the forward of the same inputs saved, or null: recompute it */
+  const void* saved;       /* what the forward of the same inputs saved; null: the backward recomputes it */
   size_t saved_bytes;
   gd_tensor dq, dk;          /* [B, T, Hk, K]  summed over the value heads of a group */
   gd_tensor dv;              /* [B, T, Hv, V] */
@@ -185,14 +187,15 @@ typedef struct gd_backward_args {
   uint64_t reserved[4];
 } gd_backward_args;
 
-/* Recurrent steps: decode (T = 1) and draft verification (T = 2..8), any T is right. */
+/* Recurrent steps: decode (T = 1) and draft verification (T = 2..8). Any T gives the right result. */
 typedef struct gd_recurrent_args {
   size_t struct_size;
   gd_exec exec;
   gd_inputs in;
-  gd_tensor o;           /* [B, T, Hv, V]  optional: absent = only the states move (a commit) */
-  gd_tensor final_state; /* as in gd_forward_args; the same tensor as initial_state = in place */
-  gd_tensor final_indices;
+  gd_tensor o;              /* [B, T, Hv, V]  optional: absent = only states are written (a commit) */
+  gd_tensor final_state;    /* as in gd_forward_args; the same tensor as initial_state = in place */
+  gd_tensor final_indices;  /* as in gd_forward_args. In a call with neither final_state nor step_states, a negative
+                               slot in initial_indices alone makes a padded row */
   gd_tensor accept_lengths; /* [N]            optional int32 or int64: the final state is the one after this many tokens
                                of the sequence (0 = the initial state); outputs are those of all tokens */
   gd_tensor step_states;    /* [B, T, Hv, ., .] optional: the state after each token; or a pool [slots, Hv, ., .] */
@@ -208,7 +211,7 @@ GD_API gd_status gd_backward_workspace(const gd_backward_args* args, size_t* byt
 GD_API gd_status gd_recurrent(const gd_recurrent_args* args);
 GD_API gd_status gd_recurrent_workspace(const gd_recurrent_args* args, size_t* bytes);
 
-/* What this library is and what this machine offers it. */
+/* Version, build and machine. */
 typedef struct gd_info {
   size_t struct_size;
   int32_t abi_version;
@@ -223,12 +226,12 @@ typedef struct gd_info {
 } gd_info;
 
 GD_API gd_status gd_get_info(gd_info* info);
-GD_API const char* gd_isa_name(int32_t isa);         /* "amx", ...; null for a value that is none */
+GD_API const char* gd_isa_name(int32_t isa);         /* "amx", ...; null for an unknown value */
 GD_API const char* gd_status_name(gd_status status); /* "GD_OK", ... */
 /* Message of the last call of this thread that did not return GD_OK; valid until the thread's next failing call. */
 GD_API const char* gd_last_error(void);
 
-/* A thread pool for callers who have none: pass gd_thread_pool_parallel_for and the pool as exec.parallel_for and
+/* A thread pool for callers that have none: pass gd_thread_pool_parallel_for and the pool as exec.parallel_for and
  * exec.parallel_for_context. One call at a time may use a pool; calls from several threads queue up. */
 typedef struct gd_thread_pool gd_thread_pool;
 GD_API gd_status gd_thread_pool_create(int32_t num_threads, gd_thread_pool** pool); /* 0 = one per CPU */

@@ -59,7 +59,7 @@ inline constexpr gd_dtype dtype_of<std::int32_t> = GD_I32;
 template <>
 inline constexpr gd_dtype dtype_of<std::int64_t> = GD_I64;
 
-// A view of memory whose element type is known at run time only. Strides are in elements; without them the tensor is
+// A view of memory whose element type is known only at run time. Strides are in elements; without them the tensor is
 // contiguous. The C ABI has one tensor type for inputs and outputs: the library never writes through an input.
 inline gd_tensor tensor(const void* data, gd_dtype dtype, std::initializer_list<std::int64_t> shape,
                         std::initializer_list<std::int64_t> strides = {}) {
@@ -79,7 +79,7 @@ inline gd_tensor tensor(const void* data, gd_dtype dtype, std::initializer_list<
     std::int64_t stride = 1;
     for (d = shape.size(); d-- > 0;) {
       view.stride[d] = stride;
-      // Unsigned, as sizes too large for any memory must reach the library, which refuses them.
+      // Unsigned, so that sizes too large for any memory reach the library, which refuses them.
       stride =
           static_cast<std::int64_t>(static_cast<std::uint64_t>(stride) * static_cast<std::uint64_t>(view.shape[d]));
     }
@@ -148,7 +148,7 @@ class Workspace {
   void* data() const noexcept { return data_; }
   std::size_t size() const noexcept { return size_; }
 
-  // Makes it at least this large. What it held is lost when it grows.
+  // Makes it at least this large. Growing discards the contents.
   void reserve(std::size_t bytes) {
     if (bytes <= size_) return;
     release();
@@ -169,17 +169,17 @@ class Workspace {
   std::size_t size_ = 0;
 };
 
-// Gives the call `workspace`, enlarged if need be.
+// Gives the call `workspace`, and enlarges it where that is needed.
 template <class Args>
 void attach(Args& args, Workspace& workspace) {
   if (args.exec.device != GD_CPU)
-    throw Error(GD_INVALID_ARGUMENT, "a Workspace is the CPU's memory: on CUDA set exec.workspace to the device's");
+    throw Error(GD_INVALID_ARGUMENT, "a Workspace is CPU memory: on CUDA set exec.workspace to device memory");
   workspace.reserve(workspace_size(args));
   args.exec.workspace = workspace.data();
   args.exec.workspace_bytes = workspace.size();
 }
 
-// The same calls in a workspace that may serve one call after another.
+// The same calls in a workspace that can serve one call after another.
 inline void forward(gd_forward_args& args, Workspace& workspace) {
   attach(args, workspace);
   forward(args);

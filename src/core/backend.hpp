@@ -20,8 +20,8 @@ struct Outcome {
 template <class Problem>
 struct Backend {
   gd_device device;
-  // GD_OK if this backend takes the problem; otherwise what it would take. Sees no data and asks no GPU, so that a call
-  // is refused for the same reason with and without one.
+  // GD_OK if this backend takes the problem; otherwise the message says what it would take. The answer depends on no
+  // data and on no GPU, so a call is refused for the same reason with and without one.
   Outcome (*supports)(const Problem&, const gd_exec&);
   // Sizes of a supported problem, from shapes alone. They need neither a GPU nor a build with CUDA.
   size_t (*workspace_bytes)(const Problem&, const gd_exec&);

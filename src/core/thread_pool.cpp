@@ -19,7 +19,7 @@ constexpr uint64_t kCallerSleeps = uint64_t{1} << 32, kEpoch = uint64_t{1} << 33
 // phases of a call, short enough for an idle pool to cost nothing.
 constexpr auto kSpin = std::chrono::microseconds(30);
 
-// Set while a thread runs a task: what it starts itself runs in place, so nested calls cannot deadlock.
+// Set while a thread runs a task: jobs it starts run in place, so nested calls cannot deadlock.
 constinit thread_local bool inside_task = false;
 
 void pause() {
@@ -30,7 +30,7 @@ void pause() {
 #endif
 }
 
-// True as soon as done() holds, false when it has not come to hold within kSpin.
+// True as soon as done() is true; false if it is not within kSpin.
 template <class Done>
 bool spin_until(const Done& done) {
   using Clock = std::chrono::steady_clock;
@@ -40,7 +40,7 @@ bool spin_until(const Done& done) {
       if (done()) return true;
       pause();
     }
-    std::this_thread::yield();  // on a busy machine the thread waited for may want this very CPU
+    std::this_thread::yield();  // on a busy machine the other thread may need this CPU
   } while (Clock::now() < deadline);
   return done();
 }
@@ -129,7 +129,7 @@ void WorkerPool::leave() {
   }
 }
 
-// No index is left: nobody else may join, and those that have are waited for.
+// No index is left: closes the job to further workers and waits for those that have joined.
 void WorkerPool::close() {
   const auto all_left = [this] { return (gate_.load(std::memory_order_acquire) & kJoined) == 0; };
   gate_.fetch_and(~kPermits, std::memory_order_acq_rel);

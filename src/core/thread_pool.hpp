@@ -17,9 +17,9 @@ constexpr int kMaxThreads = 1024;
 // CPUs this process may run on. Read once, so that a workspace query and the call after it agree.
 int cpu_count();
 
-// A job is opened by moving `gate_` to the next epoch. The caller and the workers that join while it is open draw
-// indices from one counter; the caller never waits for a worker to wake up, only for those that have joined. So a job
-// costs little when workers sleep, and a worker that comes late touches nothing of it.
+// The caller opens a job by moving `gate_` to the next epoch. The caller and the workers that join an open job draw
+// indices from one counter. The caller waits only for workers that have joined, never for one to wake up: a job costs
+// little while workers sleep, and a late worker does not touch it.
 class WorkerPool {
  public:
   explicit WorkerPool(int threads);  // the caller counts as one; throws std::system_error

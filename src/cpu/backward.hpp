@@ -114,8 +114,7 @@ class Backward {
     zero(problem_.dbeta, in_.value_heads, 1);
   }
 
-  // --- how heads are given to lanes
-  // ---------------------------------------------------------------------------------------
+  // --- how heads are given to lanes ----------------------------------------------------------------------------------
 
   int64_t replays_of(int64_t n) const {
     return (chunks_of(in_.sequences[n].length) + kReplayChunks - 1) / kReplayChunks;

@@ -5,7 +5,7 @@
 //   dQ = s gamma o (dO S^T) + F K
 //   dK = [Y S^T + E K]_read + [delta o (U G^T) + F^T Q + E^T K]_write
 //   G <- gamma_L G + K^T Y + Q^T (s gamma o dO)
-// dg_t counts what crosses the decay of token t, in fp32 sums of products that are at hand:
+// dg_t sums what crosses the decay of token t, in fp32, from products that exist anyway:
 //   dg_t = gamma_L <G, S>                            from the incoming to the outgoing state
 //        + sum_{j<t} kappa_j                         from a write to the outgoing state: kappa = delta o <U, K G>
 //        + sum_{i>=t} sigma_i                        from the incoming state to a read, where
@@ -17,7 +17,7 @@
 
 namespace gatedelta::cpu::GD_ISA {
 
-// beta this small makes <Z, U> / beta useless; then dbeta = <Z, e> with the prediction error e itself.
+// For smaller |beta|, <Z, U> / beta loses all digits; then dbeta = <Z, e>, with the prediction error e itself.
 constexpr float kTinyBeta = 1e-20f;
 
 // The gradients of one chunk of one value head. Scratch memory is a lane's, where a replay has left the states before
@@ -45,7 +45,7 @@ class ChunkGradients {
     store_gate_gradients(n, span, head, *w.value_scratch.gates, sums);
   }
 
-  // Through the l2 norm (dx = r (dy - (dy . y) y)) and out.
+  // l2norm backward, dx = r (dy - (dy . y) y), then the store.
   void store_key_gradient(const Lane& w, const TokenRows& dst, const TokenRows& src, const ChunkSpan& span,
                           int64_t key_head, float* gradient) const {
     if (!dst) return;
@@ -119,7 +119,7 @@ class ChunkGradients {
     prepare_solve<E>(w.value, gates, key, T, s);
     for (int i = 0; i < C * C; i += kVector) store(square + i, load(T + i) * load(gates.Gamma + i));
     transpose(w.transposed, C, square, C, C, C);
-    for (int i = 0; i < C; ++i) store_a_pieces<E>(w.TgtA, C, i, w.transposed + i * C);
+    for (int i = 0; i < C; ++i) store_a_hi_lo<E>(w.TgtA, C, i, w.transposed + i * C);
     score_square<E>(square, gates, key, s);
     pack_square_transposed(w.PtA, square, w.transposed);
   }
@@ -143,18 +143,18 @@ class ChunkGradients {
       std::memcpy(w.U + i * Vp + p * kPanel, U + i * kPanel, sizeof(float) * kPanel);
     }
     E::store_b(w.dOb, C, 0, C, dO, kPanel);
-    store_b_pieces<E>(w.Gb, Kp, Gp, kOnes.value);
+    store_b_hi_lo<E>(w.Gb, Kp, Gp, kOnes.value);
     float* dU = pw.product;
-    multiply_pieces<E>(w.key.Ka, w.Gb, Kp, C, dU);
+    multiply_hi_lo<E>(w.key.Ka, w.Gb, Kp, C, dU);
     scale_rows(dU, w.value.write_k, 1.0f);
     for (int i = 0; i < C; ++i) sums.kappa[i] += dot(U + i * kPanel, dU + i * kPanel, kPanel);
     multiply_upper<E, true>({{w.PtA, w.dOb}}, dU);
-    // Z, dV, Y; the state still needs s gamma o dO.
+    // Z, dV, Y; the update of G needs s gamma o dO.
     scale_rows(dO, w.value.read_q, 1.0f);
     E::store_b(w.dOb, C, 0, C, dO, kPanel);
     float* Z = w.Z;
-    store_b_pieces<E>(w.dUb, C, dU, kOnes.value);
-    multiply_upper<E, false>(PieceTerms<E>(w.TgtA, w.dUb).terms, Z);
+    store_b_hi_lo<E>(w.dUb, C, dU, kOnes.value);
+    multiply_upper<E, false>(HiLoTerms<E>(w.TgtA, w.dUb).terms, Z);
     for (int i = 0; i < C; ++i) {
       sums.zu[i] += dot(Z + i * kPanel, U + i * kPanel, kPanel);
       if (i < span.rows && std::fabs(gates.beta[i]) < kTinyBeta) sums.ze[i] += error_product(w, gates, Z, U, pw.W, i);
@@ -162,10 +162,10 @@ class ChunkGradients {
       for (int j = 0; j < kPanel; j += kVector) {
         const Vec value = gates.beta[i] * load(Z + i * kPanel + j);
         store(dV + j, value);
-        store(Z + i * kPanel + j, value * -w.value.read_k[i]);  // Y, as it meets K
+        store(Z + i * kPanel + j, value * -w.value.read_k[i]);  // Y, scaled for the product with K
       }
     }
-    store_b_pieces<E>(w.Yb, C, Z, kOnes.value);
+    store_b_hi_lo<E>(w.Yb, C, Z, kOnes.value);
     // S^T and G^T for the key side, then G moves on.
     pack_transposed_state(w, w.Stb, S, p);
     pack_transposed_state(w, w.Gtb, Gp, p);
@@ -173,7 +173,7 @@ class ChunkGradients {
     for (int i = 0; i < Kp * kPanel; i += kVector) product += load(S + i) * load(Gp + i);
     sums.state_product += sum(product);
     for (int i = 0; i < Kp * kPanel; i += kVector) store(Gp + i, gates.gamma_L * load(Gp + i));
-    multiply_pieces<E, true>(w.key.Kta, w.Yb, C, Kp, Gp);
+    multiply_hi_lo<E, true>(w.key.Kta, w.Yb, C, Kp, Gp);
     E::template multiply<true>({{w.Qta, w.dOb}}, C, 0, Kp, 0, C, Gp, kPanel);
   }
 
@@ -204,7 +204,7 @@ class ChunkGradients {
     for (int i = 0; i < C; ++i) w.E_[i * C + i] = 0.0f;
     add_pairs(sums.sigma, w.F, key.QK);
     add_pairs(sums.sigma, w.E_, key.KK);
-    // As they meet Q and K: columns scaled by the norms of the rows they meet.
+    // The products with Q and K need columns scaled by the inverse norms of the rows of Q or K.
     pack_square_scaled(w.FA, w.F, key.rk, w.transposed);
     pack_square_scaled(w.EA, w.E_, key.rk, w.transposed);
     transpose(w.scratch, C, w.F, C, C, C);

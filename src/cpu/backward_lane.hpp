@@ -23,7 +23,7 @@ struct BackwardLane {
   Elem *Kb, *Qb;  // B [64 x 32] per key panel
   // Value side.
   float* transposed;                        // [max(Kp, 64)][64] scratch for transposes
-  Pieces<Elem> TgtA;                        // A [64 x 64] T_g^T, upper
+  HiLo<Elem> TgtA;                          // A [64 x 64] T_g^T, upper
   Elem* PtA;                                // A [64 x 64] P^T, upper
   Elem *FA, *FtA, *EA, *EtA;                // A [64 x 64]
   float *F, *E_;                            // [64][64]
@@ -31,11 +31,11 @@ struct BackwardLane {
   float* Z;                                 // [64][32]
   Elem *dOa, *Ua, *dVa;                     // A [64 x Vp]
   Elem* Utb[2];                             // B [Vp x 32] of U^T
-  Pieces<Elem> dUb;                         // B [64 x 32]
+  HiLo<Elem> dUb;                           // B [64 x 32]
   Elem* dOb;                                // B [64 x 32]
-  Pieces<Elem> Yb;                          // B [64 x 32]
+  HiLo<Elem> Yb;                            // B [64 x 32]
   Elem* Sb;                                 // B [Kp x 32]
-  Pieces<Elem> Gb;                          // B [Kp x 32]
+  HiLo<Elem> Gb;                            // B [Kp x 32]
   Elem *Stb, *Gtb;                          // B [Vp x 32] of S^T, G^T per key panel
   float *dq_panel, *dkw_panel, *dkr_panel;  // [64][32]
   float* scratch;                           // [64][64]
@@ -53,7 +53,7 @@ struct BackwardLane {
     Kb = carve.take<Elem>(E::b_size(C) * d.key_panels());
     Qb = carve.take<Elem>(E::b_size(C) * d.key_panels());
     transposed = carve.take<float>((d.Kp > C ? d.Kp : C) * C);
-    TgtA = take_pieces<E>(carve, E::a_size(C, C));
+    TgtA = take_hi_lo<E>(carve, E::a_size(C, C));
     for (Elem** square : {&PtA, &FA, &FtA, &EA, &EtA}) *square = carve.take<Elem>(E::a_size(C, C));
     F = carve.take<float>(C * C);
     E_ = carve.take<float>(C * C);
@@ -61,11 +61,11 @@ struct BackwardLane {
     Z = carve.take<float>(C * kPanel);
     for (Elem** rows : {&dOa, &Ua, &dVa}) *rows = carve.take<Elem>(E::a_size(C, d.Vp));
     for (Elem*& p : Utb) p = carve.take<Elem>(E::b_size(d.Vp));
-    dUb = take_pieces<E>(carve, E::b_size(C));
+    dUb = take_hi_lo<E>(carve, E::b_size(C));
     dOb = carve.take<Elem>(E::b_size(C));
-    Yb = take_pieces<E>(carve, E::b_size(C));
+    Yb = take_hi_lo<E>(carve, E::b_size(C));
     Sb = carve.take<Elem>(E::b_size(d.Kp));
-    Gb = take_pieces<E>(carve, E::b_size(d.Kp));
+    Gb = take_hi_lo<E>(carve, E::b_size(d.Kp));
     Stb = carve.take<Elem>(E::b_size(d.Vp) * d.key_panels());
     Gtb = carve.take<Elem>(E::b_size(d.Vp) * d.key_panels());
     for (float** p : {&dq_panel, &dkw_panel, &dkr_panel}) *p = carve.take<float>(C * kPanel);

@@ -55,7 +55,7 @@ inline void store_chunk(const TokenRows& dst, const ChunkSpan& span, int64_t hea
     store_row(dst.data, dst.dtype, dst.offset(span.batch, span.token + i, head) + first, src + i * ld, valid);
 }
 
-// Asks the caches for columns [first, first + width) of the chunk's rows [begin, end). Rows of one head lie a whole
+// Prefetches columns [first, first + width) of the chunk's rows [begin, end). Rows of one head lie a whole
 // token apart, often in other pages, where no hardware prefetcher follows.
 template <bool kWrite = false>
 GD_ALWAYS_INLINE void prefetch_rows(const TokenRows& rows, const ChunkSpan& span, int begin, int end, int64_t head,
@@ -95,7 +95,7 @@ struct Gates {
   float Gamma[C * C];  // e^{b_i - b_j}, j <= i; 0 above the diagonal
 };
 
-// Below this e^g is 0 in fp32 anyway, and -inf would make differences of cumulated gates NaN.
+// Below this e^g is 0 in fp32. A gate of -inf would make differences of cumulative gates NaN.
 constexpr float kLowestGate = -128.0f;
 
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
@@ -104,7 +104,7 @@ inline float head_value(const HeadVector& v, int64_t head) {
   return v ? load_scalar(v.data, v.dtype, head * v.stride) : 0.0f;
 }
 
-// The decay and write strength of one token, whatever form they came in.
+// The decay and write strength of one token, from any gate and beta kind.
 inline float token_gate(const Layer& in, int64_t batch, int64_t token, int64_t head) {
   float g = load_scalar(in.g.data, in.g.dtype, in.g.offset(batch, token, head));
   if (in.gate == GD_GATE_RAW) g = -std::exp(head_value(in.A_log, head)) * softplus(g + head_value(in.dt_bias, head));
@@ -117,8 +117,8 @@ inline float token_beta(const Layer& in, int64_t batch, int64_t token, int64_t h
 }
 
 inline void prepare_gates(Gates& gates, const Layer& in, const ChunkSpan& span, int64_t head) {
-  // The cumulated gate is kept in double and split in two floats, so that e^{b_i - b_j} stays good to fp32 rounding
-  // after resets that drive b to the thousands.
+  // The cumulative gate is a double, split into two floats, so that e^{b_i - b_j} keeps fp32 accuracy after resets that
+  // drive b to the thousands.
   float high[C], low[C];
   double b = 0;
   for (int i = 0; i < C; ++i) {
@@ -136,7 +136,7 @@ inline void prepare_gates(Gates& gates, const Layer& in, const ChunkSpan& span, 
   }
   gates.gamma_L = gates.gamma[C - 1];
   for (int i = 0; i < C; ++i) {
-    // Above the diagonal the exponent grows without bound: those entries are left out by selection, never by a product.
+    // Above the diagonal the exponent grows without bound. A select drops those entries: a product with 0 would not.
     for (int j = 0; j < C; j += kVector) {
       const Vec decay = j <= i ? exp((high[i] - load(high + j)) + (low[i] - load(low + j))) : Vec{};
       store(gates.Gamma + i * C + j, iota() + j <= i ? decay : Vec{});
@@ -168,7 +168,7 @@ inline void invert_unit_lower(float* GD_RESTRICT T, const float* GD_RESTRICT KK,
     }
 }
 
-// dst = src on and below the diagonal, 0 above, whatever lies there.
+// dst = src on and below the diagonal, 0 above it (src may hold anything there).
 inline void keep_lower(float* dst, const float* src) {
   for (int i = 0; i < C; ++i)
     for (int j = 0; j < C; j += kVector) store(dst + i * C + j, iota() + j <= i ? load(src + i * C + j) : Vec{});
@@ -224,7 +224,7 @@ inline void scale_square(float* square, const float* row_scale, const float* col
       store(square + i * C + j, load(square + i * C + j) * (row_scale[i] * load(column_scale + j)));
 }
 
-// A form of rows that are bf16 in memory and stay so.
+// A form of rows that are bf16 in memory already.
 template <class E>
 void pack_bf16_rows(typename E::Elem* a, const Dims& dims, const TokenRows& src, const ChunkSpan& span, int64_t head) {
   if constexpr (!E::kExact) {
@@ -242,7 +242,7 @@ void pack_bf16_rows(typename E::Elem* a, const Dims& dims, const TokenRows& src,
   }
 }
 
-// K, Q and their products. The fp32 rows of Q are left in w.Q if want_rows.
+// K, Q and their products. With want_rows, w.Q holds the fp32 rows of Q.
 template <class E>
 void prepare_key(const KeyOperands<E>& out, const KeyScratch<E>& w, const Dims& dims, const Layer& in,
                  const ChunkSpan& span, int64_t key_head, bool want_q, bool want_rows) {
@@ -268,34 +268,33 @@ void prepare_key(const KeyOperands<E>& out, const KeyScratch<E>& w, const Dims& 
   if (in.l2norm) scale_square(w.QK, w.rq, w.rk);
 }
 
-// --- products of operands kept in two pieces
-// --------------------------------------------------------------------------
+// --- products of operands split into high and low parts --------------------------------------------------------------
 
-// An operand as high + low, each exact in the engine's element, so that a product of two such operands is good to about
-// 2^-16 instead of 2^-9. Engines that keep fp32 need no low part and get none.
+// An operand as high + low, each exact in the engine's element type. A product of two such operands has a relative
+// error of about 2^-16 instead of 2^-9. Engines that keep fp32 have no low part.
 template <class Elem>
-struct Pieces {
+struct HiLo {
   Elem *high, *low;
 };
 
 template <class E>
-Pieces<typename E::Elem> take_pieces(Carver& carve, int64_t size) {
+HiLo<typename E::Elem> take_hi_lo(Carver& carve, int64_t size) {
   using Elem = typename E::Elem;
   Elem* high = carve.take<Elem>(size);
   return {high, carve.take<Elem>(E::kExact ? 0 : size)};
 }
 
-// Truncation makes the high part exact; what is left over is small enough to be rounded once.
-GD_ALWAYS_INLINE Vec high_piece(Vec x) { return reinterpret_cast<Vec>(reinterpret_cast<WordVec>(x) & 0xffff0000u); }
+// Truncation makes the high part exact; the remainder is rounded once.
+GD_ALWAYS_INLINE Vec high_part(Vec x) { return reinterpret_cast<Vec>(reinterpret_cast<WordVec>(x) & 0xffff0000u); }
 
 template <class E>
-void store_a_pieces(const Pieces<typename E::Elem>& a, int k, int m, const float* row) {
+void store_a_hi_lo(const HiLo<typename E::Elem>& a, int k, int m, const float* row) {
   if constexpr (E::kExact) {
     E::store_a_row(a.high, k, m, row);
   } else {
     float high[C], low[C];
     for (int j = 0; j < k; j += kVector) {
-      const Vec x = load(row + j), h = high_piece(x);
+      const Vec x = load(row + j), h = high_part(x);
       store(high + j, h);
       store(low + j, x - h);
     }
@@ -306,18 +305,18 @@ void store_a_pieces(const Pieces<typename E::Elem>& a, int k, int m, const float
 
 // B form of scale_r src_r, src [rows][32].
 template <class E>
-void store_b_pieces(const Pieces<typename E::Elem>& b, int rows, const float* src, const float* scale) {
+void store_b_hi_lo(const HiLo<typename E::Elem>& b, int rows, const float* src, const float* scale) {
   if constexpr (E::kExact) {
     for (int r = 0; r < rows; ++r)
       for (int j = 0; j < kPanel; j += kVector) store(b.high + r * kPanel + j, scale[r] * load(src + r * kPanel + j));
   } else {
-    E::store_b_pieces(b.high, b.low, rows, rows, src, scale);
+    E::store_b_hi_lo(b.high, b.low, rows, rows, src, scale);
   }
 }
 
 // c [m][32] (+)= A (B high + B low), for an A that is exact: packed inputs.
 template <class E, bool kAccumulate = false>
-void multiply_pieces(const typename E::Elem* a, const Pieces<typename E::Elem>& b, int k, int m, float* c) {
+void multiply_hi_lo(const typename E::Elem* a, const HiLo<typename E::Elem>& b, int k, int m, float* c) {
   if constexpr (E::kExact) {
     E::template multiply<kAccumulate>({{a, b.high}}, k, 0, m, 0, k, c, kPanel);
   } else {
@@ -337,12 +336,12 @@ void multiply_upper(const Term<typename E::Elem> (&terms)[n], float* c) {
   E::template multiply<kAccumulate>(terms, C, kHalf, C, kHalf, C, c, kPanel);
 }
 
-// The terms of (A high + A low) (B high + B low) that count.
+// The terms of (A high + A low) (B high + B low) without A low B low, which is below the rounding.
 template <class E>
-struct PieceTerms {
+struct HiLoTerms {
   using Elem = typename E::Elem;
   Term<Elem> terms[E::kExact ? 1 : 3];
-  PieceTerms(const Pieces<Elem>& a, const Pieces<Elem>& b) {
+  HiLoTerms(const HiLo<Elem>& a, const HiLo<Elem>& b) {
     terms[0] = {a.high, b.high};
     if constexpr (!E::kExact) {
       terms[1] = {a.high, b.low};
@@ -356,13 +355,13 @@ struct PieceTerms {
 template <class E>
 struct ValueOperands {
   using Elem = typename E::Elem;
-  Pieces<Elem> Tg;                   // A [64 x 64] Gamma o T o beta_j, lower
+  HiLo<Elem> Tg;                     // A [64 x 64] Gamma o T o beta_j, lower
   Elem* Pa;                          // A [64 x 64] P, lower
   float *read_k, *write_k, *read_q;  // [64] row scales: gamma rk, delta rk, s gamma rq
   float* gamma_L;
 
   ValueOperands(Carver& carve, const Dims&) {
-    Tg = take_pieces<E>(carve, E::a_size(C, C));
+    Tg = take_hi_lo<E>(carve, E::a_size(C, C));
     Pa = carve.take<Elem>(E::a_size(C, C));
     read_k = carve.take<float>(C);
     write_k = carve.take<float>(C);
@@ -391,7 +390,7 @@ void prepare_solve(const ValueOperands<E>& out, const Gates& gates, const KeyScr
     float row[C];
     for (int j = 0; j < C; j += kVector)
       store(row + j, load(T + i * C + j) * load(gates.Gamma + i * C + j) * load(gates.beta + j));
-    store_a_pieces<E>(out.Tg, C, i, row);
+    store_a_hi_lo<E>(out.Tg, C, i, row);
   }
   for (int i = 0; i < C; i += kVector) {
     store(out.read_k + i, load(gates.gamma + i) * load(key.rk + i));
@@ -444,11 +443,11 @@ inline void load_state_panel(float* dst, const StateRows& src, int64_t slot, int
   } else {
     for (int j = 0; j < valid; j += 16)
       for (int i = 0; i < dims.K; i += 16) {
-        float block[16 * 16], turned[16 * 16];
+        float block[16 * 16], transposed[16 * 16];
         for (int r = 0; r < 16; ++r)
           load_row(block + r * 16, src.data, src.dtype, base + int64_t{first + j + r} * dims.K + i, 16);
-        transpose(turned, 16, block, 16, 16, 16);
-        for (int r = 0; r < 16; ++r) std::memcpy(dst + (i + r) * kPanel + j, turned + r * 16, sizeof(float) * 16);
+        transpose(transposed, 16, block, 16, 16, 16);
+        for (int r = 0; r < 16; ++r) std::memcpy(dst + (i + r) * kPanel + j, transposed + r * 16, sizeof(float) * 16);
       }
   }
 }

@@ -53,9 +53,9 @@ struct NeonBf16Engine {
     for (int kk = 0; kk < k; kk += 4, dst += 8) vst1_u16(dst, vld1_u16(row + kk));
   }
 
-  // scale_r src_r in two pieces, rows of src [rows][32]. The first piece is cut, so that it is exact.
-  static GD_ALWAYS_INLINE void store_b_pieces(uint16_t* GD_RESTRICT high, uint16_t* GD_RESTRICT low, int k, int rows,
-                                              const float* GD_RESTRICT src, const float* GD_RESTRICT scale) {
+  // scale_r src_r as high + low, rows of src [rows][32]. The high part is truncated, so that it is exact.
+  static GD_ALWAYS_INLINE void store_b_hi_lo(uint16_t* GD_RESTRICT high, uint16_t* GD_RESTRICT low, int k, int rows,
+                                             const float* GD_RESTRICT src, const float* GD_RESTRICT scale) {
     const uint32x4_t upper = vdupq_n_u32(0xffff0000u);
     for (int r = 0; r < rows; r += 4)
       for (int n = 0; n < kPanel; n += 4) {

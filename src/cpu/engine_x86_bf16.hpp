@@ -46,10 +46,10 @@ struct X86Bf16Packing {
     for (int kk = 0; kk < k; kk += 32, dst += kTile) _mm512_storeu_si512(dst, _mm512_loadu_si512(row + kk));
   }
 
-  // scale_r src_r in two pieces, rows of src [rows][32]. Pieces are cut, not rounded: both then lie in the upper half
-  // of a float, where interleaving two rows is a shift and a merge.
-  static GD_ALWAYS_INLINE void store_b_pieces(uint16_t* GD_RESTRICT high, uint16_t* GD_RESTRICT low, int /*k*/,
-                                              int rows, const float* GD_RESTRICT src, const float* GD_RESTRICT scale) {
+  // scale_r src_r as high + low, rows of src [rows][32]. Both are truncated, not rounded: they lie in the upper half of
+  // a float, where interleaving two rows is a shift and a merge.
+  static GD_ALWAYS_INLINE void store_b_hi_lo(uint16_t* GD_RESTRICT high, uint16_t* GD_RESTRICT low, int /*k*/, int rows,
+                                             const float* GD_RESTRICT src, const float* GD_RESTRICT scale) {
     constexpr uint32_t kUpper = 0xffff0000u, kHalf = 0x8000u;
     const auto bits = [](Vec x) { return reinterpret_cast<WordVec>(x); };
     const auto merge = [](uint16_t* dst, WordVec even, WordVec odd) {

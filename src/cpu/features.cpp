@@ -20,7 +20,7 @@ namespace {
 constexpr int bit(gd_isa isa) { return 1 << isa; }
 
 #if defined(__x86_64__)
-// Linux hands out the AMX tile registers on request only, once per process; asking again is harmless.
+// A process must request the AMX tile registers from Linux once; further requests are harmless.
 bool amx_permitted() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;

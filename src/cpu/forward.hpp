@@ -2,7 +2,7 @@
 //   W  = V - gamma o (K S),   U = T_g (beta o W)
 //   O  = s gamma o (Q S) + P U
 //   S <- gamma_L S + K^T (delta o U)
-// Panels never mix, so how panels, heads and sequences are dealt out to lanes cannot change a bit.
+// Panels never mix, so the distribution of panels, heads and sequences over lanes cannot change a bit.
 #pragma once
 
 #include <algorithm>
@@ -36,24 +36,25 @@ struct HeadState {
 template <class E>
 struct PanelScratch {
   using Elem = typename E::Elem;
-  float *W, *U;      // [64][32]
-  float* product;    // [max(Kp, 64)][32]
-  Pieces<Elem> Wb;   // B [64 x 32]
-  Elem* Ub;          // B [64 x 32]
-  Pieces<Elem> dUb;  // B [64 x 32] delta o U
+  float *W, *U;    // [64][32]
+  float* product;  // [max(Kp, 64)][32]
+  HiLo<Elem> Wb;   // B [64 x 32]
+  Elem* Ub;        // B [64 x 32]
+  HiLo<Elem> dUb;  // B [64 x 32] delta o U
 
   PanelScratch(Carver& carve, const Dims& dims) {
     W = carve.take<float>(C * kPanel);
     U = carve.take<float>(C * kPanel);
     product = carve.take<float>((dims.Kp > C ? dims.Kp : C) * kPanel);
-    Wb = take_pieces<E>(carve, E::b_size(C));
+    Wb = take_hi_lo<E>(carve, E::b_size(C));
     Ub = carve.take<Elem>(E::b_size(C));
-    dUb = take_pieces<E>(carve, E::b_size(C));
+    dUb = take_hi_lo<E>(carve, E::b_size(C));
   }
 };
 
-// W = V - gamma o (K S) in place of V in w.W, and U = T_g (beta o W). What is written into the state stays there, so
-// T_g, W and U take part in two pieces each: see docs/numerics.md for what every rounding costs.
+// W = V - gamma o (K S) in place of V in w.W, and U = T_g (beta o W). An error in what is
+// written to the state stays there, so T_g, W and U are split into high and low parts (docs/numerics.md has the cost of
+// every rounding).
 template <class E>
 void solve_panel(const PanelScratch<E>& w, const typename E::Elem* Ka, const typename E::Elem* Sb,
                  const ValueOperands<E>& value, const Dims& dims) {
@@ -63,18 +64,18 @@ void solve_panel(const PanelScratch<E>& w, const typename E::Elem* Ka, const typ
       float* v = w.W + i * kPanel + j;
       store(v, load(v) - value.read_k[i] * load(w.product + i * kPanel + j));
     }
-  store_b_pieces<E>(w.Wb, C, w.W, kOnes.value);
-  multiply_lower<E, false>(PieceTerms<E>(value.Tg, w.Wb).terms, w.U);
+  store_b_hi_lo<E>(w.Wb, C, w.W, kOnes.value);
+  multiply_lower<E, false>(HiLoTerms<E>(value.Tg, w.Wb).terms, w.U);
 }
 
 // S <- gamma_L S + K^T (delta o U).
 template <class E>
 void update_panel(float* S, const PanelScratch<E>& w, const typename E::Elem* Kta, const ValueOperands<E>& value,
                   const Dims& dims) {
-  store_b_pieces<E>(w.dUb, C, w.U, value.write_k);
+  store_b_hi_lo<E>(w.dUb, C, w.U, value.write_k);
   const float gamma_L = *value.gamma_L;
   for (int64_t i = 0; i < int64_t{dims.Kp} * kPanel; i += kVector) store(S + i, gamma_L * load(S + i));
-  multiply_pieces<E, true>(Kta, w.dUb, C, dims.Kp, S);
+  multiply_hi_lo<E, true>(Kta, w.dUb, C, dims.Kp, S);
 }
 
 template <class E>
@@ -118,7 +119,7 @@ class Forward {
   using Elem = typename E::Elem;
   static constexpr int kBlockChunks = 16;  // chunks of a block, prepared together when lanes share a head
 
-  // What all lanes see.
+  // Shared by all lanes.
   struct Shared {
     int64_t* order;             // sequences, longest first
     int64_t* first_checkpoint;  // [N + 1]
@@ -289,7 +290,7 @@ class Forward {
       for (int p = 0; p < dims_.value_panels(); ++p) end_panel(state(h).panel(dims_, p), n, first + h, p);
   }
 
-  // Asks for what a panel and the one after it will touch, and for a share of k and q of the head after this one.
+  // Prefetches what a panel and the next one will touch, and a share of k and q of the next head.
   void prefetch_next(const SequenceSpan& sequence, int64_t chunk, int64_t first, int h, int p) const {
     const int panels = dims_.value_panels();
     const ChunkSpan span = chunk_span(sequence, chunk);
@@ -305,7 +306,7 @@ class Forward {
     if (problem_.o) prefetch_rows(in_.q, next, begin, end, key_head, 0, dims_.K);
   }
 
-  // Where a panel's output goes, and v of the next panel.
+  // Prefetches the rows of o that a panel writes, and v of the next panel.
   void prefetch_panel(const ChunkSpan& span, int64_t head, int p, const ChunkSpan& next, int64_t next_head,
                       int next_panel) const {
     if (problem_.o) prefetch_rows<true>(problem_.o, span, 0, span.rows, head, p * kPanel, kPanel);

@@ -27,7 +27,7 @@ GD_ALWAYS_INLINE Dims padded_dims(const Layer& layer) {
   return {layer.key_dim, layer.value_dim, pad(layer.key_dim), pad(layer.value_dim)};
 }
 
-// Hands out aligned pieces of one buffer. With a null base it only measures.
+// Allocates aligned arrays from one buffer. With a null base it only measures.
 class Carver {
  public:
   static constexpr size_t kAlign = 64;

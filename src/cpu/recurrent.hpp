@@ -1,8 +1,8 @@
 // Token-by-token steps over states in memory: decode and draft verification. An item is one (sequence, value head):
 //   [x_k x_q] = S^T [k q],  e = v - alpha x_k,  o = s (alpha x_q + beta (k.q) e),  S <- alpha S + beta k e^T
-// A step reads the state from where it is and writes it to where it goes: fp32 states are never copied, others pass
-// through one fp32 copy per lane. Value columns are independent, so they go through a group of tokens block by block,
-// each block small enough for the first-level cache.
+// A step reads fp32 states in place and writes them to their destination without a copy; other types pass through one
+// fp32 copy per lane. Value columns are independent, so blocks of columns go through a group of tokens one after the
+// other; each block fits in the L1 cache.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ class Recurrent {
     if (problem_.o && sequences.offsets)
       for (int64_t t = sequences.used_tokens(); t < sequences.tokens; ++t)
         for (int64_t h = 0; h < in_.value_heads; ++h) zero_row(0, t, h);
-    // A lane that is woken for less than this much state costs more than it brings.
+    // Waking a lane for less state than this costs more time than it saves.
     constexpr int64_t kLaneStates = 128 * 1024 / sizeof(float);
     Context context = context_;
     const int64_t useful = sequences.tokens * sequences.batch * in_.value_heads * K_ * V_ / kLaneStates;
@@ -86,7 +86,7 @@ class Recurrent {
                 V_ * dtype_bytes(o.dtype));
   }
 
-  // Where a state lies if a step can use it as it is, else null.
+  // Address of a state that a step can use in place (fp32), else null.
   static float* direct(const StateRows& rows, int64_t slot, int64_t head) {
     return rows.dtype == GD_F32 && slot >= 0 ? static_cast<float*>(rows.data) + rows.offset(slot, head) : nullptr;
   }
@@ -131,7 +131,7 @@ class Recurrent {
       const int count = static_cast<int>(span.length - begin < kTokens ? span.length - begin : kTokens);
       const bool last = begin + count == span.length;
       for (int t = 0; t < count; ++t) load_token(w, t, span.batch, span.begin + begin + t, head);
-      // Only the state after the very last token may be built in its place: earlier ones are still read here.
+      // Only the state after the last token may be built at its destination: steps still read the earlier ones here.
       float* const next = last && accepted == span.length && place ? place : w.state;
       const bool kept = !last || accepted == span.length || problem_.step_states;
       for (int first = 0, columns; first < V_; first += columns) {
@@ -227,7 +227,7 @@ class Recurrent {
       write[n] = load(x.v + column + n * kVector);
     }
     if (!next) return;
-    // Backwards: the rows read last are the ones still in the first-level cache.
+    // Backwards: the rows read last are still in the L1 cache.
     for (int i = K_ - 1; i >= 0; --i)
       for (int n = 0; n < kVectors; ++n) {
         const int64_t at = int64_t{i} * V_ + column + n * kVector;

@@ -53,7 +53,7 @@ GD_ALWAYS_INLINE Vec exp(Vec x) {
   x = x > hi ? hi : x;
   const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Vec n = (x * 1.44269504088896341f + magic) - magic;
-  const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;  // ln 2 in two pieces, the first exact in n * .
+  const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;  // ln 2 as a sum; n times the first term is exact
   Vec p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -88,7 +88,7 @@ GD_ALWAYS_INLINE void store_words(uint16_t* p, WordVec words) {
 GD_ALWAYS_INLINE Vec widen_bf16(WordVec x) { return reinterpret_cast<Vec>(x << 16); }
 GD_ALWAYS_INLINE WordVec round_bf16(Vec x) {
 #if defined(__AVX512BF16__)
-  // One instruction; unlike the rest of the world it takes subnormal numbers for 0.
+  // One instruction; unlike the other conversions it flushes subnormal inputs to 0.
   return __builtin_convertvector(reinterpret_cast<HalfVec>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x))), WordVec);
 #endif
   const WordVec bits = reinterpret_cast<WordVec>(x);
