@@ -48,6 +48,16 @@ int32_t aoti_torch_dtype_float16();
 int32_t aoti_torch_dtype_int32();
 int32_t aoti_torch_dtype_int64();
 int32_t aoti_torch_dtype_uint8();
+int32_t aoti_torch_dtype_int8();
+int32_t aoti_torch_dtype_int16();
+int32_t aoti_torch_dtype_bool();
+int32_t aoti_torch_dtype_float64();
+int32_t aoti_torch_dtype_float8_e4m3fn();
+int32_t aoti_torch_dtype_float8_e5m2();
+int32_t aoti_torch_dtype_float8_e4m3fnuz();
+int32_t aoti_torch_dtype_float8_e5m2fnuz();
+int32_t aoti_torch_dtype_complex64();
+int32_t aoti_torch_dtype_complex128();
 int32_t aoti_torch_device_type_cpu();
 int32_t aoti_torch_device_type_cuda();
 
@@ -56,7 +66,9 @@ AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain_size
                                   void (*func)(int64_t begin, int64_t end, void* context), void* context);
 AOTITorchError torch_get_num_threads(uint32_t* ret);
 
-// In libtorch_cuda.so, which not every torch has: looked up when it is needed, never linked to.
+// Looked up when needed, never linked to: the first is in libtorch_cuda.so, which not every torch has; the second is
+// new in torch 2.13 and gives the message of the calling thread's last error.
 AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret);
+const char* torch_exception_get_what_without_backtrace();
 
 }  // extern "C"

@@ -1,0 +1,44 @@
+// Where a call runs: on torch's threads, or on torch's current stream, with a workspace torch allocates.
+#pragma once
+
+#include "tensor.hpp"
+
+namespace gatedelta::binding {
+
+// torch's threads behind the library's parallel_for, so that torch.set_num_threads() acts.
+class TorchThreads {
+ public:
+  gd_exec exec();
+  void check() const;
+
+ private:
+  static void parallel_for(void* context, int64_t count, gd_task_fn run, void* task);
+
+  // An exception must not cross the C ABI, so a failure of torch's waits here until the call is over.
+  bool failed_ = false;
+};
+
+gd_exec cuda_exec(const Device& device);
+
+template <typename Args>
+Args new_args() {
+  Args args{};
+  args.struct_size = sizeof args;
+  return args;
+}
+
+// Queries the workspace, allocates it, runs. `workspace` and `run` are a pair of functions of the C ABI. On CUDA the
+// kernels may still run when the workspace is freed: torch reuses it only for later work of the same stream.
+template <typename Args>
+void run_with_workspace(Args& args, const Device& device, gd_status (*workspace)(const Args*, size_t*),
+                        gd_status (*run)(const Args*)) {
+  TorchThreads threads;
+  args.exec = device.is_cuda() ? cuda_exec(device) : threads.exec();
+  check(workspace(&args, &args.exec.workspace_bytes));
+  const Tensor memory = device.empty_bytes(args.exec.workspace_bytes);
+  GD_TORCH(torch_get_mutable_data_ptr(memory.get(), &args.exec.workspace));
+  check(run(&args));
+  threads.check();
+}
+
+}  // namespace gatedelta::binding
