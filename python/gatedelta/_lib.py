@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,25 @@ GATE_LOG, GATE_RAW = 0, 1
 BETA_VALUE, BETA_LOGIT, BETA_LOGIT_DOUBLED = 0, 1, 2
 STATE_KV, STATE_VK = 0, 1
 CP_AUTO, CP_OFF = 0, 1
+MAX_THREADS = 1024  # of one call
+
+# What the C ABI calls a thing, and what the Python functions call it: in_python_names() translates messages. The torch
+# binding has the same table (bindings/torch/names.cpp; a test compares them).
+PYTHON_NAMES = {
+    "initial_indices": "initial_state_indices",
+    "final_indices": "final_state_indices",
+    "o": "out",
+    "d_o": "do",
+    "d_final_state": "dht",
+    "gate": "use_gate_in_kernel",
+    "GD_GATE_RAW": "True",
+    "isa": "GATEDELTA_ISA",
+    "GD_CPU": "cpu",
+    "GD_CUDA": "cuda",
+    "gd_forward": "chunk_gated_delta_rule",
+    "gd_backward": "chunk_gated_delta_rule_bwd",
+    "gd_recurrent": "fused_recurrent_gated_delta_rule",
+}
 
 # struct_size first, and room at the end, in every struct that crosses the ABI.
 _RESERVED = ("reserved", c_uint64 * 4)
@@ -168,7 +188,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gd_recurrent_workspace": (c_int32, [POINTER(RecurrentArgs), POINTER(c_size_t)]),
     "gd_get_info": (c_int32, [POINTER(Info)]),
     "gd_isa_name": (c_char_p, [c_int32]),
-    "gd_status_name": (c_char_p, [c_int32]),
     "gd_last_error": (c_char_p, []),
     "gd_thread_pool_create": (c_int32, [c_int32, POINTER(c_void_p)]),
     "gd_thread_pool_destroy": (None, [c_void_p]),
@@ -208,16 +227,26 @@ def library() -> ctypes.CDLL:
     return lib
 
 
+def in_python_names(message: str) -> str:
+    return re.sub(r"\w+", lambda word: PYTHON_NAMES.get(word[0], word[0]), message)
+
+
+def allowed_dtypes(name: str) -> str:
+    """Those of an argument, in words."""
+    is_index = name in ("cu_seqlens", "accept_lengths") or name.endswith("_indices")
+    return "int32 or int64" if is_index else "float32, bfloat16 or float16"
+
+
 def check(status: int) -> None:
-    """Raises what a status other than GD_OK means, with the library's own message."""
+    """Raises what a status other than GD_OK means, with the library's message in Python's names."""
     if status == OK:
         return
-    message = library().gd_last_error().decode()
+    message = in_python_names(library().gd_last_error().decode())
     if status == INVALID_ARGUMENT:
         raise ValueError(message)
     if status == UNSUPPORTED:
         raise UnsupportedError(message)
-    raise RuntimeError(f"{library().gd_status_name(status).decode()}: {message}")
+    raise RuntimeError(message)
 
 
 def isa_name(isa: int) -> str:

@@ -2,23 +2,27 @@
 
 Arrays are float32, float16 or (with the ml_dtypes package) bfloat16, of any strides that are not negative, as long as
 the last dimension of q, k, v, the two last of a state, and index arrays are contiguous; nothing is copied. Arguments
-mean what they mean in ``gatedelta.torch``. A refused call raises ValueError, or UnsupportedError for what this build or
-machine cannot do, and has written nothing.
+mean what they mean in ``gatedelta.torch``; the keywords of ``Layer`` are common to all functions. A refused call raises
+TypeError or ValueError, or UnsupportedError where this build or machine lacks something, and has written nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import numpy as np
 
 from . import _lib
 from ._lib import UnsupportedError
 
-__all__ = ["Forward", "Gradients", "Recurrent", "UnsupportedError", "backward", "forward", "recurrent"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Forward", "Gradients", "Layer", "Recurrent", "UnsupportedError", "backward", "forward", "recurrent"]
 
 _DTYPES = {
     "float32": _lib.DTYPE_F32,
@@ -28,20 +32,38 @@ _DTYPES = {
     "int64": _lib.DTYPE_I64,
 }
 _ALIGNMENT = 64
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+
+class Layer(TypedDict, total=False):
+    """Keywords all functions take, with their defaults. g and beta may be None: no decay, and a beta of 1."""
+
+    scale: float | None  # None
+    initial_state: np.ndarray | None  # None
+    use_qk_l2norm_in_kernel: bool  # False
+    use_gate_in_kernel: bool  # False
+    A_log: np.ndarray | None  # None
+    dt_bias: np.ndarray | None  # None
+    use_beta_sigmoid_in_kernel: bool  # False
+    allow_neg_eigval: bool  # False
+    state_v_first: bool  # False
+    cu_seqlens: np.ndarray | None  # None
 
 
 class Forward(NamedTuple):
     o: np.ndarray
     final_state: np.ndarray | None
-    saved: np.ndarray | None  # what `backward` takes; None unless asked for
+    saved: np.ndarray | None  # what `backward` takes; None without save=True
 
 
 class Gradients(NamedTuple):
+    """Each is None where the input is."""
+
     dq: np.ndarray
     dk: np.ndarray
     dv: np.ndarray
-    dg: np.ndarray
-    dbeta: np.ndarray
+    dg: np.ndarray | None
+    dbeta: np.ndarray | None
     dA_log: np.ndarray | None
     d_dt_bias: np.ndarray | None
     d_initial_state: np.ndarray | None
@@ -56,20 +78,10 @@ def forward(
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
-    g: np.ndarray,
-    beta: np.ndarray,
+    g: np.ndarray | None,
+    beta: np.ndarray | None,
     *,
-    scale: float | None = None,
-    initial_state: np.ndarray | None = None,
     output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: np.ndarray | None = None,
-    dt_bias: np.ndarray | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: np.ndarray | None = None,
     initial_state_indices: np.ndarray | None = None,
     out: np.ndarray | None = None,
     final_state: np.ndarray | None = None,
@@ -79,25 +91,21 @@ def forward(
     checkpoint_every: int = 0,
     save: bool = False,
     num_threads: int | None = None,
+    **layer: Unpack[Layer],
 ) -> Forward:
     """Chunked forward. ``final_state`` is a buffer or pool to write to; the initial state's own array = in place.
 
-    save: what ``backward`` takes as ``saved`` is in the result.
+    save: the result holds what ``backward`` takes as ``saved``.
     """
     args = _lib.ForwardArgs()
-    _set_inputs(
-        args, q, k, v, g, beta, scale, initial_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, initial_state_indices,
-    )  # fmt: skip
-    if out is None:
-        out = np.empty(v.shape, q.dtype)
-    if final_state is None and output_final_state:
-        final_state = np.empty(_state_shape(q, v, cu_seqlens, state_v_first), np.float32)
-    args.o = _tensor(out, "out", written=True)
-    args.final_state = _tensor(final_state, "final_state", written=True)
-    args.final_indices = _tensor(final_state_indices, "final_state_indices")
+    _set_inputs(args, q, k, v, g, beta, **layer)
+    out, final_state = _set_outputs(
+        args, q, v, output_final_state, initial_state_indices, out, final_state, final_state_indices, layer
+    )
     args.checkpoints = _tensor(checkpoints, "checkpoints", written=True)
     args.checkpoint_indices = _tensor(checkpoint_indices, "checkpoint_indices")
+    if not 0 <= checkpoint_every < 1 << 63:
+        raise ValueError(f"checkpoint_every is {checkpoint_every}, must be a positive multiple of {_lib.CHUNK}")
     args.checkpoint_every = checkpoint_every
     saved = None
     _set_threads(args, num_threads)
@@ -113,39 +121,26 @@ def backward(
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
-    g: np.ndarray,
-    beta: np.ndarray,
+    g: np.ndarray | None,
+    beta: np.ndarray | None,
     do: np.ndarray,
     dht: np.ndarray | None = None,
     *,
     saved: np.ndarray | None = None,
-    scale: float | None = None,
-    initial_state: np.ndarray | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: np.ndarray | None = None,
-    dt_bias: np.ndarray | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: np.ndarray | None = None,
     num_threads: int | None = None,
+    **layer: Unpack[Layer],
 ) -> Gradients:
     """Chunked backward, from what ``forward(..., save=True)`` of the same inputs saved, or recomputing it."""
     args = _lib.BackwardArgs()
-    _set_inputs(
-        args, q, k, v, g, beta, scale, initial_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, None,
-    )  # fmt: skip
+    _set_inputs(args, q, k, v, g, beta, **layer)
     args.d_o = _tensor(do, "do")
     args.d_final_state = _tensor(dht, "dht")
     if saved is not None:
         if saved.dtype != np.uint8 or saved.ndim != 1 or not saved.flags.c_contiguous:
             raise ValueError("saved is not what forward(..., save=True) returned")
         args.saved, args.saved_bytes = saved.ctypes.data, saved.size
-    gradients = Gradients(
-        *(None if x is None else np.empty(x.shape, x.dtype) for x in (q, k, v, g, beta, A_log, dt_bias, initial_state))
-    )
+    inputs = (q, k, v, g, beta, *(layer.get(name) for name in ("A_log", "dt_bias", "initial_state")))
+    gradients = Gradients(*(None if x is None else np.empty(x.shape, x.dtype) for x in inputs))
     for name, array in gradients._asdict().items():
         setattr(args, name, _tensor(array, name, written=True))
     _set_threads(args, num_threads)
@@ -157,20 +152,10 @@ def recurrent(
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
-    g: np.ndarray,
-    beta: np.ndarray,
+    g: np.ndarray | None,
+    beta: np.ndarray | None,
     *,
-    scale: float | None = None,
-    initial_state: np.ndarray | None = None,
     output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: np.ndarray | None = None,
-    dt_bias: np.ndarray | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: np.ndarray | None = None,
     initial_state_indices: np.ndarray | None = None,
     out: np.ndarray | None = None,
     final_state: np.ndarray | None = None,
@@ -179,20 +164,14 @@ def recurrent(
     step_states: np.ndarray | None = None,
     step_indices: np.ndarray | None = None,
     num_threads: int | None = None,
+    **layer: Unpack[Layer],
 ) -> Recurrent:
     """Token by token: decode and draft verification. ``final_state`` as in ``forward``."""
     args = _lib.RecurrentArgs()
-    _set_inputs(
-        args, q, k, v, g, beta, scale, initial_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, initial_state_indices,
-    )  # fmt: skip
-    if out is None:
-        out = np.empty(v.shape, q.dtype)
-    if final_state is None and output_final_state:
-        final_state = np.empty(_state_shape(q, v, cu_seqlens, state_v_first), np.float32)
-    args.o = _tensor(out, "out", written=True)
-    args.final_state = _tensor(final_state, "final_state", written=True)
-    args.final_indices = _tensor(final_state_indices, "final_state_indices")
+    _set_inputs(args, q, k, v, g, beta, **layer)
+    out, final_state = _set_outputs(
+        args, q, v, output_final_state, initial_state_indices, out, final_state, final_state_indices, layer
+    )
     args.accept_lengths = _tensor(accept_lengths, "accept_lengths")
     args.step_states = _tensor(step_states, "step_states", written=True)
     args.step_indices = _tensor(step_indices, "step_indices")
@@ -211,7 +190,8 @@ def _tensor(array: np.ndarray | None, name: str, written: bool = False) -> _lib.
         raise ValueError(f"{name} is written to, but the array is read-only")
     dtype = _DTYPES.get(array.dtype.name) if array.dtype.isnative else None
     if dtype is None:
-        raise ValueError(f"{name} has dtype {array.dtype}; it must be one of {', '.join(_DTYPES)} in native byte order")
+        allowed = _lib.allowed_dtypes(name)
+        raise ValueError(f"{name} has dtype {array.dtype}; it must be {allowed} in native byte order")
     if array.ndim > _lib.MAX_RANK:
         raise ValueError(f"{name} has rank {array.ndim}, more than any tensor here")
     if any(stride % array.itemsize for stride in array.strides):
@@ -220,33 +200,74 @@ def _tensor(array: np.ndarray | None, name: str, written: bool = False) -> _lib.
     result.dtype = dtype
     result.rank = array.ndim
     result.shape[: array.ndim] = array.shape
-    result.stride[: array.ndim] = [stride // array.itemsize for stride in array.strides]
+    if array.size:
+        result.stride[: array.ndim] = [stride // array.itemsize for stride in array.strides]
+    else:  # numpy gives empty arrays strides of 0: those of a contiguous array instead
+        result.stride[: array.ndim] = [math.prod(array.shape[i + 1 :]) for i in range(array.ndim)]
     return result
 
 
 def _set_inputs(
-    args, q, k, v, g, beta, scale, initial_state, l2norm, use_gate_in_kernel, A_log, dt_bias,
-    use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, initial_state_indices,
-) -> None:  # fmt: skip
+    args,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    scale=None,
+    initial_state=None,
+    use_qk_l2norm_in_kernel=False,
+    use_gate_in_kernel=False,
+    A_log=None,
+    dt_bias=None,
+    use_beta_sigmoid_in_kernel=False,
+    allow_neg_eigval=False,
+    state_v_first=False,
+    cu_seqlens=None,
+) -> None:
+    """The defaults here are those of ``Layer``."""
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval doubles the sigmoid of beta, so it needs use_beta_sigmoid_in_kernel=True")
     inputs = args.inputs
     inputs.q = _tensor(q, "q")
     inputs.k = _tensor(k, "k")
     inputs.v = _tensor(v, "v")
+    if g is None:
+        if use_gate_in_kernel:
+            raise ValueError("use_gate_in_kernel=True takes raw `a` as g, but g is None")
+        g = np.broadcast_to(_ZERO, v.shape[:3])
+    if beta is None:
+        if use_beta_sigmoid_in_kernel:
+            raise ValueError("use_beta_sigmoid_in_kernel=True takes logits as beta, but beta is None")
+        beta = np.broadcast_to(_ONE, v.shape[:3])
     inputs.g = _tensor(g, "g")
     inputs.beta = _tensor(beta, "beta")
     inputs.A_log = _tensor(A_log, "A_log")
     inputs.dt_bias = _tensor(dt_bias, "dt_bias")
     inputs.cu_seqlens = _tensor(cu_seqlens, "cu_seqlens")
     inputs.initial_state = _tensor(initial_state, "initial_state")
-    inputs.initial_indices = _tensor(initial_state_indices, "initial_state_indices")
     inputs.gate = _lib.GATE_RAW if use_gate_in_kernel else _lib.GATE_LOG
     inputs.beta_kind = use_beta_sigmoid_in_kernel + allow_neg_eigval
     inputs.state_layout = _lib.STATE_VK if state_v_first else _lib.STATE_KV
-    inputs.l2norm = l2norm
+    inputs.l2norm = use_qk_l2norm_in_kernel
     inputs.has_scale = scale is not None
     inputs.scale = 0.0 if scale is None else scale
+
+
+def _set_outputs(
+    args, q, v, output_final_state, initial_state_indices, out, final_state, final_state_indices, layer
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """What forward and recurrent share. Returns out and final_state, made here where the caller gives none."""
+    if out is None:
+        out = np.empty(v.shape, q.dtype)
+    if final_state is None and output_final_state:
+        shape = _state_shape(q, v, layer.get("cu_seqlens"), layer.get("state_v_first", False))
+        final_state = np.empty(shape, np.float32)
+    args.inputs.initial_indices = _tensor(initial_state_indices, "initial_state_indices")
+    args.o = _tensor(out, "out", written=True)
+    args.final_state = _tensor(final_state, "final_state", written=True)
+    args.final_indices = _tensor(final_state_indices, "final_state_indices")
+    return out, final_state
 
 
 def _state_shape(q: np.ndarray, v: np.ndarray, cu_seqlens: np.ndarray | None, state_v_first: bool) -> tuple[int, ...]:
@@ -266,8 +287,11 @@ def _thread_pool(num_threads: int, process: int) -> ctypes.c_void_p:
 
 
 def _set_threads(args, num_threads: int | None) -> None:
-    if num_threads is not None and num_threads < 1:
-        raise ValueError(f"num_threads is {num_threads}; it must be positive, or None for every CPU of the process")
+    if num_threads is not None and not 1 <= num_threads <= _lib.MAX_THREADS:
+        raise ValueError(
+            f"num_threads is {num_threads}; it must be from 1 to {_lib.MAX_THREADS}, or None for every CPU of the "
+            "process"
+        )
     args.exec.isa = _lib.forced_isa()
     args.exec.num_threads = 1
     if num_threads == 1:

@@ -111,7 +111,7 @@ CHUNK_REFUSALS = [
     ({"cu_seqlens_cpu": torch.tensor([0, 70])}, ValueError, "cu_seqlens_cpu"),
     ({"chunk_indices": torch.zeros(2, 2)}, ValueError, "chunk_indices"),
     ({"state_v_first": True, "transpose_state_layout": True}, ValueError, "transpose_state_layout"),
-    ({"small_workspace": True, "recompute": True}, ValueError, "small_workspace needs what the forward keeps"),
+    ({"small_workspace": True, "recompute": True}, ValueError, "small_workspace needs what the forward saves"),
     ({"final_state_indices": torch.tensor([0])}, ValueError, "final_state_indices needs final_state="),
 ]
 
@@ -280,6 +280,116 @@ def test_every_way_to_the_operator_gives_the_same_bits(kind, v_first):
     again = gd.chunk_gated_delta_rule(q.clone().requires_grad_(), k, v, g, beta, recompute=True, **more)
     for got in (named, buffered, kept, again):
         assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+# ---- without gates -------------------------------------------------------------------------------------------------
+
+NO_GATES = {"g": ("g",), "beta": ("beta",), "g and beta": ("g", "beta")}
+
+
+def with_and_without(tensors, absent):
+    """g and beta as the call gets them, and the explicit zeros and ones they stand for."""
+    explicit = {"g": torch.zeros_like(tensors[3]), "beta": torch.ones_like(tensors[4])}
+    given = {"g": tensors[3], "beta": tensors[4]}
+    return {**given, **dict.fromkeys(absent)}, {**given, **{name: explicit[name] for name in absent}}
+
+
+@pytest.mark.parametrize("absent", NO_GATES.values(), ids=NO_GATES)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("form", [gd.chunk_gated_delta_rule, gd.recurrent_gated_delta_rule])
+def test_absent_gates_are_zeros_and_ones(form, packed, absent):
+    """Bit for bit: o, the final state, every gradient; with buffers, too."""
+    tensors = make(B=1 if packed else 2, N=2, H=2, HV=4, dtype=torch.bfloat16)
+    more = {"initial_state": tensors[5], "cu_seqlens": torch.tensor([0, 30, 70]) if packed else None}
+    results = []
+    for gates in with_and_without(tensors, absent):
+        leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+        leaves += [gates[name].clone().requires_grad_() for name in ("g", "beta") if name not in absent]
+        gates = {**gates, **dict(zip([n for n in ("g", "beta") if n not in absent], leaves[3:]))}
+        o, state = form(*leaves[:3], **gates, **more, output_final_state=True)
+        gradients = torch.autograd.grad(o.float().square().sum() + state.sum(), leaves)
+        with torch.no_grad():
+            buffered = form(*leaves[:3], **gates, **more, out=torch.empty_like(o), output_final_state=True)
+        results.append([o, state, *gradients, *buffered])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("absent", NO_GATES.values(), ids=NO_GATES)
+def test_absent_gates_of_the_low_level_functions(absent):
+    tensors = make()
+    q, k, v, _, _, h0 = tensors
+    outputs, gradients = [], []
+    for gates in with_and_without(tensors, absent):
+        *output, saved = gd.chunk_gated_delta_rule_fwd(q, k, v, **gates, initial_state=h0)
+        dq, dk, dv, dbeta, dg, dh0 = gd.chunk_gated_delta_rule_bwd(
+            q, k, v, gates["g"], gates["beta"], saved, v, initial_state=h0
+        )
+        outputs.append([*output, saved])
+        gradients.append({"q": dq, "k": dk, "v": dv, "beta": dbeta, "g": dg, "initial_state": dh0})
+    assert all(torch.equal(x, y) for x, y in zip(*outputs, strict=True))
+    for name, want in gradients[1].items():
+        got = gradients[0][name]
+        assert got is None if name in absent else torch.equal(got, want), name
+
+
+@pytest.mark.parametrize("form", [gd.chunk_gated_delta_rule, gd.recurrent_gated_delta_rule])
+def test_absent_gates_have_no_raw_form(form):
+    q, k, v, g, beta, _ = make()
+    with pytest.raises(ValueError, match="takes raw `a` as g, but g is None"):
+        form(q, k, v, g=None, beta=beta, use_gate_in_kernel=True, A_log=torch.zeros(2))
+    with pytest.raises(ValueError, match="takes logits as beta, but beta is None"):
+        form(q, k, v, g=g, beta=None, use_beta_sigmoid_in_kernel=True)
+
+
+def test_absent_gates_on_meta():
+    q, k, v = (x.to("meta") for x in make()[:3])
+    assert gd.chunk_gated_delta_rule(q, k, v, None, None)[0].shape == v.shape
+
+
+# ---- buffers -------------------------------------------------------------------------------------------------------
+
+
+def written_arguments():
+    """Each argument a call writes to, with the call around it."""
+    q, k, v, g, beta, h0 = make(T=64)
+
+    def chunk(**more):
+        gd.chunk_gated_delta_rule(q, k, v, g, beta, **more)
+
+    def recurrent(**more):
+        gd.fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, **more)
+
+    out, state, steps = torch.zeros_like(v), torch.zeros_like(h0), torch.zeros(1, 64, 2, 32, 16)
+    return {
+        "chunk, out": (chunk, "out", out, {}),
+        "chunk, final_state": (chunk, "final_state", state, {}),
+        "chunk, checkpoints": (chunk, "checkpoints", state, {"checkpoint_every": 64}),
+        "recurrent, out": (recurrent, "out", out, {}),
+        "recurrent, final_state": (recurrent, "final_state", state, {}),
+        "recurrent, step_states": (recurrent, "step_states", steps, {}),
+    }
+
+
+WAYS_TO_REQUIRE_GRAD = {
+    "parameter": torch.nn.Parameter,
+    "view of a parameter": lambda x: torch.nn.Parameter(x)[:],
+    "view of a parameter, without grad": torch.no_grad()(lambda x: torch.nn.Parameter(x)[:]),
+    "leaf": lambda x: x.requires_grad_(),
+    "part of a graph": lambda x: x.requires_grad_() * 1,
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_REQUIRE_GRAD)
+@pytest.mark.parametrize("name", written_arguments())
+def test_buffers_that_require_grad_are_refused(name, way):
+    call, argument, buffer, more = written_arguments()[name]
+    buffer = WAYS_TO_REQUIRE_GRAD[way](buffer)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=f"^{argument} is written to, but it requires a gradient"):
+            call(**{argument: buffer}, **more)
+        assert (buffer == 0).all()
+        call(**{argument: buffer.detach()}, **more)
+        assert not (buffer == 0).all()
 
 
 # ---- autograd ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""The operators ``torch.ops.gatedelta.*``: loads the binding and tells torch the shapes of what they return.
+"""The operators ``torch.ops.gatedelta.*``: loads the binding and gives torch the shapes of their results.
 
-They have no gradients of their own (the functions in ``gatedelta.torch`` have). An output that was not asked for is an
-empty tensor.
+They have no gradients of their own (the functions in ``gatedelta.torch`` have). An output the caller did not request is
+an empty tensor.
 """
 
 from __future__ import annotations
@@ -24,19 +24,16 @@ chunk_bwd = torch.ops.gatedelta.chunk_bwd.default
 recurrent = torch.ops.gatedelta.recurrent.default
 recurrent_out = torch.ops.gatedelta.recurrent_out.default
 
-# The bits of the operators' `options`, as in bindings/torch/ops.cpp.
+# The bits of the operators' `options`, as in bindings/torch/inputs.hpp (a test compares them).
 GATE_RAW = 1 << 0
 BETA_LOGIT = 1 << 1
 BETA_LOGIT_DOUBLED = 1 << 2
 STATE_V_FIRST = 1 << 3
 L2NORM = 1 << 4
-FINAL_STATE = 1 << 5  # is to be returned
+FINAL_STATE = 1 << 5  # the operator returns it
 UNCUT = 1 << 6  # auto_cp=False
 BATCH_INVARIANT = 1 << 7
 SMALL_WORKSPACE = 1 << 8  # of a backward
-
-# Order of chunk_bwd's results, and of the bits of its `wanted`.
-GRADIENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
 _DTYPES = {
     torch.float32: _lib.DTYPE_F32,
@@ -65,10 +62,11 @@ def _describe(tensor: Tensor | None, name: str) -> _lib.Tensor:
     result = _lib.Tensor()
     if tensor is None:
         return result
-    if tensor.dtype not in _DTYPES or tensor.dim() > _lib.MAX_RANK:
-        raise RuntimeError(
-            f"gatedelta: {name} is a {tensor.dtype} tensor of rank {tensor.dim()}, which nothing here is"
-        )
+    if tensor.dtype not in _DTYPES:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise RuntimeError(f"gatedelta: {name}: dtype is {dtype}, must be {_lib.allowed_dtypes(name)}")
+    if tensor.dim() > _lib.MAX_RANK:
+        raise RuntimeError(f"gatedelta: {name} has rank {tensor.dim()}, more than any tensor here")
     result.dtype = _DTYPES[tensor.dtype]
     result.rank = tensor.dim()
     stride = 1
@@ -79,32 +77,30 @@ def _describe(tensor: Tensor | None, name: str) -> _lib.Tensor:
     return result
 
 
-def _cuda_saved_bytes(o: Tensor, cu_seqlens: Tensor | None) -> int:
-    """saved_layout of src/cuda/forward/plan.hpp, also for symbolic shapes and without a CUDA build."""
-    batch, tokens, heads = o.shape[:3]
-    if cu_seqlens is None:
-        count, chunks, windows = batch, batch * ((tokens + 63) // 64), batch * (tokens // 1024)
-    else:
-        count, chunks, windows = cu_seqlens.shape[0] - 1, tokens // 64 + cu_seqlens.shape[0], tokens // 1024
-    parts = chunks * heads * 6912, chunks * heads * 8, count * 4, count * 8, 80 * 8, 65536, windows * heads * 65536
-    return sum((part + 63) // 64 * 64 for part in parts)
-
-
 def _saved_bytes(tensors: dict[str, Tensor | None], o: Tensor, options: int) -> int:
-    """How much chunk_fwd_save saves. On the CPU with symbolic shapes only the call can tell, and torch is told so."""
-    if o.is_cuda:
-        return _cuda_saved_bytes(o, tensors["cu_seqlens"])
+    """How much chunk_fwd_save saves. With symbolic shapes it is not known before the call: torch gets a new symbol."""
     if any(not isinstance(size, int) for tensor in tensors.values() if tensor is not None for size in tensor.shape):
         return torch.library.get_ctx().new_dynamic_size()
     args = _lib.ForwardArgs()
-    args.exec.isa = _FORCED_ISA
+    if o.is_cuda:
+        args.exec.device = _lib.CUDA
+    else:
+        args.exec.isa = _FORCED_ISA
     for name, tensor in tensors.items():
         setattr(args.inputs, name, _describe(tensor, name))
     args.inputs.gate = _lib.GATE_RAW if options & GATE_RAW else _lib.GATE_LOG
     args.inputs.state_layout = _lib.STATE_VK if options & STATE_V_FIRST else _lib.STATE_KV
-    args.inputs.l2norm = bool(options & L2NORM)  # beta's kind does not matter here
+    args.inputs.l2norm = bool(options & L2NORM)  # the kind of beta does not matter here
     args.o = _describe(o, "o")
     return _lib.size_query("gd_forward_saved_size", args)
+
+
+def _check_devices(arguments: dict[str, object]) -> None:
+    """torch also calls the fake operator where a single tensor is on `meta`: the call would write nothing."""
+    device = arguments["q"].device
+    for name, tensor in arguments.items():
+        if isinstance(tensor, Tensor) and tensor.device != device:
+            raise RuntimeError(f"gatedelta: {_lib.in_python_names(name)} is on {tensor.device}, but q is on {device}")
 
 
 def _outputs(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: int) -> tuple[Tensor, Tensor]:
@@ -120,6 +116,7 @@ def _(
     q, k, v, g, beta, options, cu_seqlens=None, initial_state=None, scale=None, A_log=None, dt_bias=None,
     initial_indices=None,
 ):  # fmt: skip
+    _check_devices(locals())
     return _outputs(q, v, cu_seqlens, options)
 
 
@@ -128,11 +125,12 @@ def _(
     q, k, v, g, beta, options, cu_seqlens=None, initial_state=None, scale=None, A_log=None, dt_bias=None,
     initial_indices=None,
 ):  # fmt: skip
-    o, states = _outputs(q, v, cu_seqlens, options)
+    _check_devices(locals())
     tensors = {
         "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens,
         "initial_state": initial_state, "initial_indices": initial_indices,
     }  # fmt: skip
+    o, states = _outputs(q, v, cu_seqlens, options)
     return o, states, q.new_empty((_saved_bytes(tensors, o, options),), dtype=torch.uint8)
 
 
@@ -141,7 +139,7 @@ def _(
     q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias, initial_indices, o, final_state,
     final_indices, in_place, checkpoints, checkpoint_indices, checkpoint_every,
 ):  # fmt: skip
-    return None
+    _check_devices(locals())
 
 
 @torch.library.register_fake("gatedelta::chunk_bwd")
@@ -149,6 +147,7 @@ def _(
     q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias, initial_indices, d_o, d_final_state,
     saved, wanted,
 ):  # fmt: skip
+    _check_devices(locals())
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     return tuple(x.new_empty(x.shape) if wanted >> i & 1 else _nothing(q) for i, x in enumerate(inputs))
 
@@ -158,4 +157,4 @@ def _(
     q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias, initial_indices, o, final_state,
     final_indices, in_place, accept_lengths, step_states, step_indices,
 ):  # fmt: skip
-    return None
+    _check_devices(locals())

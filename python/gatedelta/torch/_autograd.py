@@ -1,0 +1,91 @@
+"""Gradients of the gated delta rule in reverse mode."""
+
+from __future__ import annotations
+
+import torch
+
+from . import _arguments, _ops
+
+
+class GatedDeltaRule(torch.autograd.Function):
+    """o, the final state, and what the forward saves. The backward of both forms is the chunked one."""
+
+    # Where chunk_bwd's results, in their order, stand among the arguments of `forward`:
+    # q, k, v, g, beta, A_log, dt_bias, initial_state.
+    POSITIONS = (0, 1, 2, 3, 4, 9, 10, 7)
+
+    @staticmethod
+    def forward(
+        q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias, initial_indices, chunked,
+        recompute,
+    ):  # fmt: skip
+        options &= ~_ops.SMALL_WORKSPACE  # of the backward alone
+        inputs = (q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias, initial_indices)
+        if not recompute:
+            return _ops.chunk_fwd_save(*inputs)
+        forward = _ops.chunk_fwd if chunked else _ops.recurrent
+        return *forward(*inputs), q.new_empty((0,), dtype=torch.uint8)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        q, k, v, g, beta, options, cu_seqlens, initial_state, ctx.scale, A_log, dt_bias, indices, _, recompute = inputs
+        ctx.has_final_state, ctx.recompute = bool(options & _ops.FINAL_STATE), recompute
+        ctx.options = options & ~_ops.FINAL_STATE
+        _, states, saved = output
+        ctx.save_for_backward(q, k, v, g, beta, cu_seqlens, initial_state, A_log, dt_bias, indices, saved)
+        ctx.mark_non_differentiable(*((saved,) if ctx.has_final_state else (states, saved)))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, d_o, d_final_state, _):
+        q, k, v, g, beta, cu_seqlens, initial_state, A_log, dt_bias, indices, saved = ctx.saved_tensors
+        _arguments.refuse_tangents(d_o, d_final_state)
+        if d_o is None:
+            d_o = q.new_zeros(v.shape)
+        if not ctx.has_final_state:
+            d_final_state = None  # compiled graphs pass one of the empty tensor
+        needs = ctx.needs_input_grad
+        wanted = sum(1 << bit for bit, position in enumerate(GatedDeltaRule.POSITIONS) if needs[position])
+        # Compiled graphs refuse a double backward themselves.
+        record = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        results = (_Gradients.apply if record else _ops.chunk_bwd)(
+            q, k, v, g, beta, ctx.options, cu_seqlens, initial_state, ctx.scale, A_log, dt_bias, indices, d_o,
+            d_final_state, None if ctx.recompute else saved, wanted,
+        )  # fmt: skip
+        gradients = [None] * 14
+        for bit, position in enumerate(GatedDeltaRule.POSITIONS):
+            if needs[position]:
+                gradients[position] = results[bit]
+        return tuple(gradients)
+
+    @staticmethod
+    def jvp(ctx, *tangents):  # of nested transforms, whose tangents refuse_tangents() cannot see
+        raise NotImplementedError(_arguments.NO_FORWARD_MODE)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        raise NotImplementedError(_arguments.NO_VMAP)
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward, for a caller who may differentiate its results again: that is refused."""
+
+    @staticmethod
+    def forward(*args):
+        return _ops.chunk_bwd(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise RuntimeError("the gradients of the gated delta rule cannot be differentiated again (double backward)")
+
+    @staticmethod
+    def jvp(ctx, *tangents):  # of nested transforms, whose tangents refuse_tangents() cannot see
+        raise NotImplementedError(_arguments.NO_FORWARD_MODE)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        raise NotImplementedError(_arguments.NO_VMAP)
