@@ -20,11 +20,13 @@ def main() -> int:
         return 0
     from . import _selftest
 
-    passed = True
+    verdicts = {True: "ok", False: "FAILED", None: "not checked"}
+    counts = dict.fromkeys(verdicts, 0)
     for result in _selftest.run():
-        passed &= result.passed
-        print(f"{'ok    ' if result.passed else 'FAILED'} {result.name}: {result.detail}")
-    return 0 if passed else 1
+        counts[result.passed] += 1
+        print(f"{verdicts[result.passed]:11} {result.name}: {result.detail}")
+    print(", ".join(f"{counts[passed]} {word}" for passed, word in verdicts.items()))
+    return 1 if counts[False] else 0
 
 
 if __name__ == "__main__":

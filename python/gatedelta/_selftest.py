@@ -1,5 +1,6 @@
 """A quick check of an installation with the standard library alone: every usable instruction set against the recurrence
-in double precision, gradients against its slope. The repository's tests are the thorough ones."""
+in double precision, gradients against its slope. It says what it did not check. The repository's tests are the thorough
+ones."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ SCALE = K**-0.5
 
 class Result(NamedTuple):
     name: str
-    passed: bool
+    passed: bool | None  # None: not checked
     detail: str
 
 
@@ -39,22 +40,25 @@ def run() -> Iterator[Result]:
     layer, d_o, d_state = _make_layer()
     o, state = _recurrence(layer)
     slopes = [_slope(layer, i, d_o, d_state) for i in range(len(layer))]
-    usable = _lib.get_info().cpu_isa_usable
+    info = _lib.get_info()
     for isa in range(1, _lib.ISA_COUNT):
-        if not usable >> isa & 1:
+        if not info.cpu_isa_usable >> isa & 1:
+            if info.cpu_isa_compiled >> isa & 1:
+                yield Result(_lib.isa_name(isa), None, "this machine cannot run it")
             continue
         for dtype, name, bound in ((_lib.DTYPE_F32, "float32", 1e-5), (_lib.DTYPE_BF16, "bfloat16", 1e-2)):
-            for function in ("gd_forward", "gd_recurrent"):
-                got_o, got_state = _run_forward(function, layer, dtype, isa)
+            for form in ("forward", "recurrent"):
+                got_o, got_state = _run_forward(f"gd_{form}", layer, dtype, isa)
                 error = max(_error(got_o, o), _error(got_state, state))
-                yield Result(f"{function} {_lib.isa_name(isa)} {name}", error < bound, f"relative error {error:.1e}")
+                yield Result(f"{form} {_lib.isa_name(isa)} {name}", error < bound, f"relative error {error:.1e}")
             gradients = _run_backward(layer, d_o, d_state, dtype, isa)
             error = 0.0
             for i, (gradient, (slope, scale)) in enumerate(zip(gradients, slopes)):
                 along = math.fsum(map(float.__mul__, gradient, _direction(i, len(gradient))))
                 error = max(error, abs(slope - along) / scale)
-            yield Result(f"gd_backward {_lib.isa_name(isa)} {name}", error < bound, f"relative error {error:.1e}")
+            yield Result(f"backward {_lib.isa_name(isa)} {name}", error < bound, f"relative error {error:.1e}")
     yield _check_torch(layer, o)
+    yield Result("CUDA", None, "this check runs on the CPU alone" if info.cuda_compiled else "not in this build")
 
 
 def _make_layer() -> tuple[_Layer, list[float], list[float]]:
@@ -189,7 +193,7 @@ def _run_backward(layer: _Layer, d_o, d_state, dtype: int, isa: int) -> list[lis
 
 def _check_torch(layer: _Layer, o: list[float]) -> Result:
     if importlib.util.find_spec("torch") is None:
-        return Result("torch binding", True, "not checked: torch is not installed")
+        return Result("torch binding", None, "torch is not installed")
     import torch
 
     from .torch import chunk_gated_delta_rule

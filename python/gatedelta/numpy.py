@@ -112,7 +112,7 @@ def forward(
     if save:
         args.saved_bytes = _lib.size_query("gd_forward_saved_size", args)
         saved = _aligned_bytes(args.saved_bytes)
-        args.saved = saved.ctypes.data
+        args.saved = _address(saved)
     _run("gd_forward", args)
     return Forward(out, final_state, saved)
 
@@ -138,7 +138,7 @@ def backward(
     if saved is not None:
         if saved.dtype != np.uint8 or saved.ndim != 1 or not saved.flags.c_contiguous:
             raise ValueError("saved is not what forward(..., save=True) returned")
-        args.saved, args.saved_bytes = saved.ctypes.data, saved.size
+        args.saved, args.saved_bytes = _address(saved), saved.size
     inputs = (q, k, v, g, beta, *(layer.get(name) for name in ("A_log", "dt_bias", "initial_state")))
     gradients = Gradients(*(None if x is None else np.empty(x.shape, x.dtype) for x in inputs))
     for name, array in gradients._asdict().items():
@@ -309,8 +309,13 @@ def _aligned_bytes(size: int) -> np.ndarray:
     return memory[start : start + size]
 
 
+def _address(memory: np.ndarray) -> int | None:
+    """None without bytes: numpy gives an empty array any address."""
+    return memory.ctypes.data if memory.size else None
+
+
 def _run(function: str, args: ctypes.Structure) -> None:
     args.exec.workspace_bytes = _lib.size_query(f"{function}_workspace", args)
     workspace = _aligned_bytes(args.exec.workspace_bytes)
-    args.exec.workspace = workspace.ctypes.data
+    args.exec.workspace = _address(workspace)
     _lib.check(getattr(_lib.library(), function)(ctypes.byref(args)))

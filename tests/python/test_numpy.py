@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import inspect
 import threading
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 pytest.importorskip("ml_dtypes")
 
 import gatedelta.numpy as gd
+from gatedelta import _lib
 from truth import Case
 
 CASES = [
@@ -117,7 +120,11 @@ def read_only(array):
 
 
 REFUSALS = {
-    "dtype": ({"q": np.zeros((1, 70, 2, 32))}, ValueError, "q has dtype float64"),
+    "dtype": (
+        {"q": np.zeros((1, 70, 2, 32))},
+        ValueError,
+        "q has dtype float64; it must be float32, bfloat16 or float16 in native byte order",
+    ),
     "byte order": ({"q": np.zeros((1, 70, 2, 32), ">f4")}, ValueError, "native byte order"),
     "no array": ({"q": [1.0]}, TypeError, "q must be a numpy array, not list"),
     "rank": ({"q": np.zeros((70, 2, 32), np.float32)}, ValueError, "q: rank is 3"),
@@ -131,6 +138,28 @@ REFUSALS = {
     "negative eigenvalues": ({"allow_neg_eigval": True}, ValueError, "use_beta_sigmoid_in_kernel"),
     "read-only": ({"out": read_only(np.zeros((1, 70, 2, 32), np.float32))}, ValueError, "read-only"),
     "threads": ({"num_threads": 0}, ValueError, "num_threads is 0"),
+    "too many threads": ({"num_threads": 2**40}, ValueError, f"num_threads is {2**40}; it must be from 1 to 1024"),
+    "more threads than a call may have": ({"num_threads": 1025}, ValueError, "num_threads is 1025; .* from 1 to 1024"),
+    "checkpoint interval of 65 bits": (
+        {"checkpoints": np.zeros((1, 2, 32, 32), np.float32), "checkpoint_every": 2**64 + 64},
+        ValueError,
+        "checkpoint_every is 18446744073709551680, must be a positive multiple of 64",
+    ),
+    "offsets of floats": (
+        {"cu_seqlens": np.array([0.0, 70.0])},
+        ValueError,
+        "cu_seqlens has dtype .* int32 or int64 in",
+    ),
+    "slots": (
+        {"final_state": np.zeros((4, 2, 32, 32), np.float32), "final_state_indices": np.array([4])},
+        ValueError,
+        r"^final_state_indices\[0\] is 4, but final_state has 4 slots$",
+    ),
+    "gate": ({"A_log": np.zeros(2, np.float32)}, ValueError, "^A_log is given, but use_gate_in_kernel is not True"),
+    "shape of out": ({"out": np.zeros((1, 70, 2, 16), np.float32)}, ValueError, "^out: shape is"),
+    "no such keyword": ({"seq_idx": None}, TypeError, "seq_idx"),
+    "gate of raw values that are absent": ({"g": None, "use_gate_in_kernel": True}, ValueError, "but g is None"),
+    "logits that are absent": ({"beta": None, "use_beta_sigmoid_in_kernel": True}, ValueError, "but beta is None"),
     "offsets": ({"cu_seqlens": np.array([0, 71])}, ValueError, "cu_seqlens ends at 71"),
 }
 
@@ -151,3 +180,56 @@ def test_wrong_saved_is_refused():
         gd.backward(*tensors, do, saved=saved[:-64])
     with pytest.raises(ValueError, match="saved"):
         gd.backward(*tensors, do, saved=do)
+
+
+def test_thread_limit_is_the_librarys():
+    with pytest.raises(ValueError, match=f"num_threads is 1025, must be from 0 to {_lib.MAX_THREADS}$"):
+        _lib.check(_lib.library().gd_thread_pool_create(_lib.MAX_THREADS + 1, ctypes.byref(ctypes.c_void_p())))
+
+
+@pytest.mark.parametrize("B, T", [(0, 70), (1, 0), (2, 0), (0, 0)])
+def test_empty_batches_and_sequences(B, T):
+    """numpy gives empty arrays strides of 0, which must not look like broadcast rows."""
+    q = np.zeros((B, T, 2, 32), np.float32)
+    g = np.zeros((B, T, 2), np.float32)
+    state = np.random.default_rng(0).random((B, 2, 32, 32), np.float32)
+    result = gd.forward(q, q, q, g, g, initial_state=state, output_final_state=True, save=True)
+    assert result.o.shape == q.shape and np.array_equal(result.final_state, state)
+    gradients = gd.backward(q, q, q, g, g, q, state, initial_state=state, saved=result.saved)
+    assert gradients.dq.shape == q.shape and np.array_equal(gradients.d_initial_state, state)
+    result = gd.recurrent(q, q, q, g, g, initial_state=state, output_final_state=True)
+    assert result.o.shape == q.shape and np.array_equal(result.final_state, state)
+
+
+def test_empty_packs():
+    q, g = np.zeros((1, 0, 2, 32), np.float32), np.zeros((1, 0, 2), np.float32)
+    for offsets, count in (([0], 0), ([0, 0, 0], 2)):
+        result = gd.forward(q, q, q, g, g, cu_seqlens=np.array(offsets), output_final_state=True)
+        assert result.o.shape == q.shape and result.final_state.shape == (count, 2, 32, 32)
+        assert not result.final_state.any()
+
+
+@pytest.mark.parametrize("absent", [("g",), ("beta",), ("g", "beta")], ids="-".join)
+def test_absent_gates_are_zeros_and_ones(absent):
+    q, k, v, g, beta = make()
+    results = []
+    for explicit in ({"g": np.zeros_like(g), "beta": np.ones_like(beta)}, {"g": None, "beta": None}):
+        gates = {"g": g, "beta": beta, **{name: explicit[name] for name in absent}}
+        forward = gd.forward(q, k, v, **gates, output_final_state=True, save=True)
+        gradients = gd.backward(q, k, v, **gates, do=v, saved=forward.saved)
+        recurrent = gd.recurrent(q, k, v, **gates, output_final_state=True)
+        results.append(
+            {**forward._asdict(), **gradients._asdict(), "r_o": recurrent.o, "r_state": recurrent.final_state}
+        )
+    want, got = results
+    for name in want:
+        if name in {f"d{name}" for name in absent}:
+            assert got[name] is None
+        else:
+            assert np.array_equal(got[name], want[name]), name
+
+
+def test_layer_lists_every_common_keyword():
+    """The TypedDict of the signatures, against the function that takes the keywords."""
+    common = list(inspect.signature(gd._set_inputs).parameters)[6:]
+    assert list(gd.Layer.__annotations__) == common

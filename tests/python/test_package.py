@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -135,11 +136,28 @@ def test_forced_isa_reaches_the_torch_binding(run_python):
 
 def test_command_line(run_python):
     assert "cpu_isa_best" in run_python("-m", "gatedelta", "info").stdout
-    result = run_python("-m", "gatedelta", "selftest")
-    lines = result.stdout.splitlines()
-    assert all(line.startswith("ok ") for line in lines)
-    assert len(lines) == 6 * len(gatedelta.info()["cpu_isa_usable"]) + 1
+    info = gatedelta.info()
+    *lines, total = run_python("-m", "gatedelta", "selftest").stdout.splitlines()
+    passed = [line for line in lines if line.startswith("ok ")]
+    unchecked = [line for line in lines if line.startswith("not checked ")]
+    has_torch = importlib.util.find_spec("torch") is not None
+    assert len(passed) == 6 * len(info["cpu_isa_usable"]) + has_torch
+    assert len(unchecked) == len(info["cpu_isa_compiled"]) - len(info["cpu_isa_usable"]) + (not has_torch) + 1
+    assert any("CUDA" in line for line in unchecked)
+    assert len(passed) + len(unchecked) == len(lines)
+    assert total == f"{len(passed)} ok, 0 FAILED, {len(unchecked)} not checked"
     assert run_python("-m", "gatedelta", "no-such-command", check=False).returncode == 2
+
+
+def test_selftest_says_what_it_did_not_check(run_python):
+    code = (
+        "import importlib.util, runpy, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name == 'torch' else find(name, *more)\n"
+        "sys.argv = ['gatedelta', 'selftest']; runpy.run_module('gatedelta', run_name='__main__')"
+    )
+    lines = run_python("-c", code).stdout.splitlines()
+    assert [line for line in lines if "torch" in line] == ["not checked torch binding: torch is not installed"]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="ELF only")

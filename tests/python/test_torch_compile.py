@@ -237,9 +237,11 @@ def test_calls_without_gates_compile(backend, function):
 def test_fake_tensors_without_gates():
     with FakeTensorMode():
         q, k, v = (torch.empty(2, 70, 2, 128, dtype=torch.bfloat16, device="cuda:0") for _ in range(3))
-        o, state = gd.chunk_gated_delta_rule(q, k, v.requires_grad_(), None, None, output_final_state=True)
-        (dv,) = torch.autograd.grad(o.sum() + state.sum(), v)
-    assert o.is_cuda and o.shape == v.shape and dv.shape == v.shape
+        o, state = gd.chunk_gated_delta_rule(q, k, v, None, None, output_final_state=True)
+        _, _, saved = gd.chunk_gated_delta_rule_fwd(q, k, v, None, None)
+        gradients = gd.chunk_gated_delta_rule_bwd(q, k, v, None, None, saved, v)
+    assert o.is_cuda and o.shape == v.shape and state.shape == (2, 2, 128, 128) and saved.is_cuda
+    assert [x if x is None else x.shape for x in gradients] == [q.shape, k.shape, v.shape, None, None, None]
 
 
 def test_forward_mode_is_refused_while_compiling():

@@ -6,13 +6,13 @@ import torch
 
 from . import _arguments, _ops
 
+# Where the inputs that have gradients stand among the arguments of GatedDeltaRule, in the order of chunk_bwd's results:
+# q, k, v, g, beta, A_log, dt_bias, initial_state.
+_POSITIONS = (0, 1, 2, 3, 4, 9, 10, 7)
+
 
 class GatedDeltaRule(torch.autograd.Function):
     """o, the final state, and what the forward saves. The backward of both forms is the chunked one."""
-
-    # Where chunk_bwd's results, in their order, stand among the arguments of `forward`:
-    # q, k, v, g, beta, A_log, dt_bias, initial_state.
-    POSITIONS = (0, 1, 2, 3, 4, 9, 10, 7)
 
     @staticmethod
     def forward(
@@ -45,7 +45,7 @@ class GatedDeltaRule(torch.autograd.Function):
         if not ctx.has_final_state:
             d_final_state = None  # compiled graphs pass one of the empty tensor
         needs = ctx.needs_input_grad
-        wanted = sum(1 << bit for bit, position in enumerate(GatedDeltaRule.POSITIONS) if needs[position])
+        wanted = sum(1 << bit for bit, position in enumerate(_POSITIONS) if needs[position])
         # Compiled graphs refuse a double backward themselves.
         record = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         results = (_Gradients.apply if record else _ops.chunk_bwd)(
@@ -53,14 +53,10 @@ class GatedDeltaRule(torch.autograd.Function):
             d_final_state, None if ctx.recompute else saved, wanted,
         )  # fmt: skip
         gradients = [None] * 14
-        for bit, position in enumerate(GatedDeltaRule.POSITIONS):
+        for bit, position in enumerate(_POSITIONS):
             if needs[position]:
                 gradients[position] = results[bit]
         return tuple(gradients)
-
-    @staticmethod
-    def jvp(ctx, *tangents):  # of nested transforms, whose tangents refuse_tangents() cannot see
-        raise NotImplementedError(_arguments.NO_FORWARD_MODE)
 
     @staticmethod
     def vmap(info, in_dims, *args):
@@ -81,10 +77,6 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         raise RuntimeError("the gradients of the gated delta rule cannot be differentiated again (double backward)")
-
-    @staticmethod
-    def jvp(ctx, *tangents):  # of nested transforms, whose tangents refuse_tangents() cannot see
-        raise NotImplementedError(_arguments.NO_FORWARD_MODE)
 
     @staticmethod
     def vmap(info, in_dims, *args):
