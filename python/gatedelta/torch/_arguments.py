@@ -25,10 +25,11 @@ NO_VMAP = (
 
 def check_tensors(names: tuple[str, ...], *tensors: Tensor | None) -> None:
     """Every one of them is a tensor or None, and none is one of vmap's or carries a tangent of forward-mode AD."""
-    for i, tensor in enumerate(tensors):
+    for tensor in tensors:
         if tensor is not None and not isinstance(tensor, Tensor):
+            name = next(name for name, x in zip(names, tensors) if x is tensor)
             kind = type(tensor)
-            raise TypeError(f"{names[i]} must be a torch.Tensor, not {kind.__module__}.{kind.__qualname__}")
+            raise TypeError(f"{name} must be a torch.Tensor, not {kind.__module__}.{kind.__qualname__}")
     if in_transform() and any(x is not None and torch._C._functorch.is_batchedtensor(x) for x in tensors):
         raise NotImplementedError(NO_VMAP)
     refuse_tangents(*tensors)
@@ -127,10 +128,11 @@ def check_gradient(initial_state: Tensor | None, initial_state_indices: Tensor |
 
 def check_written(names: tuple[str, ...], *tensors: Tensor | None) -> None:
     """A call overwrites these behind autograd's back: none is a parameter, a view of one, or part of a graph."""
+    has_bases = not torch.compiler.is_compiling()
     for i, tensor in enumerate(tensors):
         if tensor is None:
             continue
-        base = None if torch.compiler.is_compiling() else tensor._base
+        base = tensor._base if has_bases else None
         if tensor.requires_grad or (base is not None and base.requires_grad):
             raise ValueError(
                 f"{names[i]} is written to, but it requires a gradient, or is a view of a tensor that does: pass a "
