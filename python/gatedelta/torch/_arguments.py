@@ -128,12 +128,8 @@ def check_gradient(initial_state: Tensor | None, initial_state_indices: Tensor |
 
 def check_written(names: tuple[str, ...], *tensors: Tensor | None) -> None:
     """A call overwrites these behind autograd's back: none is a parameter, a view of one, or part of a graph."""
-    has_bases = not torch.compiler.is_compiling()
     for i, tensor in enumerate(tensors):
-        if tensor is None:
-            continue
-        base = tensor._base if has_bases else None
-        if tensor.requires_grad or (base is not None and base.requires_grad):
+        if tensor is not None and tensor.requires_grad:  # a view requires it where its base does
             raise ValueError(
                 f"{names[i]} is written to, but it requires a gradient, or is a view of a tensor that does: pass a "
                 f"buffer of its own, or {names[i]}.detach() to overwrite it all the same"
