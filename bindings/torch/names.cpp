@@ -7,8 +7,8 @@ namespace gatedelta::binding {
 
 namespace {
 
-// What the C ABI calls a thing, and what the torch functions call it. gatedelta/_lib.py has the argument names for
-// numpy.
+// What the C ABI calls a thing, and what the Python functions call it. gatedelta/_lib.py has the same table for numpy;
+// tests/python/test_torch_messages.py compares them.
 constexpr struct {
   std::string_view c, python;
 } kNames[] = {
@@ -17,37 +17,38 @@ constexpr struct {
     {"o", "out"},
     {"d_o", "do"},
     {"d_final_state", "dht"},
-    {"gate", "use_gate_in_kernel"},
-    {"GD_GATE_RAW", "True"},
     {"isa", "GATEDELTA_ISA"},
-    {"GD_CPU", "cpu"},
+    {"gate is not raw", "use_gate_in_kernel is not True"},
+    {"gate is not GD_GATE_RAW", "use_gate_in_kernel is not True"},
     {"GD_CUDA", "cuda"},
     {"gd_forward", "chunk_gated_delta_rule"},
     {"gd_backward", "chunk_gated_delta_rule_bwd"},
-    {"gd_recurrent", "fused_recurrent_gated_delta_rule"},
 };
 
 bool is_word(char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; }
 
-std::string_view python_name(std::string_view word) {
-  for (const auto& [c, python] : kNames) {
-    if (c == word) return python;
-  }
-  return word;
+// Whether the text begins with these words, and with no longer one.
+bool begins_with(std::string_view text, std::string_view words) {
+  return text.starts_with(words) && (text.size() == words.size() || !is_word(text[words.size()]));
 }
 
 }  // namespace
 
-std::string in_python_names(const std::string& message) {
+std::string in_python_names(std::string_view message) {
   std::string result;
-  for (size_t begin = 0, end; begin < message.size(); begin = end) {
-    end = begin + 1;
-    if (!is_word(message[begin])) {
-      result += message[begin];
-      continue;
+  while (!message.empty()) {
+    size_t taken = 1;
+    std::string_view python;
+    if (is_word(message.front())) {
+      while (taken < message.size() && is_word(message[taken])) ++taken;
+      for (const auto& name : kNames) {
+        if (!begins_with(message, name.c)) continue;
+        taken = name.c.size();
+        python = name.python;
+      }
     }
-    while (end < message.size() && is_word(message[end])) ++end;
-    result += python_name(std::string_view(message).substr(begin, end - begin));
+    result += python.empty() ? message.substr(0, taken) : python;
+    message.remove_prefix(taken);
   }
   return result;
 }

@@ -1,11 +1,11 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 
 namespace gatedelta::binding {
 
-// A message of the C library with the names the torch functions use: `final_state_indices` for `final_indices`,
-// `use_gate_in_kernel is not True` for `gate is not GD_GATE_RAW`.
-std::string in_python_names(const std::string& message);
+// A message of the C library in the names the torch functions use: `final_state_indices` for `final_indices`.
+std::string in_python_names(std::string_view message);
 
 }  // namespace gatedelta::binding

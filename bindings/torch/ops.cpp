@@ -36,7 +36,7 @@ void chunk_fwd(StableIValue* stack, uint64_t, uint64_t outputs) {
   Tensor final_state = inputs.empty_final_state(device);
   if (inputs.has(kFinalState)) args.final_state = device.output(final_state, "final_state");
   if (save) {
-    args.exec.device = device.is_cuda() ? GD_CUDA : GD_CPU;  // which decides what is kept
+    args.exec.device = device.is_cuda() ? GD_CUDA : GD_CPU;  // decides what is saved
     check(gd_forward_saved_size(&args, &args.saved_bytes));
     saved = device.empty_bytes(args.saved_bytes);
     if (args.saved_bytes > 0) GD_TORCH(torch_get_mutable_data_ptr(saved.get(), &args.saved));

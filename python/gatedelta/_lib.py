@@ -34,14 +34,12 @@ PYTHON_NAMES = {
     "o": "out",
     "d_o": "do",
     "d_final_state": "dht",
-    "gate": "use_gate_in_kernel",
-    "GD_GATE_RAW": "True",
     "isa": "GATEDELTA_ISA",
-    "GD_CPU": "cpu",
+    "gate is not raw": "use_gate_in_kernel is not True",
+    "gate is not GD_GATE_RAW": "use_gate_in_kernel is not True",
     "GD_CUDA": "cuda",
     "gd_forward": "chunk_gated_delta_rule",
     "gd_backward": "chunk_gated_delta_rule_bwd",
-    "gd_recurrent": "fused_recurrent_gated_delta_rule",
 }
 
 # struct_size first, and room at the end, in every struct that crosses the ABI.
@@ -228,7 +226,7 @@ def library() -> ctypes.CDLL:
 
 
 def in_python_names(message: str) -> str:
-    return re.sub(r"\w+", lambda word: PYTHON_NAMES.get(word[0], word[0]), message)
+    return re.sub(rf"\b({'|'.join(PYTHON_NAMES)})\b", lambda name: PYTHON_NAMES[name[0]], message)
 
 
 def allowed_dtypes(name: str) -> str:
