@@ -47,7 +47,7 @@ def main() -> None:
         final_state_indices=slots, **layout,
     )  # fmt: skip
 
-    # Decode: a batch with a padding row, whose slot is negative both ways: nobody's, so it is skipped.
+    # Decode: a batch with a padded row, whose slots are both negative: the call skips it.
     padded = torch.tensor([5, 0, 2, -1], dtype=torch.int32)
     in_place = {"initial_state": pool, "final_state": pool, **layout}
     for step in range(4):

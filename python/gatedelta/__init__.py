@@ -1,6 +1,6 @@
 """GateDelta: Gated Delta Network linear attention, forward, backward and decode.
 
-Importing this package loads no library, no torch and asks no GPU. The torch functions are reached as
+Importing this package loads no library and no torch, and touches no GPU. The torch functions are reached as
 ``gatedelta.torch`` or straight from here (``from gatedelta import chunk_gated_delta_rule``), which imports torch at
 that moment; ``gatedelta.numpy`` works on numpy arrays without torch.
 """

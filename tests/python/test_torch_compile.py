@@ -72,7 +72,7 @@ def test_opcheck_out(in_place):
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_fake_sizes_on_cuda(dynamic):
-    """What the compiler is told of CUDA tensors needs no GPU, for symbolic lengths neither."""
+    """The shapes of CUDA results, which the compiler needs, are known without a GPU; for symbolic lengths, too."""
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         T = mode.shape_env.create_unbacked_symint() if dynamic else 70
         q = torch.empty(2, T, 2, 128, dtype=torch.bfloat16, device="cuda:0")
@@ -83,7 +83,7 @@ def test_fake_sizes_on_cuda(dynamic):
     assert o.is_cuda and o.dtype == torch.bfloat16 and o.shape == v.shape
     assert state.is_cuda and state.dtype == torch.float32 and state.shape == (2, 4, 128, 128)
     assert saved.is_cuda and saved.dtype == torch.uint8 and saved.dim() == 1
-    if not dynamic:  # two sequences of two chunks, four heads; what is known of the lengths; a list; no window is full
+    if not dynamic:  # two sequences of two chunks, four heads; offsets; the work list; no saved state
         assert saved.shape == (2 * 2 * 4 * (6912 + 8) + 64 + 64 + 640 + 65536,)
     assert all(x.is_cuda and x.shape == y.shape for x, y in zip(gradients, (q, q, v, g, g), strict=False))
 

@@ -334,7 +334,7 @@ def test_opcheck():
     more = [tensors["cu_seqlens"], tensors["initial_state"], None, tensors["A_log"], tensors["dt_bias"], None]
     options = _ops.GATE_RAW | _ops.BETA_LOGIT | _ops.L2NORM
     torch.library.opcheck(_ops.chunk_fwd, (*inputs, options | _ops.FINAL_STATE, *more))
-    # What is saved has room that nobody writes: the bytes of two calls may differ, so they are not compared.
+    # Parts of `saved` are never written: the bytes of two calls may differ, so they are not compared.
     checks = "test_schema", "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(_ops.chunk_fwd_save, (*inputs, options | _ops.FINAL_STATE, *more), test_utils=checks)
     saved = _ops.chunk_fwd_save(*inputs, options, *more)[2]
@@ -373,15 +373,62 @@ def test_training_follows_the_reference(dtype):
     assert ours[0] > 2.7 and sum(ours[-10:]) / 10 < 0.1
 
 
+@pytest.mark.parametrize("absent", [("g",), ("beta",), ("g", "beta")], ids="-".join)
+def test_absent_gates_are_zeros_and_ones(absent):
+    """Bit for bit: o, the final state and every gradient."""
+    tensors = on_gpu(Case("lengths=17+200+64 Hk=2 Hv=4 K=128 V=128 dtype=bf16"))
+    explicit = {"g": torch.zeros_like(tensors["g"]), "beta": torch.ones_like(tensors["beta"])}
+    results = []
+    for gates in (explicit, dict.fromkeys(explicit)):
+        arguments = {**tensors, **{name: gates[name] for name in absent}}
+        names = [n for n in ("q", "k", "v", "g", "beta", "initial_state") if n not in absent]
+        leaves = {name: arguments[name].clone().requires_grad_() for name in names}
+        o, state = gd.chunk_gated_delta_rule(**{**arguments, **leaves}, output_final_state=True)
+        gradients = torch.autograd.grad(o.float().square().sum() + state.sum(), list(leaves.values()))
+        results.append([o, state, *gradients])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_recompute_gives_the_same_bits_where_nothing_is_cut():
+    tensors = on_gpu(Case("lengths=17+2000+64 Hk=2 Hv=4 K=128 V=128 dtype=bf16"))
+    results = []
+    for recompute in (False, True):
+        leaves = {name: tensors[name].clone().requires_grad_() for name in ("q", "k", "v", "g", "beta")}
+        o, _ = gd.chunk_gated_delta_rule(**{**tensors, **leaves}, recompute=recompute, auto_cp=False)
+        results.append(torch.autograd.grad(o.float().square().sum(), list(leaves.values())))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_small_workspace_needs_what_the_forward_saves():
+    tensors = on_gpu(Case("T=64 Hk=1 Hv=1 K=128 V=128 dtype=bf16"))
+    inputs = [tensors[name] for name in ("q", "k", "v", "g", "beta")]
+    with pytest.raises(ValueError, match="small_workspace needs what the forward saves, but saved is None"):
+        gd.chunk_gated_delta_rule_bwd(*inputs, None, inputs[2], small_workspace=True)
+
+
+def test_out_of_memory_shows_torchs_text():
+    q = torch.zeros(1, 1, 1, 128, dtype=torch.bfloat16, device="cuda").expand(1, 2**30, 1, 128)  # o takes 256 GiB
+    gates = torch.zeros(1, 1, 1, device="cuda").expand(1, 2**30, 1)
+    with pytest.raises(RuntimeError, match="out of memory" if torch.__version__ >= (2, 13) else "torch failed in"):
+        gd.chunk_gated_delta_rule(q, q, q, gates, gates)
+
+
+def test_buffers_on_another_device_are_refused():
+    tensors = on_gpu(Case("T=64 Hk=1 Hv=1 K=128 V=128 dtype=bf16"))
+    for name, buffer in {"out": tensors["v"].cpu(), "final_state": tensors["initial_state"].cpu()}.items():
+        with pytest.raises(RuntimeError, match=f"gatedelta: {name} is not on the device q is on"):
+            gd.chunk_gated_delta_rule(**tensors, **{name: buffer})
+
+
 def test_what_is_missing_is_refused():
     tensors = on_gpu(Case(CASES[0]))
-    with pytest.raises(RuntimeError, match="has gd_forward and gd_backward only for now"):
+    with pytest.raises(RuntimeError, match=r"no recurrent step on device cuda|device is cuda, .* only for now"):
         gd.fused_recurrent_gated_delta_rule(**tensors)
     inputs = [tensors[name] for name in ("q", "k", "v", "g", "beta")]
     d_o = torch.zeros_like(tensors["v"])
     with pytest.raises(RuntimeError, match="q, k and v are float32, must be bfloat16 or float16 on CUDA"):
         gd.chunk_gated_delta_rule(*(x.float() for x in inputs))
-    with pytest.raises(RuntimeError, match="d_o: dtype is float16, must be bfloat16 as that of q on CUDA"):
+    with pytest.raises(RuntimeError, match="gatedelta: do: dtype is float16, must be bfloat16 as that of q on CUDA"):
         gd.chunk_gated_delta_rule_bwd(*inputs, None, d_o.half())
     with pytest.raises(RuntimeError, match="saved has 64 bytes, needs"):
         gd.chunk_gated_delta_rule_bwd(*inputs, torch.zeros(64, dtype=torch.uint8, device="cuda"), d_o)

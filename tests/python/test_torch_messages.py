@@ -17,8 +17,8 @@ from tree import ROOT  # noqa: E402
 
 # Names of the C ABI that no Python function has.
 C_NAMES = re.compile(
-    r"GD_|gd_|aoti_|\b(initial_indices|final_indices|saved_bytes|has_scale|d_o|d_final_state|beta_kind|state_layout|gate|"
-    r"isa|null)\b"
+    r"GD_|gd_|aoti_|\b(initial_indices|final_indices|saved_bytes|has_scale|d_o|d_final_state|beta_kind|state_layout|"
+    r"gate|isa|null)\b"
 )
 
 
