@@ -433,6 +433,21 @@ def test_a_pool_has_no_gradient_but_may_be_read_in_training():
         )
 
 
+def test_recurrent_training_from_a_pool_needs_final_states():
+    """Without them a negative slot would be a padded row in the forward alone."""
+    q, k, v, g, beta, h0 = make(B=2, T=3)
+    pool = {"initial_state": h0, "initial_state_indices": torch.tensor([1, -1])}
+    q.requires_grad_()
+    with pytest.raises(ValueError, match=r"pool\[indices\] without the indices, or output_final_state=True"):
+        gd.fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, **pool)
+    o, _ = gd.fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, **pool, output_final_state=True)
+    (got,) = torch.autograd.grad(o.square().sum(), q)
+    states = torch.stack([h0[1], torch.zeros_like(h0[1])])
+    want_o, _ = gd.fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, initial_state=states)
+    (want,) = torch.autograd.grad(want_o.square().sum(), q)
+    assert torch.equal(o, want_o) and torch.equal(got, want)
+
+
 def test_a_state_overwritten_before_the_backward_is_noticed():
     q, k, v, g, beta, h0 = make(T=5)
     q.requires_grad_()

@@ -199,7 +199,8 @@ def fused_recurrent_gated_delta_rule(
     Beyond FLA:
         out, initial_state_indices, final_state, final_state_indices: as in ``chunk_gated_delta_rule``; an engine
             decodes with ``initial_state=pool, final_state=pool`` and the same slots for both. In a call that stores no
-            states, a negative initial_state_indices entry alone marks a padded row.
+            states (no final state, no step_states), a negative initial_state_indices entry alone marks a padded row;
+            such a call has no gradient.
         accept_lengths ``[N]``: the final state is the one after so many tokens of the sequence (0 = the initial state);
             o covers all tokens.
         step_states: buffer ``[B, T, Hv, ...]`` for the state after each token, or a pool ``[slots, Hv, ...]`` with
@@ -259,6 +260,11 @@ def fused_recurrent_gated_delta_rule(
                                    initial_state_indices)  # fmt: skip
     else:
         _arguments.check_gradient(initial_state, initial_state_indices)
+        if initial_state_indices is not None and not output_final_state:
+            raise ValueError(
+                "initial_state_indices marks padded rows in a call that stores no states, and the backward knows none: "
+                "pass initial_state=pool[indices] without the indices, or output_final_state=True"
+            )
         o, states, _ = GatedDeltaRule.apply(q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log,
                                             dt_bias, initial_state_indices, False, True)  # fmt: skip
     return o, states if output_final_state else None
