@@ -19,10 +19,6 @@ constexpr struct {
     {"d_final_state", "dht"},
     {"isa", "GATEDELTA_ISA"},
     {"gate is not raw", "use_gate_in_kernel is not True"},
-    {"gate is not GD_GATE_RAW", "use_gate_in_kernel is not True"},
-    {"GD_CUDA", "cuda"},
-    {"gd_forward", "chunk_gated_delta_rule"},
-    {"gd_backward", "chunk_gated_delta_rule_bwd"},
 };
 
 bool is_word(char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; }

@@ -36,10 +36,6 @@ PYTHON_NAMES = {
     "d_final_state": "dht",
     "isa": "GATEDELTA_ISA",
     "gate is not raw": "use_gate_in_kernel is not True",
-    "gate is not GD_GATE_RAW": "use_gate_in_kernel is not True",
-    "GD_CUDA": "cuda",
-    "gd_forward": "chunk_gated_delta_rule",
-    "gd_backward": "chunk_gated_delta_rule_bwd",
 }
 
 # struct_size first, and room at the end, in every struct that crosses the ABI.

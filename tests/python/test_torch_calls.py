@@ -433,6 +433,16 @@ def test_a_pool_has_no_gradient_but_may_be_read_in_training():
         )
 
 
+def test_a_padded_row_of_a_call_that_stores_nothing():
+    """Draft verification: the read slot alone marks it."""
+    q, k, v, g, beta, h0 = make(B=2, T=3)
+    o, _ = gd.fused_recurrent_gated_delta_rule(
+        q, k, v, g, beta=beta, initial_state=h0, initial_state_indices=torch.tensor([-1, 0])
+    )
+    want, _ = gd.fused_recurrent_gated_delta_rule(*(x[1:] for x in (q, k, v, g)), beta=beta[1:], initial_state=h0[:1])
+    assert not o[0].any() and torch.equal(o[1:], want)
+
+
 def test_recurrent_training_from_a_pool_needs_final_states():
     """Without them a negative slot would be a padded row in the forward alone."""
     q, k, v, g, beta, h0 = make(B=2, T=3)
