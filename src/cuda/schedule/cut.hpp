@@ -19,11 +19,6 @@ GD_HOST_DEVICE inline int segments_of(int chunks, int length) {
   return length <= 0 || chunks <= length ? 1 : ceil_div(chunks, length);
 }
 
-// Where segment i of a decaying head begins: equal segments.
-GD_HOST_DEVICE inline int decaying_begin(int chunks, int segments, int i) {
-  const int each = floor_div(chunks, segments), more = chunks - each * segments;
-  return each * i + (i < more ? i : more);
-}
 // Persistent heads: the first of the merged segments is shorter. It computes outputs, and ends about when the others,
 // which do not yet, have their transitions. Of two segments, the second warms up over the first. In the gradient chain
 // a warm-up chunk costs as much as any other: segments are equal there, and a cut in two would gain nothing.
@@ -46,6 +41,8 @@ struct Borders {
     return (i > 0 ? first : 0) + each * before + (before < longer ? before : longer);
   }
 };
+// Decaying heads: equal segments.
+GD_HOST_DEVICE inline int decaying_begin(int chunks, int segments, int i) { return Borders(chunks, segments, 0)[i]; }
 template <Pass kPass>
 GD_HOST_DEVICE Borders persistent_borders(int chunks, int segments) {
   if (kPass != Pass::kForward || segments == 1) return {chunks, segments, 0};

@@ -5,6 +5,7 @@
 #include "cuda/schedule/cost_model.hpp"
 #include "cuda/schedule/uncut_list.cuh"
 #include "cuda/schedule/work_list.hpp"
+#include "cuda/warp.cuh"
 
 namespace gatedelta::cuda {
 
@@ -31,12 +32,7 @@ struct ScheduleSmem {
 GD_DEVICE unsigned long long sum_before(unsigned long long mine, unsigned long long (&sums)[kScheduleThreads / 32],
                                         unsigned long long& total) {
   const int lane = threadIdx.x & 31, warp = static_cast<int>(threadIdx.x) >> 5;
-  unsigned long long sum = mine;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const unsigned long long before = __shfl_up_sync(~0u, sum, step);
-    if (lane >= step) sum += before;
-  }
+  const unsigned long long sum = warp_inclusive_sum(mine, lane);
   if (lane == 31) sums[warp] = sum;
   __syncthreads();
   unsigned long long others = 0;
@@ -161,12 +157,7 @@ struct Scheduler {
         s.segments[1][rank] = segments_of<kPass>(cut, s.chunks[rank], true);
         mine = p.value_heads * (segments - 1);
       }
-      int sum = mine;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int before = __shfl_up_sync(~0u, sum, step);
-        if (lane >= step) sum += before;
-      }
+      const int sum = warp_inclusive_sum(mine, lane);
       if (rank < p.sequences.count) s.first_warmup[rank] = at + sum - mine;
       at += __shfl_sync(~0u, sum, 31);
     }

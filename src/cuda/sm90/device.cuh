@@ -36,6 +36,27 @@ GD_DEVICE void with_warp(int warp, const F& f) {
   }
 }
 
+// Copies the rows of a ragged chunk to one or two tiles of 64 columns, zero-filled to 64 rows. `stride` threads share
+// it. NOTE: TMA would also fetch rows past the sequence end; they may be NaN, and 0 * NaN = NaN.
+GD_DEVICE void load_ragged_rows(uint32_t tiles, bool two, int tile_stride, const uint16_t* from, int64_t token_stride,
+                                int tokens, int thread, int stride) {
+#pragma unroll 1
+  for (int i = thread; i < (two ? 2 : 1) * kChunkTokens * 8; i += stride) {
+    const int packet = i % 8, tile = two ? i / 8 % 2 : 0, row = two ? i / 16 : i / 8;
+    const bool valid = row < tokens;
+    copy_async16(tiles + tile * tile_stride + tile_offset(row, packet * 8),
+                 from + (valid ? row * token_stride : 0) + tile * 64 + packet * 8, valid);
+  }
+}
+// After load_ragged_rows by one warp: all lanes arrive but one, which arrives when it has issued the stage's other
+// loads.
+GD_DEVICE void arrive_after_copies(uint32_t full) {
+  copy_async_wait();
+  fence_async_shared();
+  if (!elect_one()) barrier_arrive(full);
+  __syncwarp();
+}
+
 struct ChunkPlace {
   int sequence, batch, token, rows, chunk;  // tokens past the last offset belong to sequence N
 };

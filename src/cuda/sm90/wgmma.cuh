@@ -41,145 +41,60 @@ struct Wgmma;
 #define GD_8(d, i)                                                                                            \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
+#define GD_16(d, i) GD_8(d, i), GD_8(d, i + 8)
+#define GD_32(d, i) GD_16(d, i), GD_16(d, i + 16)
 
-#define GD_WGMMA_16(ELEM, TYPE)                                                                                \
-  template <>                                                                                                  \
-  struct Wgmma<ELEM, 16> {                                                                                     \
-    template <bool kTransposedB>                                                                               \
-    static GD_DEVICE void rs(float* d, const uint32_t* a, uint64_t b, bool accumulate) {                       \
-      asm volatile(                                                                                            \
-          "{.reg .pred p; setp.ne.b32 p, %13, 0;\n"                                                            \
-          "wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE " {" GD_PLACES_16                        \
-          "}, {%8,%9,%10,%11}, %12, p, 1, 1, %14;}"                                                            \
-          : GD_8(d, 0)                                                                                         \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB))); \
-    }                                                                                                          \
-    template <bool kTransposedA, bool kTransposedB>                                                            \
-    static GD_DEVICE void ss(float* d, uint64_t a, uint64_t b, bool accumulate) {                              \
-      asm volatile(                                                                                            \
-          "{.reg .pred p; setp.ne.b32 p, %10, 0;\n"                                                            \
-          "wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE " {" GD_PLACES_16                        \
-          "}, %8, %9, p, 1, 1, %11, %12;}"                                                                     \
-          : GD_8(d, 0)                                                                                         \
-          : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedA)), "n"(int(kTransposedB)));             \
-    }                                                                                                          \
+// One shape: N columns, so N / 2 accumulators per thread, whose operands are named PLACES. P0 to P6 are the operands
+// after them: rs takes A in four registers, B, the predicate and B's transposition; ss takes A, B, the predicate and
+// both.
+#define GD_WGMMA(ELEM, TYPE, N, PLACES, ACCUMULATORS, P0, P1, P2, P3, P4, P5, P6)                                      \
+  template <>                                                                                                          \
+  struct Wgmma<ELEM, N> {                                                                                              \
+    template <bool kTransposedB>                                                                                       \
+    static GD_DEVICE void rs(float* d, const uint32_t* a, uint64_t b, bool accumulate) {                               \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, " P5                                                                 \
+                   ", 0;\n"                                                                                            \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" PLACES "}, {" P0 "," P1 "," P2 \
+                   "," P3 "}, " P4 ", p, 1, 1, " P6 ";}"                                                               \
+                   : ACCUMULATORS                                                                                      \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),                         \
+                     "n"(int(kTransposedB)));                                                                          \
+    }                                                                                                                  \
+    template <bool kTransposedA, bool kTransposedB>                                                                    \
+    static GD_DEVICE void ss(float* d, uint64_t a, uint64_t b, bool accumulate) {                                      \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, " P2                                                                 \
+                   ", 0;\n"                                                                                            \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" PLACES "}, " P0 ", " P1        \
+                   ", p, 1, 1, " P3 ", " P4 ";}"                                                                       \
+                   : ACCUMULATORS                                                                                      \
+                   : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedA)), "n"(int(kTransposedB)));            \
+    }                                                                                                                  \
   };
+#define GD_WGMMA_SHAPES(ELEM, TYPE)                                                                                  \
+  GD_WGMMA(ELEM, TYPE, 16, GD_PLACES_16, GD_8(d, 0), "%8", "%9", "%10", "%11", "%12", "%13", "%14")                  \
+  GD_WGMMA(ELEM, TYPE, 32, GD_PLACES_32, GD_16(d, 0), "%16", "%17", "%18", "%19", "%20", "%21", "%22")               \
+  GD_WGMMA(ELEM, TYPE, 48, GD_PLACES_48, GD_16(d, 0) GD_COMMA GD_8(d, 16), "%24", "%25", "%26", "%27", "%28", "%29", \
+           "%30")                                                                                                    \
+  GD_WGMMA(ELEM, TYPE, 64, GD_PLACES_64, GD_32(d, 0), "%32", "%33", "%34", "%35", "%36", "%37", "%38")               \
+  GD_WGMMA(ELEM, TYPE, 128, GD_PLACES_128, GD_32(d, 0) GD_COMMA GD_32(d, 32), "%64", "%65", "%66", "%67", "%68",     \
+           "%69", "%70")
+#define GD_COMMA ,
 #define GD_PLACES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
-GD_WGMMA_16(__nv_bfloat16, "bf16")
-GD_WGMMA_16(__half, "f16")
+#define GD_PLACES_32 GD_PLACES_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define GD_PLACES_48 GD_PLACES_32 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define GD_PLACES_64 GD_PLACES_48 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define GD_PLACES_128                                                                                           \
+  GD_PLACES_64                                                                                                  \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
+  "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+GD_WGMMA_SHAPES(__nv_bfloat16, "bf16")
+GD_WGMMA_SHAPES(__half, "f16")
 
-#define GD_WGMMA_32(ELEM, TYPE)                                                                                \
-  template <>                                                                                                  \
-  struct Wgmma<ELEM, 32> {                                                                                     \
-    template <bool kTransposedB>                                                                               \
-    static GD_DEVICE void rs(float* d, const uint32_t* a, uint64_t b, bool accumulate) {                       \
-      asm volatile(                                                                                            \
-          "{.reg .pred p; setp.ne.b32 p, %21, 0;\n"                                                            \
-          "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" GD_PLACES_32                        \
-          "}, {%16,%17,%18,%19}, %20, p, 1, 1, %22;}"                                                          \
-          : GD_8(d, 0), GD_8(d, 8)                                                                             \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB))); \
-    }                                                                                                          \
-    template <bool kTransposedA, bool kTransposedB>                                                            \
-    static GD_DEVICE void ss(float* d, uint64_t a, uint64_t b, bool accumulate) {                              \
-      asm volatile(                                                                                            \
-          "{.reg .pred p; setp.ne.b32 p, %18, 0;\n"                                                            \
-          "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" GD_PLACES_32                        \
-          "}, %16, %17, p, 1, 1, %19, %20;}"                                                                   \
-          : GD_8(d, 0), GD_8(d, 8)                                                                             \
-          : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedA)), "n"(int(kTransposedB)));             \
-    }                                                                                                          \
-  };
-#define GD_PLACES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-GD_WGMMA_32(__nv_bfloat16, "bf16")
-GD_WGMMA_32(__half, "f16")
-
-#define GD_WGMMA_48(ELEM, TYPE)                                                                                \
-  template <>                                                                                                  \
-  struct Wgmma<ELEM, 48> {                                                                                     \
-    template <bool kTransposedB>                                                                               \
-    static GD_DEVICE void rs(float* d, const uint32_t* a, uint64_t b, bool accumulate) {                       \
-      asm volatile(                                                                                            \
-          "{.reg .pred p; setp.ne.b32 p, %29, 0;\n"                                                            \
-          "wgmma.mma_async.sync.aligned.m64n48k16.f32." TYPE "." TYPE " {" GD_PLACES_48                        \
-          "}, {%24,%25,%26,%27}, %28, p, 1, 1, %30;}"                                                          \
-          : GD_8(d, 0), GD_8(d, 8), GD_8(d, 16)                                                                \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB))); \
-    }                                                                                                          \
-    template <bool kTransposedA, bool kTransposedB>                                                            \
-    static GD_DEVICE void ss(float* d, uint64_t a, uint64_t b, bool accumulate) {                              \
-      asm volatile(                                                                                            \
-          "{.reg .pred p; setp.ne.b32 p, %26, 0;\n"                                                            \
-          "wgmma.mma_async.sync.aligned.m64n48k16.f32." TYPE "." TYPE " {" GD_PLACES_48                        \
-          "}, %24, %25, p, 1, 1, %27, %28;}"                                                                   \
-          : GD_8(d, 0), GD_8(d, 8), GD_8(d, 16)                                                                \
-          : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedA)), "n"(int(kTransposedB)));             \
-    }                                                                                                          \
-  };
-#define GD_PLACES_48                                                                                     \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
-  "%22, %23"
-GD_WGMMA_48(__nv_bfloat16, "bf16")
-GD_WGMMA_48(__half, "f16")
-
-#define GD_WGMMA_64(ELEM, TYPE)                                                                                \
-  template <>                                                                                                  \
-  struct Wgmma<ELEM, 64> {                                                                                     \
-    template <bool kTransposedB>                                                                               \
-    static GD_DEVICE void rs(float* d, const uint32_t* a, uint64_t b, bool accumulate) {                       \
-      asm volatile(                                                                                            \
-          "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"                                                            \
-          "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" GD_PLACES_64                        \
-          "}, {%32,%33,%34,%35}, %36, p, 1, 1, %38;}"                                                          \
-          : GD_8(d, 0), GD_8(d, 8), GD_8(d, 16), GD_8(d, 24)                                                   \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB))); \
-    }                                                                                                          \
-    template <bool kTransposedA, bool kTransposedB>                                                            \
-    static GD_DEVICE void ss(float* d, uint64_t a, uint64_t b, bool accumulate) {                              \
-      asm volatile(                                                                                            \
-          "{.reg .pred p; setp.ne.b32 p, %34, 0;\n"                                                            \
-          "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" GD_PLACES_64                        \
-          "}, %32, %33, p, 1, 1, %35, %36;}"                                                                   \
-          : GD_8(d, 0), GD_8(d, 8), GD_8(d, 16), GD_8(d, 24)                                                   \
-          : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedA)), "n"(int(kTransposedB)));             \
-    }                                                                                                          \
-  };
-#define GD_PLACES_64                                                                                     \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
-  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-GD_WGMMA_64(__nv_bfloat16, "bf16")
-GD_WGMMA_64(__half, "f16")
-
-#define GD_WGMMA_128(ELEM, TYPE)                                                                                 \
-  template <>                                                                                                    \
-  struct Wgmma<ELEM, 128> {                                                                                      \
-    template <bool kTransposedB>                                                                                 \
-    static GD_DEVICE void rs(float* d, const uint32_t* a, uint64_t b, bool accumulate) {                         \
-      asm volatile(                                                                                              \
-          "{.reg .pred p; setp.ne.b32 p, %69, 0;\n"                                                              \
-          "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" GD_PLACES_128                        \
-          "}, {%64,%65,%66,%67}, %68, p, 1, 1, %70;}"                                                            \
-          : GD_8(d, 0), GD_8(d, 8), GD_8(d, 16), GD_8(d, 24), GD_8(d, 32), GD_8(d, 40), GD_8(d, 48), GD_8(d, 56) \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB)));   \
-    }                                                                                                            \
-    template <bool kTransposedA, bool kTransposedB>                                                              \
-    static GD_DEVICE void ss(float* d, uint64_t a, uint64_t b, bool accumulate) {                                \
-      asm volatile(                                                                                              \
-          "{.reg .pred p; setp.ne.b32 p, %66, 0;\n"                                                              \
-          "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" GD_PLACES_128                        \
-          "}, %64, %65, p, 1, 1, %67, %68;}"                                                                     \
-          : GD_8(d, 0), GD_8(d, 8), GD_8(d, 16), GD_8(d, 24), GD_8(d, 32), GD_8(d, 40), GD_8(d, 48), GD_8(d, 56) \
-          : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedA)), "n"(int(kTransposedB)));               \
-    }                                                                                                            \
-  };
-#define GD_PLACES_128                                                                                    \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
-  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, " \
-  "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, " \
-  "%62, %63"
-GD_WGMMA_128(__nv_bfloat16, "bf16")
-GD_WGMMA_128(__half, "f16")
-
+#undef GD_WGMMA_SHAPES
+#undef GD_WGMMA
+#undef GD_COMMA
+#undef GD_32
+#undef GD_16
 #undef GD_8
 
 }  // namespace gatedelta::cuda

@@ -157,9 +157,8 @@ struct Chain {
   GD_DEVICE bool are_transitions_ready(Loader& loader) const;
   GD_DEVICE void load_keys_queries(Loader& loader, const LoadStage& load) const;
   GD_DEVICE void load_values(const Chunk& chunk, const LoadStage& load) const;
-  GD_DEVICE void load_ragged_rows(uint32_t tiles, bool two, int tile_stride, const Rows& src, const Chunk& chunk,
-                                  int head, int column) const;
-  GD_DEVICE void arrive_after_copies(uint32_t full) const;
+  GD_DEVICE void load_ragged_chunk(uint32_t tiles, bool two, int tile_stride, const Rows& src, const Chunk& chunk,
+                                   int head, int column) const;
 
   // ---- keys (keys.cuh) ---------------------------------------------------------------------------------------------
 

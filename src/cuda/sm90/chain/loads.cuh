@@ -47,8 +47,8 @@ GD_DEVICE void Chain<Elem, kPass>::load_keys_queries(Loader& loader, const LoadS
   const uint32_t full = load_pipe.full(stage);
   load_pipe.wait_empty(load);
   if (!chunk.is_whole()) {
-    load_ragged_rows(query_tile(stage, 0), true, 2 * kTileBytes, p.q, chunk, cursor.key_head, 0);
-    load_ragged_rows(key_tile(stage, 0), true, 2 * kTileBytes, p.k, chunk, cursor.key_head, 0);
+    load_ragged_chunk(query_tile(stage, 0), true, 2 * kTileBytes, p.q, chunk, cursor.key_head, 0);
+    load_ragged_chunk(key_tile(stage, 0), true, 2 * kTileBytes, p.k, chunk, cursor.key_head, 0);
     arrive_after_copies(full);
   }
   if (elect_one()) {
@@ -82,7 +82,7 @@ GD_DEVICE void Chain<Elem, kPass>::load_values(const Chunk& chunk, const LoadSta
   barrier_wait(value_pipe.empty(stage), load.phase ^ 1);
   if (!chunk.is_whole()) {
     const bool whole = chunk.half == kWhole;
-    load_ragged_rows(value_tile(stage, 0), whole, kTileBytes, p.v, chunk, chunk.head, whole ? 0 : chunk.half * 64);
+    load_ragged_chunk(value_tile(stage, 0), whole, kTileBytes, p.v, chunk, chunk.head, whole ? 0 : chunk.half * 64);
     arrive_after_copies(full);
   }
   if (elect_one()) {
@@ -99,28 +99,11 @@ GD_DEVICE void Chain<Elem, kPass>::load_values(const Chunk& chunk, const LoadSta
   }
 }
 
-// The rows of a ragged chunk, zero-filled to 64. NOTE: TMA would also fetch rows past the sequence end; they may be
-// NaN, and 0 * NaN = NaN.
 template <class Elem, Pass kPass>
-GD_DEVICE void Chain<Elem, kPass>::load_ragged_rows(uint32_t tiles, bool two, int tile_stride, const Rows& src,
-                                                    const Chunk& chunk, int head, int column) const {
+GD_DEVICE void Chain<Elem, kPass>::load_ragged_chunk(uint32_t tiles, bool two, int tile_stride, const Rows& src,
+                                                     const Chunk& chunk, int head, int column) const {
   const auto* from = static_cast<const uint16_t*>(src.data) + src.offset(chunk.batch, chunk.token, head) + column;
-#pragma unroll 1
-  for (int i = lane; i < (two ? 2 : 1) * kChunkTokens * 8; i += 32) {
-    const int packet = i % 8, tile = two ? i / 8 % 2 : 0, row = two ? i / 16 : i / 8;
-    const bool valid = row < chunk.tokens();
-    copy_async16(tiles + tile * tile_stride + tile_offset(row, packet * 8),
-                 from + (valid ? row * src.token_stride : 0) + tile * 64 + packet * 8, valid);
-  }
-}
-
-// All lanes arrive but one: that one arrives when it has issued the rest of the stage's loads.
-template <class Elem, Pass kPass>
-GD_DEVICE void Chain<Elem, kPass>::arrive_after_copies(uint32_t full) const {
-  copy_async_wait();
-  fence_async_shared();
-  if (!elect_one()) barrier_arrive(full);
-  __syncwarp();
+  load_ragged_rows(tiles, two, tile_stride, from, src.token_stride, chunk.tokens(), lane, 32);
 }
 
 }  // namespace gatedelta::cuda

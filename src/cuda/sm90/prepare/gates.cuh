@@ -4,19 +4,23 @@
 #include "cuda/params.hpp"
 #include "cuda/sm90/device.cuh"
 #include "cuda/sm90/prepare/config.hpp"
+#include "cuda/warp.cuh"
 
 namespace gatedelta::cuda {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLowestGate = -128.0f;  // e^g is 0 in fp32 from here on, and -inf would make differences NaN
 
+// NOTE: fmaxf would turn a NaN gate into the lowest one, and a poisoned input into a clean result.
+GD_DEVICE float clamp_gate(float g) { return g < kLowestGate ? kLowestGate : g; }
+GD_DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
 GD_DEVICE float gate_of(const CallParams& p, float g, int head) {
   if (p.gate == GD_GATE_RAW) {
     if (p.dt_bias.data) g += load_number(p.dt_bias.data, p.dt_bias.dtype, head * p.dt_bias.stride);
-    const float softplus = g > 20.0f ? g : log1pf(expf(g));
-    g = -expf(load_number(p.A_log.data, p.A_log.dtype, head * p.A_log.stride)) * softplus;
+    g = -expf(load_number(p.A_log.data, p.A_log.dtype, head * p.A_log.stride)) * softplus(g);
   }
-  return fmaxf(g, kLowestGate);
+  return clamp_gate(g);
 }
 
 GD_DEVICE float beta_of(const CallParams& p, float x) {
@@ -71,12 +75,7 @@ GD_DEVICE void prepare_vectors(const CallParams& p, int chunk_index, int head, u
   auto* const vectors = reinterpret_cast<float*>(p.prepared_chunk(chunk_index, head) + kInverseBytes);
   ChunkDecay* const decay = p.decays + head * p.sequences.workspace_chunks() + chunk_index;
   const float2 g = load_shared2(gates + lane * 8), beta = load_shared2(betas + lane * 8);
-  float sum = g.x + g.y;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const float before = __shfl_up_sync(~0u, sum, step);
-    if (lane >= step) sum += before;
-  }
+  const float sum = warp_inclusive_sum(g.x + g.y, lane);
   const float block_end = __shfl_sync(~0u, sum, lane | 7);
   const float b[2] = {sum - g.y, sum};
   const float2 rk = load_shared2(smem + PrepareSmem::kNorms + lane * 8);

@@ -37,18 +37,6 @@ GD_DEVICE float sum_of_squares(uint4 v) {
   return a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y + c.x * c.x + c.y * c.y + d.x * d.x + d.y * d.y;
 }
 
-GD_DEVICE void load_ragged_keys(const CallParams& p, int batch, int token, int rows, int key_head, uint32_t smem) {
-  constexpr int kPacketsPerRow = kHeadDim * 2 / 16;
-  const auto* k = static_cast<const uint16_t*>(p.k.data) + p.k.offset(batch, token, key_head);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < kChunkTokens * kPacketsPerRow; i += kPrepareThreads) {
-    const int row = i / kPacketsPerRow, piece = i % kPacketsPerRow;
-    const bool valid = row < rows;
-    copy_async16(smem + PrepareSmem::kKeys + piece / 8 * kTileBytes + tile_offset(row, piece % 8 * 8),
-                 k + (valid ? row * p.k.token_stride : 0) + piece * 8, valid);
-  }
-}
-
 // r^k and r^q: two threads a row, one tile each.
 template <class Elem>
 GD_DEVICE void find_norms(const CallParams& p, int batch, int token, int rows, int key_head, uint32_t smem) {
@@ -98,7 +86,9 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
   const uint32_t barrier = smem + PrepareSmem::kBarrier, norms = smem + PrepareSmem::kNorms;
   const bool whole = rows == kChunkTokens;
   if (!whole) {
-    load_ragged_keys(p, batch, token, rows, key_head, smem);
+    load_ragged_rows(smem + PrepareSmem::kKeys, true, kTileBytes,
+                     static_cast<const uint16_t*>(p.k.data) + p.k.offset(batch, token, key_head), p.k.token_stride,
+                     rows, tid, kPrepareThreads);
   } else if (tid == 0) {
     barrier_init(barrier, 1);
     barrier_init_fence();

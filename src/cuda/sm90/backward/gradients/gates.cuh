@@ -75,14 +75,9 @@ GD_DEVICE void Gradients<Elem>::store_gate_gradients(const Unit& unit, int head,
   const float2 q = two(Smem::kQueryDot), r = two(Smem::kReadDot), w = two(Smem::kWriteDot), kappa = two(Smem::kKappa);
   const float2 rho = make_float2(q.x + pending_beta(beta.x) * r.x - (w.x - kappa.x),
                                  q.y + pending_beta(beta.y) * r.y - (w.y - kappa.y));
-  float before = kappa.x + kappa.y, after = rho.x + rho.y;  // inclusive sums up to this lane, and from this lane on
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const float b = __shfl_up_sync(~0u, before, step), a = __shfl_down_sync(~0u, after, step);
-    if (lane >= step) before += b;
-    if (lane + step < 32) after += a;
-  }
-  before -= kappa.x + kappa.y;
+  const float kappa_sum = kappa.x + kappa.y;
+  const float before = warp_inclusive_sum(kappa_sum, lane) - kappa_sum;  // of the lanes below this one
+  const float after = warp_inclusive_sum_from_end(rho.x + rho.y, lane);  // from this lane on
   const float product = (load_shared(product_at(cursor, 0)) + load_shared(product_at(cursor, 1))) *
                         exp2_approx(load_shared(vector(cursor, kLogGamma) + (kChunkTokens - 1) * 4));
   const float2 u = two(Smem::kUpdateDot);
@@ -104,8 +99,7 @@ GD_DEVICE void Gradients<Elem>::store_gate_gradients(const Unit& unit, int head,
     float gradient = dg[i];
     if (raw) {
       const float x = load_number(p.g.data, p.g.dtype, p.g.offset(unit.batch, unit.token + t, head)) + bias;
-      const float softplus = x > 20.0f ? x : log1pf(expf(x));
-      dA_log += gradient * fmaxf(decay * softplus, kLowestGate);
+      dA_log += gradient * clamp_gate(decay * softplus(x));
       gradient *= decay * (x > 20.0f ? 1.0f : 1.0f / (1.0f + expf(-x)));
       d_dt_bias += gradient;
     }

@@ -128,9 +128,8 @@ struct Gradients {
   GD_DEVICE void run_loads() const;
   GD_DEVICE Unit find_unit(int i) const;
   GD_DEVICE void publish(const Unit& unit, const Cursor& cursor) const;
-  GD_DEVICE void load_ragged_rows(uint32_t tiles, const Rows& from, const Unit& unit, int head) const;
+  GD_DEVICE void load_ragged_chunk(uint32_t tiles, const Rows& from, const Unit& unit, int head) const;
   GD_DEVICE void load_rows(uint32_t tiles, const CUtensorMap* map, const Unit& unit, int head, uint32_t full) const;
-  GD_DEVICE static void arrive_after_copies(uint32_t full);
   GD_DEVICE void load_head(const Unit& unit, int head, const Cursor& cursor) const;
   template <class OneSlot>
   GD_DEVICE void load_snapshot(const OneSlot& barriers, uint32_t to, const uint8_t* from, const Cursor& cursor) const;

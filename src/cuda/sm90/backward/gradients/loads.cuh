@@ -76,18 +76,10 @@ GD_DEVICE void Gradients<Elem>::publish(const Unit& unit, const Cursor& cursor) 
   __syncwarp();
 }
 
-// Copies the rows of a ragged chunk, zero-filled. TMA would also fetch rows past the sequence end.
 template <class Elem>
-GD_DEVICE void Gradients<Elem>::load_ragged_rows(uint32_t tiles, const Rows& from, const Unit& unit, int head) const {
-  constexpr int kPacketsPerRow = kHeadDim * 2 / 16;
+GD_DEVICE void Gradients<Elem>::load_ragged_chunk(uint32_t tiles, const Rows& from, const Unit& unit, int head) const {
   const auto* data = static_cast<const uint16_t*>(from.data) + from.offset(unit.batch, unit.token, head);
-#pragma unroll 1
-  for (int i = lane; i < kChunkTokens * kPacketsPerRow; i += 32) {
-    const int r = i / kPacketsPerRow, piece = i % kPacketsPerRow;
-    const bool valid = r < unit.tokens;
-    copy_async16(tiles + piece / 8 * kTileBytes + tile_offset(r, piece % 8 * 8),
-                 data + (valid ? r * from.token_stride : 0) + piece * 8, valid);
-  }
+  load_ragged_rows(tiles, true, kTileBytes, data, from.token_stride, unit.tokens, lane, 32);
 }
 
 template <class Elem>
@@ -98,24 +90,15 @@ GD_DEVICE void Gradients<Elem>::load_rows(uint32_t tiles, const CUtensorMap* map
     tma_load(tiles + half * kTileBytes, map, full, head, unit.token, unit.batch, half);
 }
 
-// All lanes arrive except the elected one, which arrives with the byte count of the bulk loads.
-template <class Elem>
-GD_DEVICE void Gradients<Elem>::arrive_after_copies(uint32_t full) {
-  copy_async_wait();
-  fence_async_shared();
-  if (!elect_one()) barrier_arrive(full);
-  __syncwarp();
-}
-
 template <class Elem>
 GD_DEVICE void Gradients<Elem>::load_head(const Unit& unit, int head, const Cursor& cursor) const {
   const uint32_t full = row_pipe.full(cursor.row.stage);
   const bool whole = unit.tokens == kChunkTokens;
   row_pipe.wait_empty(cursor.row);
   if (!whole) {
-    load_ragged_rows(row_tile(cursor, Smem::kUpdates), p.u, unit, head);
-    load_ragged_rows(row_tile(cursor, Smem::kOutputs), p.d_o, unit, head);
-    load_ragged_rows(row_tile(cursor, Smem::kValues), p.dv, unit, head);
+    load_ragged_chunk(row_tile(cursor, Smem::kUpdates), p.u, unit, head);
+    load_ragged_chunk(row_tile(cursor, Smem::kOutputs), p.d_o, unit, head);
+    load_ragged_chunk(row_tile(cursor, Smem::kValues), p.dv, unit, head);
     arrive_after_copies(full);
   }
   const int64_t number = int64_t{unit.chunk_index} * p.value_heads + head;
@@ -153,8 +136,8 @@ GD_DEVICE void Gradients<Elem>::load_keys_queries(const Unit& unit, const Cursor
   const bool whole = unit.tokens == kChunkTokens;
   key_pipe.wait_empty(cursor.unit_part);
   if (!whole) {
-    load_ragged_rows(smem + Smem::kQueries, p.q, unit, unit.key_head);
-    load_ragged_rows(smem + Smem::kKeys, p.k, unit, unit.key_head);
+    load_ragged_chunk(smem + Smem::kQueries, p.q, unit, unit.key_head);
+    load_ragged_chunk(smem + Smem::kKeys, p.k, unit, unit.key_head);
     arrive_after_copies(full);
   }
   if (elect_one()) {
