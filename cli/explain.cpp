@@ -48,7 +48,7 @@ std::string explain_plan(const testing::Case& c, int blocks) {
   const auto count = static_cast<int>(p.in.sequences.count), heads = static_cast<int>(c.Hv);
   std::vector<int> chunks(p.in.sequences.count);
   for (int n = 0; n < count; ++n)
-    chunks[n] = static_cast<int>(cuda::Sequences::chunks(c.lengths.empty() ? c.T : c.lengths[n]));
+    chunks[n] = static_cast<int>(cuda::ChunkedSequences::chunks(c.lengths.empty() ? c.T : c.lengths[n]));
 
   std::string text;
   add(text, "  %d sequences of %d value heads on %d blocks, workspace %.1f MiB, room for %d boundaries\n", count, heads,
@@ -86,7 +86,7 @@ std::string explain_plan(const testing::Case& c, int blocks) {
     int pieces = 0;
     for (int i = 0; i < class_count; ++i) {
       const cuda::ClassPieces of = cuda::pieces_of(cut, classes[i]);
-      pieces += of.first.number + of.decaying.number + of.persistent.number + of.joins.number + of.waiting.number;
+      pieces += of.first.number + of.decaying.number + of.persistent.number + of.merges.number + of.waiting.number;
     }
     add(text, "  %d of %-11d %14s %15s %7s %8d %8.0f us %7.0f us\n", share, cuda::kShares - 1,
         length_text(cut.decaying).c_str(), length_text(cut.persistent).c_str(), cut.halves ? "halves" : "whole", pieces,

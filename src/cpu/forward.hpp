@@ -213,12 +213,12 @@ class Forward {
   // --- one head's chain ----------------------------------------------------------------------------------------------
 
   void begin_panel(const PanelState<E>& state, int64_t n, int64_t head, int p) {
-    load_state_panel(state.S, in_.initial, in_.initial_slot(n), head, in_.layout, dims_, p);
+    load_state_panel(state.S, in_.initial, in_.initial.slot(n), head, in_.layout, dims_, p);
     E::store_b(state.Sb, dims_.Kp, 0, dims_.Kp, state.S, kPanel);
   }
 
   void end_panel(const PanelState<E>& state, int64_t n, int64_t head, int p) {
-    store_state_panel(problem_.final, problem_.final_slot(n), head, in_.layout, dims_, p, state.S);
+    store_state_panel(problem_.final, problem_.final.slot(n), head, in_.layout, dims_, p, state.S);
   }
 
   void advance_panel(const PanelState<E>& state, const PanelScratch<E>& w, const KeyOperands<E>& key,
@@ -252,7 +252,7 @@ class Forward {
     const int64_t done = (chunk + 1) * C, every = problem_.checkpoint_every;
     if (every && done <= sequence.length && done % every == 0) {
       const int64_t entry = shared_->first_checkpoint[n] + done / every - 1;
-      const int64_t slot = problem_.checkpoint_indices ? problem_.checkpoint_indices[entry] : entry;
+      const int64_t slot = problem_.checkpoints.slot(entry);
       store_state_panel(problem_.checkpoints, slot, head, in_.layout, dims_, p, state.S);
     }
   }

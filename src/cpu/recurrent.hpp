@@ -119,13 +119,13 @@ class Recurrent {
       return;
     }
     const int64_t accepted = problem_.accept_lengths ? problem_.accept_lengths[n] : span.length;
-    float* const place = direct(problem_.final, problem_.final_slot(n), head);
-    const float* S = direct(in_.initial, in_.initial_slot(n), head);
+    float* const place = direct(problem_.final, problem_.final.slot(n), head);
+    const float* S = direct(in_.initial, in_.initial.slot(n), head);
     if (!S) {
-      load_state(w.state, in_.initial, in_.initial_slot(n), head);
+      load_state(w.state, in_.initial, in_.initial.slot(n), head);
       S = w.state;
     }
-    if (accepted == 0 && S != place) store_columns(problem_.final, problem_.final_slot(n), head, S, 0, V_);
+    if (accepted == 0 && S != place) store_columns(problem_.final, problem_.final.slot(n), head, S, 0, V_);
 
     for (int64_t begin = 0; begin < span.length; begin += kTokens) {
       const int count = static_cast<int>(span.length - begin < kTokens ? span.length - begin : kTokens);
@@ -144,7 +144,7 @@ class Recurrent {
           from = next;
           if (problem_.step_states) store_step(span.batch, span.begin + begin + t, head, next, first, columns);
           if (done == accepted && next != place)
-            store_columns(problem_.final, problem_.final_slot(n), head, next, first, columns);
+            store_columns(problem_.final, problem_.final.slot(n), head, next, first, columns);
         }
       }
       S = next;
@@ -157,8 +157,8 @@ class Recurrent {
 
   void store_step(int64_t batch, int64_t token, int64_t head, const float* S, int first, int count) const {
     StateRows rows = problem_.step_states;
-    if (problem_.step_indices) {
-      store_columns(rows, problem_.step_indices[batch * in_.sequences.tokens + token], head, S, first, count);
+    if (rows.indices) {
+      store_columns(rows, rows.indices[batch * in_.sequences.tokens + token], head, S, first, count);
     } else {
       rows.slot_stride = 1;  // the slot is the element offset of the token's state
       store_columns(rows, batch * problem_.step_batch_stride + token * problem_.step_token_stride, head, S, first,

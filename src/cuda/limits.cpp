@@ -82,7 +82,7 @@ Outcome check_limits(const ForwardProblem& p) {
     return refusal(GD_UNSUPPORTED,
                    "saved and checkpoints are both given: on CUDA a forward keeps states for one of them");
   // A padded row would leave gaps in `saved`, and the host does not know which rows are padded.
-  if (p.saved && in.initial_indices && p.final_indices)
+  if (p.saved && in.initial.indices && p.final.indices)
     return refusal(GD_UNSUPPORTED, "saved is given, but on CUDA not together with initial_indices and final_indices");
   GD_CHECK(check_layer(in));
   GD_CHECK(check_segments(p));

@@ -14,14 +14,14 @@ namespace gatedelta::cuda {
 
 struct CallParams {
   CUtensorMap q_map, k_map, v_map, o_map;
-  Rows q, k, v, o, g, beta;
-  HeadScalars A_log, dt_bias;
-  Sequences sequences;
+  TokenRows q, k, v, o, g, beta;
+  HeadVector A_log, dt_bias;
+  ChunkedSequences sequences;
   int key_heads, value_heads, group;
   int gate, beta_kind;
   bool l2norm, state_value_first;
   float scale;
-  States initial, final, checkpoints;
+  StateRows initial, final, checkpoints;
   int64_t checkpoint_every;  // tokens; 0 = none
   uint8_t* prepared;         // [chunks][value_heads][prepared_bytes]
   int prepared_bytes;
@@ -47,8 +47,7 @@ struct CallParams {
   GD_HOST_DEVICE int main_blocks() const { return limits.entries < limits.blocks ? limits.entries : limits.blocks; }
   GD_HOST_DEVICE bool is_padding(int n) const {
     if (n == sequences.count) return true;
-    return initial.data && final.data && initial.indices.data && final.indices.data && initial.indices[n] < 0 &&
-           final.indices[n] < 0;
+    return initial.indices && final.indices && initial.indices[n] < 0 && final.indices[n] < 0;
   }
   GD_HOST_DEVICE uint8_t* prepared_chunk(int64_t chunk_index, int head) const {
     return prepared + (chunk_index * value_heads + head) * prepared_bytes;
@@ -61,10 +60,10 @@ GD_HOST_DEVICE inline bool stores_unscaled(float beta) { return fabsf(beta) < kS
 
 struct BackwardParams : CallParams {
   CUtensorMap d_o_map, dq_map, dk_map, dv_map, u_map;
-  Rows d_o, dq, dk, dv, dg, dbeta;
-  Rows u;  // what each token writes: beta (v - k S)
-  HeadScalars dA_log, d_dt_bias;
-  States d_final, d_initial;
+  TokenRows d_o, dq, dk, dv, dg, dbeta;
+  TokenRows u;  // what each token writes: beta (v - k S)
+  HeadVector dA_log, d_dt_bias;
+  StateRows d_final, d_initial;
   uint8_t* states;    // [chunks][value_heads][kStateTileBytes], before each chunk, of one slice
   float2* head_sums;  // [chunks][value_heads], of dA_log and d_dt_bias; null = not wanted
   // Chunks per item of the states' list; chunk index of the second slice, if there are two.

@@ -26,10 +26,12 @@ ROOMS = {
     "src/cuda/workspace": ["src/core", "src/cuda/schedule", "src/cuda/sm90/prepare/config.hpp"],
     # what host and device share
     "src/cuda/host_device.hpp": [],
-    "src/cuda/tensors.hpp": ["src/cuda/host_device.hpp"],
+    "src/cuda/tensors.hpp": ["src/core", "src/cuda/host_device.hpp"],
+    "src/cuda/warp.cuh": [],
     "src/cuda/params.hpp": ["src/cuda/tensors.hpp", "src/cuda/schedule"],
     "src/cuda/schedule": [
-        "src/cuda/host_device.hpp", "src/cuda/tensors.hpp", "src/cuda/params.hpp", "src/cuda/sm90/ptx.cuh",
+        "src/cuda/host_device.hpp", "src/cuda/tensors.hpp", "src/cuda/params.hpp", "src/cuda/warp.cuh",
+        "src/cuda/sm90/ptx.cuh",
     ],
     "src/cuda/host": [
         "src/cuda/backend.hpp", "src/cuda/tensors.hpp", "src/cuda/params.hpp", "src/cuda/workspace",
@@ -43,7 +45,8 @@ ROOMS = {
     ],
     "src/cuda/sm90/prepare/config.hpp": ["src/cuda/tensors.hpp", "src/cuda/sm90/tiles.hpp"],
     "src/cuda/sm90/prepare": [
-        "src/cuda/params.hpp", "src/cuda/schedule", "src/cuda/sm90", "src/cuda/sm90/prepare/config.hpp",
+        "src/cuda/params.hpp", "src/cuda/warp.cuh", "src/cuda/schedule", "src/cuda/sm90",
+        "src/cuda/sm90/prepare/config.hpp",
     ],
     "src/cuda/sm90/chain": [
         "src/cuda/params.hpp", "src/cuda/schedule", "src/cuda/sm90", "src/cuda/sm90/tiles.hpp",

@@ -121,15 +121,15 @@ gd_status Checker::states(const char* name, const gd_tensor& t, const Layer& lay
       kv ? (pool ? "[slots, Hv, K, V]" : "[N, Hv, K, V]") : (pool ? "[slots, Hv, V, K]" : "[N, Hv, V, K]");
   const Shape shape = {text, 4, {slots, layer.value_heads, rows_of(layer), columns_of(layer)}};
   GD_TRY(tensor(name, t, shape, kFloats, 2, role, may_share));
-  out = {address(t), static_cast<gd_dtype>(t.dtype), t.shape[0], stride_of(t, 0), stride_of(t, 1)};
+  out = {address(t), static_cast<gd_dtype>(t.dtype), t.shape[0], stride_of(t, 0), stride_of(t, 1), out.indices};
   return GD_OK;
 }
 
 gd_status Checker::indexed_states(const char* name, const gd_tensor& t, const char* index_name, const gd_tensor& index,
-                                  const Layer& layer, Role role, StateRows& out, IndexVector& out_indices) {
+                                  const Layer& layer, Role role, StateRows& out) {
   if (is_absent(t) && !is_absent(index)) return invalid("%s is given without %s", index_name, name);
-  GD_TRY(indices(index_name, index, {"[N]", 1, {layer.sequences.count}}, out_indices));
-  return states(name, t, layer, out_indices ? kAny : layer.sequences.count, role, out, true);
+  GD_TRY(indices(index_name, index, {"[N]", 1, {layer.sequences.count}}, out.indices));
+  return states(name, t, layer, out.indices ? kAny : layer.sequences.count, role, out, true);
 }
 
 gd_status Checker::tensor(const char* name, const gd_tensor& t, const Shape& shape, unsigned dtypes,

@@ -51,7 +51,7 @@ class Checker {
                    bool may_share = false);
   // A state tensor and the array of its slots, which says whether it is a pool.
   gd_status indexed_states(const char* name, const gd_tensor& t, const char* index_name, const gd_tensor& index,
-                           const Layer& layer, Role role, StateRows& out, IndexVector& out_indices);
+                           const Layer& layer, Role role, StateRows& out);
   gd_status tensor(const char* name, const gd_tensor& t, const Shape& shape, unsigned dtypes, int contiguous_dims,
                    Role role, bool may_share = false);
   // What a forward saves, or a backward gets.

@@ -42,23 +42,18 @@ gd_status check_range(const char* name, const IndexVector& indices, int64_t coun
 // The series (checkpoints or steps) is packed sequence by sequence.
 struct StateWrites {
   const StateRows& final;
-  const IndexVector& final_indices;
   const char* series_name;
   const StateRows& series;
   const char* series_index_name;
-  const IndexVector& series_indices;
   int64_t every;
 
   int64_t entries(const Layer& in, int64_t n) const { return every ? in.sequences[n].length / every : 0; }
 };
 
 StateWrites writes_of(const ForwardProblem& p) {
-  return {p.final,           p.final_indices, "checkpoints", p.checkpoints, "checkpoint_indices", p.checkpoint_indices,
-          p.checkpoint_every};
+  return {p.final, "checkpoints", p.checkpoints, "checkpoint_indices", p.checkpoint_every};
 }
-StateWrites writes_of(const RecurrentProblem& p) {
-  return {p.final, p.final_indices, "step_states", p.step_states, "step_indices", p.step_indices, 1};
-}
+StateWrites writes_of(const RecurrentProblem& p) { return {p.final, "step_states", p.step_states, "step_indices", 1}; }
 
 int64_t count_entries(const Layer& in, const StateWrites& writes) {
   if (!in.sequences.offsets) return in.sequences.count * (in.sequences.tokens / writes.every);
@@ -70,8 +65,8 @@ int64_t count_entries(const Layer& in, const StateWrites& writes) {
 template <class Problem>
 size_t bitmap_bytes(const Problem& p) {
   const StateWrites w = writes_of(p);
-  if (!p.in.initial_indices && !w.final_indices && !w.series_indices) return 0;
-  const int64_t slots = std::max(w.final.slots, w.series_indices ? w.series.slots : 0);
+  if (!p.in.initial.indices && !w.final.indices && !w.series.indices) return 0;
+  const int64_t slots = std::max(w.final.slots, w.series.indices ? w.series.slots : 0);
   return static_cast<size_t>((slots + 511) / 512) * 64;
 }
 
@@ -82,15 +77,15 @@ gd_status check_slots(const Problem& p, const StateRows& pool, uint64_t* bitmap)
   const StateWrites writes = writes_of(p);
   const Layer& in = p.in;
   const bool reads = same_pool(pool, in.initial), finals = same_pool(pool, writes.final);
-  const bool series = writes.series_indices && same_pool(pool, writes.series);
+  const bool series = writes.series.indices && same_pool(pool, writes.series);
   const auto word = [&](int64_t slot) -> uint64_t& { return bitmap[slot / 64]; };
   const auto bit = [](int64_t slot) { return uint64_t{1} << slot % 64; };
 
   // visit(array, position, slot) for every slot sequence n writes in this pool; its series starts at `entry`.
   const auto each_write = [&](int64_t n, int64_t entry, auto&& visit) -> gd_status {
-    if (finals && p.final_slot(n) >= 0) GD_TRY(visit("final_indices", n, p.final_slot(n)));
+    if (finals && p.final.slot(n) >= 0) GD_TRY(visit("final_indices", n, p.final.slot(n)));
     for (int64_t i = entry; series && i < entry + writes.entries(in, n); ++i)
-      if (writes.series_indices[i] >= 0) GD_TRY(visit(writes.series_index_name, i, writes.series_indices[i]));
+      if (writes.series.indices[i] >= 0) GD_TRY(visit(writes.series_index_name, i, writes.series.indices[i]));
     return GD_OK;
   };
   // body(n, entry) for every sequence that is no padded row.
@@ -102,7 +97,7 @@ gd_status check_slots(const Problem& p, const StateRows& pool, uint64_t* bitmap)
 
   // Clears only the words it will look at: a call uses a few slots of a pool that may have millions.
   GD_TRY(each_sequence([&](int64_t n, int64_t entry) {
-    if (reads && in.initial_slot(n) >= 0) word(in.initial_slot(n)) = 0;
+    if (reads && in.initial.slot(n) >= 0) word(in.initial.slot(n)) = 0;
     return each_write(n, entry, [&](const char*, int64_t, int64_t slot) { return word(slot) = 0, GD_OK; });
   }));
   GD_TRY(each_sequence([&](int64_t n, int64_t entry) {
@@ -114,7 +109,7 @@ gd_status check_slots(const Problem& p, const StateRows& pool, uint64_t* bitmap)
     });
   }));
   return each_sequence([&](int64_t n, int64_t entry) {
-    const int64_t slot = reads ? in.initial_slot(n) : -1;
+    const int64_t slot = reads ? in.initial.slot(n) : -1;
     if (slot < 0 || !(word(slot) & bit(slot))) return GD_OK;
     bool own = false;
     each_write(n, entry, [&](const char*, int64_t, int64_t written) { return own |= written == slot, GD_OK; });
@@ -128,13 +123,13 @@ template <class Problem>
 gd_status check_states(const Problem& p, uint64_t* bitmap) {
   const StateWrites w = writes_of(p);
   const int64_t sequences = p.in.sequences.count;
-  GD_TRY(check_range("initial_indices", p.in.initial_indices, sequences, "initial_state", p.in.initial.slots));
-  GD_TRY(check_range("final_indices", w.final_indices, sequences, "final_state", w.final.slots));
-  if (w.series_indices)
-    GD_TRY(check_range(w.series_index_name, w.series_indices, count_entries(p.in, w), w.series_name, w.series.slots));
+  GD_TRY(check_range("initial_indices", p.in.initial.indices, sequences, "initial_state", p.in.initial.slots));
+  GD_TRY(check_range("final_indices", w.final.indices, sequences, "final_state", w.final.slots));
+  if (w.series.indices)
+    GD_TRY(check_range(w.series_index_name, w.series.indices, count_entries(p.in, w), w.series_name, w.series.slots));
   if (!bitmap) return GD_OK;
   if (w.final) GD_TRY(check_slots(p, w.final, bitmap));
-  if (w.series_indices && !same_pool(w.series, w.final)) GD_TRY(check_slots(p, w.series, bitmap));
+  if (w.series.indices && !same_pool(w.series, w.final)) GD_TRY(check_slots(p, w.series, bitmap));
   return GD_OK;
 }
 
@@ -143,7 +138,7 @@ gd_status check_states(const Problem& p, uint64_t* bitmap) {
 gd_status check_checkpoint_count(const ForwardProblem& p) {
   if (!p.checkpoints) return GD_OK;
   const int64_t entries = count_entries(p.in, writes_of(p));
-  const char* name = p.checkpoint_indices ? "checkpoint_indices" : "checkpoints";
+  const char* name = p.checkpoints.indices ? "checkpoint_indices" : "checkpoints";
   if (entries <= p.checkpoint_room) return GD_OK;
   return invalid("%s has %" PRId64 " entries, but the sequences have %" PRId64 " checkpoints", name, p.checkpoint_room,
                  entries);
@@ -167,7 +162,7 @@ gd_status validate_contents(const ForwardProblem& p, uint64_t* bitmap) {
 
 gd_status validate_contents(const BackwardProblem& p, uint64_t*) {
   GD_TRY(check_offsets(p.in.sequences));
-  return check_range("initial_indices", p.in.initial_indices, p.in.sequences.count, "initial_state",
+  return check_range("initial_indices", p.in.initial.indices, p.in.sequences.count, "initial_state",
                      p.in.initial.slots);
 }
 

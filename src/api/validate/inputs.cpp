@@ -78,7 +78,7 @@ gd_status validate_layer(Checker& check, const gd_inputs& in, Layer& layer) {
                    sequences.count, sequences.batch, sequences.tokens, layer.value_heads);
 
   GD_TRY(check.indexed_states("initial_state", in.initial_state, "initial_indices", in.initial_indices, layer,
-                              Role::input, layer.initial, layer.initial_indices));
+                              Role::input, layer.initial));
 
   if (!in.has_scale && in.scale != 0) return invalid("scale is %g, but has_scale is 0", static_cast<double>(in.scale));
   if (!std::isfinite(in.scale)) return invalid("scale is %g, must be finite", static_cast<double>(in.scale));

@@ -31,7 +31,7 @@ gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProbl
   GD_TRY(validate_layer(check, args.in, p.in));
   GD_TRY(check.rows("o", args.o, value_rows(in), Need::required, Role::output, p.o));
   GD_TRY(check.indexed_states("final_state", args.final_state, "final_indices", args.final_indices, in, Role::output,
-                              p.final, p.final_indices));
+                              p.final));
 
   if (is_absent(args.checkpoints)) {
     if (!is_absent(args.checkpoint_indices)) return invalid("checkpoint_indices is given without checkpoints");
@@ -42,10 +42,10 @@ gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProbl
       return invalid("checkpoint_every is %" PRId64 ", must be a positive multiple of %d", args.checkpoint_every,
                      kChunk);
     p.checkpoint_every = args.checkpoint_every;
-    GD_TRY(check.indices("checkpoint_indices", args.checkpoint_indices, {"[C]", 1, {kAny}}, p.checkpoint_indices));
+    GD_TRY(check.indices("checkpoint_indices", args.checkpoint_indices, {"[C]", 1, {kAny}}, p.checkpoints.indices));
     GD_TRY(check.states("checkpoints", args.checkpoints, in, kAny, Role::output, p.checkpoints,
-                        static_cast<bool>(p.checkpoint_indices)));
-    p.checkpoint_room = p.checkpoint_indices ? args.checkpoint_indices.shape[0] : p.checkpoints.slots;
+                        static_cast<bool>(p.checkpoints.indices)));
+    p.checkpoint_room = p.checkpoints.indices ? args.checkpoint_indices.shape[0] : p.checkpoints.slots;
     if (!in.sequences.offsets) GD_TRY(check_checkpoint_count(p));
   }
 
@@ -92,13 +92,13 @@ gd_status validate_shapes(const gd_recurrent_args& args, Stage stage, RecurrentP
   const int64_t B = in.sequences.batch, T = in.sequences.tokens;
   GD_TRY(check.rows("o", args.o, value_rows(in), Need::optional, Role::output, p.o));
   GD_TRY(check.indexed_states("final_state", args.final_state, "final_indices", args.final_indices, in, Role::output,
-                              p.final, p.final_indices));
+                              p.final));
   if (!p.final && !is_absent(args.accept_lengths)) return invalid("accept_lengths is given without final_state");
   GD_TRY(check.indices("accept_lengths", args.accept_lengths, {"[N]", 1, {in.sequences.count}}, p.accept_lengths));
 
   const gd_tensor& steps = args.step_states;
-  GD_TRY(check.indices("step_indices", args.step_indices, {"[B, T]", 2, {B, T}}, p.step_indices));
-  if (p.step_indices) {
+  GD_TRY(check.indices("step_indices", args.step_indices, {"[B, T]", 2, {B, T}}, p.step_states.indices));
+  if (p.step_states.indices) {
     if (is_absent(steps)) return invalid("step_indices is given without step_states");
     GD_TRY(check.states("step_states", steps, in, kAny, Role::output, p.step_states, true));
   } else if (!is_absent(steps)) {
@@ -107,7 +107,7 @@ gd_status validate_shapes(const gd_recurrent_args& args, Stage stage, RecurrentP
         5,
         {B, T, in.value_heads, Checker::rows_of(in), Checker::columns_of(in)}};
     GD_TRY(check.tensor("step_states", steps, shape, kFloats, 2, Role::output));
-    p.step_states = {check.address(steps), static_cast<gd_dtype>(steps.dtype), B * T, 0, stride_of(steps, 2)};
+    p.step_states = {check.address(steps), static_cast<gd_dtype>(steps.dtype), B * T, 0, stride_of(steps, 2), {}};
     p.step_batch_stride = stride_of(steps, 0);
     p.step_token_stride = stride_of(steps, 1);
   }

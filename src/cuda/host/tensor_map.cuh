@@ -15,7 +15,7 @@ using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, 
                                  CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 // Boxes of 64 tokens and half of the columns of one head of [B, T, H, 128].
-inline CUresult encode_rows(EncodeTiled encode, CUtensorMap* map, const Rows& rows, int heads, int64_t tokens,
+inline CUresult encode_rows(EncodeTiled encode, CUtensorMap* map, const TokenRows& rows, int heads, int64_t tokens,
                             int batch, bool bf16) {
   const cuuint64_t sizes[5] = {kTileColumns, static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(tokens),
                                static_cast<cuuint64_t>(batch), kHeadDim / kTileColumns};
@@ -49,13 +49,13 @@ inline cudaError_t find_encoder(EncodeTiled& encode) {
 struct MappedTensor {
   const char* name;
   CUtensorMap* map;
-  const Rows& rows;
+  const TokenRows& rows;
   int heads;
 };
-inline Outcome encode_map(const MappedTensor& t, const Sequences& sequences, bool bf16) {
+inline Outcome encode_map(const MappedTensor& t, const ChunkedSequences& sequences, bool bf16) {
   EncodeTiled encode = nullptr;
   if (const cudaError_t error = find_encoder(encode)) return failure(error, "find the driver's cuTensorMapEncodeTiled");
-  const Rows& rows = t.rows;
+  const TokenRows& rows = t.rows;
   if (const CUresult result = encode_rows(encode, t.map, rows, t.heads, sequences.tokens, sequences.batch, bf16))
     return failure(GD_UNSUPPORTED,
                    "%s: the driver's tensor maps (error %d) do not take strides of %lld, %lld and %lld elements",

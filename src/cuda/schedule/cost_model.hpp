@@ -25,7 +25,7 @@ constexpr int kShares = 5;                                 // 0, 1/4, 1/2, 3/4 a
 constexpr int kCutBlocks = 16;                             // CTAs that search the cuts for one share
 constexpr int kPrepareHelpers = 1 + kShares * kCutBlocks;  // CTAs of prepare that sort and search cuts
 
-// Sequences grouped by length. The result does not depend on the order in which they are added.
+// ChunkedSequences grouped by length. The result does not depend on the order in which they are added.
 struct Lengths {
   int longest = 0, count = 0;       // count: of different lengths
   int different[kMaxClasses] = {};  // the first few of those

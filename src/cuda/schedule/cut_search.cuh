@@ -12,7 +12,7 @@ GD_DEVICE void sort_sequences(const CallParams& p) {
   const int count = p.sequences.count;
   for (int n = threadIdx.x; n < count; n += kThreads) {
     int rank = n;
-    if (p.sequences.offsets.data && count <= kMaxSorted) {
+    if (p.sequences.offsets && count <= kMaxSorted) {
       const int64_t length = p.sequences[n].length;
       rank = 0;
       for (int m = 0; m < count; ++m) {
@@ -49,7 +49,7 @@ struct CutSmem {
 GD_DEVICE void find_classes(const CallParams& p, int share, CutSmem& s) {
   const int tid = threadIdx.x, count = p.sequences.count;
   const int chunks =
-      tid < count && !p.is_padding(tid) ? static_cast<int>(Sequences::chunks(p.sequences[tid].length)) : 0;
+      tid < count && !p.is_padding(tid) ? static_cast<int>(ChunkedSequences::chunks(p.sequences[tid].length)) : 0;
   if (tid < count) s.chunks[tid] = chunks;
   if (tid == 0) s.lengths = {};
   __syncthreads();

@@ -67,7 +67,7 @@ GD_DEVICE void rank_sequences(const CallParams& p, ScheduleSmem& s) {
   __syncthreads();
   if (tid >= count) return;
   s.items[rank] = item;
-  s.chunks[rank] = static_cast<int>(Sequences::chunks(item.tokens));
+  s.chunks[rank] = static_cast<int>(ChunkedSequences::chunks(item.tokens));
   s.first_chunk[rank] = floor_div(item.prepared, p.value_heads);
 }
 
@@ -222,7 +222,7 @@ struct Scheduler {
     if (tid == 0) *schedule = {entries, 0, is_cut ? 0 : p.main_blocks()};
     __syncthreads();
     // State gradients never overwrite their input.
-    const bool in_place = kPass != Pass::kBackward && p.initial.data && p.final.data;
+    const bool in_place = kPass != Pass::kBackward && p.initial && p.final;
     const ListPlan list{cut, total, p.limits.blocks, s.longest_first, p.value_heads, in_place};
     int log_lanes = 5;  // log2 of the threads per (sequence, head) pair
     while (log_lanes > 0 && seq_heads() << log_lanes > kScheduleThreads) --log_lanes;

@@ -7,14 +7,14 @@
 namespace gatedelta::cuda {
 
 GD_DEVICE WorkItem whole_item(const CallParams& p, int n, int head) {
-  const Span span = p.sequences[n];
+  const SequenceSpan span = p.sequences[n];
   WorkItem item{};
   item.kind = kOutputs;
   item.sequence = n;
   item.head = head;
   item.key_head = head / p.group;
   item.half = kWhole;
-  item.batch = span.batch;
+  item.batch = static_cast<int>(span.batch);
   item.token = item.origin = static_cast<int>(span.begin);
   item.tokens = p.is_padding(n) ? 0 : static_cast<int>(span.length);
   item.prepared = static_cast<int>(p.sequences.first_chunk_index(n)) * p.value_heads + head;

@@ -61,16 +61,16 @@ struct ChunkPlace {
   int sequence, batch, token, rows, chunk;  // tokens past the last offset belong to sequence N
 };
 // The chunk at a chunk index. Its sequence is the last one that starts at or before it; the warp searches 32-ary.
-GD_DEVICE ChunkPlace locate_chunk(const Sequences& s, int chunk_index, int lane) {
+GD_DEVICE ChunkPlace locate_chunk(const ChunkedSequences& s, int chunk_index, int lane) {
   const int tokens = static_cast<int>(s.tokens);
-  if (!s.offsets.data) {
-    const int chunks = static_cast<int>(Sequences::chunks(s.tokens));
+  if (!s.offsets) {
+    const int chunks = static_cast<int>(ChunkedSequences::chunks(s.tokens));
     const int n = static_cast<int>(static_cast<uint32_t>(chunk_index) / static_cast<uint32_t>(chunks));
     const int chunk = chunk_index - n * chunks, token = chunk * kChunkTokens;
     return {n, n, token, min(tokens - token, kChunkTokens), chunk};
   }
   const auto first_chunk_index = [](int begin, int n) {
-    return static_cast<int>(Sequences::first_chunk_index_at(static_cast<uint32_t>(begin), n));
+    return static_cast<int>(ChunkedSequences::first_chunk_index_at(static_cast<uint32_t>(begin), n));
   };
   int low = 0, count = s.count + 1, step, found, begin;
   do {

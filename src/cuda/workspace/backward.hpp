@@ -24,7 +24,7 @@ struct Slices {
   int64_t chunks, tokens;
 };
 inline Slices slices_of(const BackwardProblem& p) {
-  const Sequences s = sequences_of(p.in.sequences);
+  const ChunkedSequences s = sequences_of(p.in.sequences);
   const int64_t chunks = s.workspace_chunks(), tokens = s.batch * s.tokens;
   const int64_t piece = recompute_chunks(chunks, s.count, p.in.value_heads);
   const bool has_saved_states = p.saved && is_planned(s.count, p.in.value_heads);
@@ -34,11 +34,11 @@ inline Slices slices_of(const BackwardProblem& p) {
   // For a pack, shapes bound the token of a chunk index only roughly: sequences start anywhere within a chunk's worth
   // of tokens.
   const auto token_of = [&](int64_t chunk_index) {
-    if (s.offsets.data) return chunk_index * kChunkTokens;
-    const int64_t per_sequence = Sequences::chunks(s.tokens);
+    if (s.offsets) return chunk_index * kChunkTokens;
+    const int64_t per_sequence = ChunkedSequences::chunks(s.tokens);
     return chunk_index / per_sequence * s.tokens + chunk_index % per_sequence * kChunkTokens;
   };
-  const int64_t early = s.offsets.data ? (s.count - 1) * kChunkTokens : 0, late = s.offsets.data ? kChunkTokens : 0;
+  const int64_t early = s.offsets ? (s.count - 1) * kChunkTokens : 0, late = s.offsets ? kChunkTokens : 0;
   const int64_t first = token_of(split) > early ? token_of(split) - early : 0;
   const auto larger = [](int64_t a, int64_t b) { return a > b ? a : b; };
   const int64_t last = token_of(end) + late;
@@ -76,7 +76,7 @@ inline BackwardWorkspace backward_layout(const BackwardProblem& p) {
     w.bytes += static_cast<size_t>(bytes);
     return at;
   };
-  const Sequences sequences = sequences_of(p.in.sequences);
+  const ChunkedSequences sequences = sequences_of(p.in.sequences);
   const int64_t chunks = sequences.workspace_chunks() * p.in.value_heads;
   // Boundaries of the gradient chain. Saved states need none of their own. With slices, the states are written after
   // the gradient chain and reuse its boundaries' memory.

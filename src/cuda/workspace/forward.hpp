@@ -23,13 +23,12 @@ constexpr int64_t kRowAlign = 16;  // bytes, of their data and of their strides
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;
 
 // From shapes alone: in a size query the offsets have no data yet; only their presence counts.
-inline Sequences sequences_of(const gatedelta::Sequences& s) {
-  const void* offsets = !s.offsets ? nullptr : s.offsets.data ? s.offsets.data : &s;
-  return {static_cast<int>(s.count), static_cast<int>(s.batch), s.tokens, {offsets, s.offsets.is_int64}};
+inline ChunkedSequences sequences_of(const gatedelta::Sequences& s) {
+  return {static_cast<int>(s.count), static_cast<int>(s.batch), s.tokens, s.offsets};
 }
 
 // One per chunk and key head, after the helpers that sort and plan.
-inline int64_t prepare_blocks(const Sequences& s, int64_t key_heads) {
+inline int64_t prepare_blocks(const ChunkedSequences& s, int64_t key_heads) {
   return s.workspace_chunks() * key_heads + kPrepareHelpers;
 }
 inline int64_t prepare_blocks(const Layer& layer) {
@@ -45,8 +44,8 @@ inline bool is_planned(int64_t sequences, int64_t value_heads) {
 inline bool may_cut(const ForwardProblem& p) {
   return p.context_parallel && !p.batch_invariant && is_planned(p.in.sequences.count, p.in.value_heads);
 }
-// Sequences so short that planning costs more than it gains, unless a backward needs the plan. For a pack, the sum of
-// all tokens.
+// ChunkedSequences so short that planning costs more than it gains, unless a backward needs the plan. For a pack, the
+// sum of all tokens.
 constexpr int64_t kShortTokens = 14 * kChunkTokens;
 inline bool are_short(const ForwardProblem& p) { return p.in.sequences.tokens <= kShortTokens && !p.saved; }
 // Items per head if shapes alone show that nothing is cut: short sequences, or a dense batch that fills the GPU. 0: may
@@ -58,7 +57,7 @@ inline int even_parts(const ForwardProblem& p, int blocks) {
   if (p.in.sequences.offsets) return 0;
   return seq_heads > 8 * int64_t{blocks}
              ? 1
-             : busy_parts(static_cast<int>(seq_heads), Sequences::chunks(p.in.sequences.tokens), blocks);
+             : busy_parts(static_cast<int>(seq_heads), ChunkedSequences::chunks(p.in.sequences.tokens), blocks);
 }
 inline ListMode list_mode(const ForwardProblem& p, int blocks) {
   if (even_parts(p, blocks) > 0) return kEvenList;

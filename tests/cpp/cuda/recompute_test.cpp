@@ -145,12 +145,12 @@ TEST(Slices, HaveRoomForStatesAndRows) {
     const BackwardProblem p = problem_of(count, packed ? 1 : count, tokens, heads, packed);
     const Slices slices = slices_of(p);
     sliced += slices.count > 1;
-    const Sequences s = sequences_of(p.in.sequences);
+    const ChunkedSequences s = sequences_of(p.in.sequences);
     for (int64_t n = 0; n < count; ++n) {
-      const int64_t first_chunk_index = packed ? Sequences::first_chunk_index_at(offsets[n], static_cast<int>(n))
+      const int64_t first_chunk_index = packed ? ChunkedSequences::first_chunk_index_at(offsets[n], static_cast<int>(n))
                                                : s.first_chunk_index(static_cast<int>(n));
       const int64_t length = offsets[n + 1] - offsets[n];
-      for (int64_t c = 0; c < Sequences::chunks(length); ++c) {
+      for (int64_t c = 0; c < ChunkedSequences::chunks(length); ++c) {
         const bool later = first_chunk_index + c - c % slices.recompute_chunks >= slices.split;
         EXPECT_LE(later, slices.count > 1);
         const int64_t index = first_chunk_index + c - (later ? slices.split : 0);

@@ -40,12 +40,12 @@ TEST(Stages, OfPackedSequencesNeverMeet) {
       offsets[n + 1] = offsets[n] + lengths[random() % 4];
     }
     const int64_t tokens = offsets[count] + random() % 200;
-    const Sequences s = {count, 1, tokens, {offsets.data(), false}};
+    const ChunkedSequences s = {count, 1, tokens, {offsets.data(), false, true}};
     int64_t free = 0;                   // first slot nobody has taken
     for (int n = 0; n <= count; ++n) {  // the last are the tokens nobody owns
       const int64_t length = n < count ? s[n].length : tokens - offsets[count];
       EXPECT_GE(s.first_chunk_index(n), free);
-      free = std::max(free, s.first_chunk_index(n) + Sequences::chunks(length));
+      free = std::max(free, s.first_chunk_index(n) + ChunkedSequences::chunks(length));
     }
     EXPECT_LE(free, s.workspace_chunks());
   }
@@ -53,9 +53,9 @@ TEST(Stages, OfPackedSequencesNeverMeet) {
 
 TEST(Stages, OfADenseBatchHaveNoGaps) {
   for (const int64_t tokens : {0, 1, 63, 64, 65, 1000}) {
-    const Sequences s = {7, 7, tokens, {}};
-    for (int n = 0; n < 7; ++n) EXPECT_EQ(s.first_chunk_index(n), n * Sequences::chunks(tokens));
-    EXPECT_EQ(s.workspace_chunks(), s.first_chunk_index(6) + Sequences::chunks(tokens));
+    const ChunkedSequences s = {7, 7, tokens, {}};
+    for (int n = 0; n < 7; ++n) EXPECT_EQ(s.first_chunk_index(n), n * ChunkedSequences::chunks(tokens));
+    EXPECT_EQ(s.workspace_chunks(), s.first_chunk_index(6) + ChunkedSequences::chunks(tokens));
   }
 }
 

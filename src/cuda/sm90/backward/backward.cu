@@ -31,18 +31,18 @@ BackwardParams params_of(const BackwardProblem& problem, char* workspace, int mu
   p.states = reinterpret_cast<uint8_t*>(at(layout.states));
   p.gradients = reinterpret_cast<uint8_t*>(at(layout.gradients));
   if (problem.dA_log || problem.d_dt_bias) p.head_sums = reinterpret_cast<float2*>(at(layout.head_sums));
-  p.d_o = rows_of(problem.d_o);
-  p.dq = rows_of(problem.dq);
-  p.dk = rows_of(problem.dk);
-  p.dg = rows_of(problem.dg);
-  p.dbeta = rows_of(problem.dbeta);
-  p.dA_log = scalars_of(problem.dA_log);
-  p.d_dt_bias = scalars_of(problem.d_dt_bias);
+  p.d_o = problem.d_o;
+  p.dq = problem.dq;
+  p.dk = problem.dk;
+  p.dg = problem.dg;
+  p.dbeta = problem.dbeta;
+  p.dA_log = problem.dA_log;
+  p.d_dt_bias = problem.d_dt_bias;
   const int64_t row = int64_t{p.value_heads} * kHeadDim;
-  const auto rows_at = [&](size_t offset) -> Rows {
-    return {at(offset), p.sequences.tokens * row, row, kHeadDim, problem.in.q.dtype};
+  const auto rows_at = [&](size_t offset) -> TokenRows {
+    return {at(offset), problem.in.q.dtype, p.sequences.tokens * row, row, kHeadDim};
   };
-  p.dv = problem.dv ? rows_of(problem.dv) : rows_at(layout.dv);
+  p.dv = problem.dv ? problem.dv : rows_at(layout.dv);
   p.u = rows_at(layout.u);
   const Slices& slices = layout.slices;
   p.recompute_chunks = static_cast<int>(slices.recompute_chunks);
@@ -52,8 +52,8 @@ BackwardParams params_of(const BackwardProblem& problem, char* workspace, int mu
     p.slice1_schedule = reinterpret_cast<Schedule*>(at(layout.slice1_schedule));
     p.slice1_work = reinterpret_cast<WorkItem*>(at(layout.slice1_work));
   }
-  p.d_final = states_of(problem.d_final, {}, base);
-  p.d_initial = states_of(problem.d_initial, {}, base);
+  p.d_final = problem.d_final;
+  p.d_initial = problem.d_initial;
   return p;
 }
 
@@ -156,7 +156,7 @@ Outcome backward(const BackwardProblem& problem, const Context& context) {
         if (Outcome outcome = encode_map(t, p.sequences, bf16); outcome.status != GD_OK) return outcome;
       for (const MappedTensor& t :
            {MappedTensor{"dq", &p.dq_map, p.dq, p.key_heads}, {"dk", &p.dk_map, p.dk, p.key_heads}})
-        if (t.rows.data)
+        if (t.rows)
           if (Outcome outcome = encode_map(t, p.sequences, bf16); outcome.status != GD_OK) return outcome;
     }
     const Slices slices = slices_of(problem);

@@ -72,7 +72,7 @@ GD_DEVICE void Chain<Elem, kPass>::end_state(const float (&s)[64], int math_wg, 
     if (item.readers > 0) wait_until(p.initial_read + item.seq_head, item.readers);
     return store_state(p.final, p.final.slot(item.sequence), item.head, half, s);
   }
-  if (item.from != kFromInitial || !p.final.data) return;
+  if (item.from != kFromInitial || !p.final) return;
   named_barrier_sync(kItemDone + math_wg, kWarpgroupThreads);
   if (tid == 0) add_release(p.initial_read + item.seq_head, 1);
 }

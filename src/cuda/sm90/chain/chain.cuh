@@ -157,7 +157,7 @@ struct Chain {
   GD_DEVICE bool are_transitions_ready(Loader& loader) const;
   GD_DEVICE void load_keys_queries(Loader& loader, const LoadStage& load) const;
   GD_DEVICE void load_values(const Chunk& chunk, const LoadStage& load) const;
-  GD_DEVICE void load_ragged_chunk(uint32_t tiles, bool two, int tile_stride, const Rows& src, const Chunk& chunk,
+  GD_DEVICE void load_ragged_chunk(uint32_t tiles, bool two, int tile_stride, const TokenRows& src, const Chunk& chunk,
                                    int head, int column) const;
 
   // ---- keys (keys.cuh) ---------------------------------------------------------------------------------------------
@@ -254,9 +254,9 @@ struct Chain {
   // ---- states in global memory (state_io.cuh) ----------------------------------------------------------------------
 
   template <class F>
-  GD_DEVICE void with_matrix(const States& states, int64_t slot, int head, int half, const F& f) const;
-  GD_DEVICE void load_state(float (&s)[64], const States& states, int64_t slot, int head, int half) const;
-  GD_DEVICE void store_state(const States& states, int64_t slot, int head, int half, const float (&s)[64]) const;
+  GD_DEVICE void with_matrix(const StateRows& states, int64_t slot, int head, int half, const F& f) const;
+  GD_DEVICE void load_state(float (&s)[64], const StateRows& states, int64_t slot, int head, int half) const;
+  GD_DEVICE void store_state(const StateRows& states, int64_t slot, int head, int half, const float (&s)[64]) const;
 };
 
 }  // namespace gatedelta::cuda

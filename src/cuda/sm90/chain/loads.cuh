@@ -100,7 +100,7 @@ GD_DEVICE void Chain<Elem, kPass>::load_values(const Chunk& chunk, const LoadSta
 }
 
 template <class Elem, Pass kPass>
-GD_DEVICE void Chain<Elem, kPass>::load_ragged_chunk(uint32_t tiles, bool two, int tile_stride, const Rows& src,
+GD_DEVICE void Chain<Elem, kPass>::load_ragged_chunk(uint32_t tiles, bool two, int tile_stride, const TokenRows& src,
                                                      const Chunk& chunk, int head, int column) const {
   const auto* from = static_cast<const uint16_t*>(src.data) + src.offset(chunk.batch, chunk.token, head) + column;
   load_ragged_rows(tiles, two, tile_stride, from, src.token_stride, chunk.tokens(), lane, 32);

@@ -224,7 +224,7 @@ GD_DEVICE void Chain<Elem, kPass>::store_last_output(int math_wg, const Chunk& c
     if (warp == 0) store_output_tile(math_wg, chunk, stage);
     return;
   }
-  if (!p.o.data) return;
+  if (!p.o) return;
   const uint32_t tile = value_tile(stage, math_wg);
   auto* to = static_cast<uint16_t*>(p.o.data) + p.o.offset(chunk.batch, chunk.token, chunk.head) +
              half_of(chunk, math_wg) * 64;
@@ -237,7 +237,7 @@ GD_DEVICE void Chain<Elem, kPass>::store_last_output(int math_wg, const Chunk& c
 
 template <class Elem, Pass kPass>
 GD_DEVICE void Chain<Elem, kPass>::store_output_tile(int math_wg, const Chunk& chunk, int stage) const {
-  if (!p.o.data || !elect_one()) return;
+  if (!p.o || !elect_one()) return;
   tma_store(&p.o_map, value_tile(stage, math_wg), chunk.head, chunk.token, chunk.batch, half_of(chunk, math_wg));
   store_commit();
 }

@@ -10,7 +10,7 @@ namespace gatedelta::cuda {
 // offset.
 template <class Elem, Pass kPass>
 template <class F>
-GD_DEVICE void Chain<Elem, kPass>::with_matrix(const States& states, int64_t slot, int head, int half,
+GD_DEVICE void Chain<Elem, kPass>::with_matrix(const StateRows& states, int64_t slot, int head, int half,
                                                const F& f) const {
   const int64_t matrix = slot * states.slot_stride + head * states.head_stride;
   const auto with_layout = [&](auto* data) {
@@ -35,7 +35,7 @@ GD_DEVICE void Chain<Elem, kPass>::with_matrix(const States& states, int64_t slo
 }
 
 template <class Elem, Pass kPass>
-GD_DEVICE void Chain<Elem, kPass>::load_state(float (&s)[64], const States& states, int64_t slot, int head,
+GD_DEVICE void Chain<Elem, kPass>::load_state(float (&s)[64], const StateRows& states, int64_t slot, int head,
                                               int half) const {
   if (slot < 0) {
 #pragma unroll
@@ -52,7 +52,7 @@ GD_DEVICE void Chain<Elem, kPass>::load_state(float (&s)[64], const States& stat
 }
 
 template <class Elem, Pass kPass>
-GD_DEVICE void Chain<Elem, kPass>::store_state(const States& states, int64_t slot, int head, int half,
+GD_DEVICE void Chain<Elem, kPass>::store_state(const StateRows& states, int64_t slot, int head, int half,
                                                const float (&s)[64]) const {
   if (slot < 0) return;
   with_matrix(states, slot, head, half, [&](auto* to, auto v_stride, auto k_stride) {

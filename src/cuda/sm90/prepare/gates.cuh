@@ -17,7 +17,7 @@ GD_DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 GD_DEVICE float gate_of(const CallParams& p, float g, int head) {
   if (p.gate == GD_GATE_RAW) {
-    if (p.dt_bias.data) g += load_number(p.dt_bias.data, p.dt_bias.dtype, head * p.dt_bias.stride);
+    if (p.dt_bias) g += load_number(p.dt_bias.data, p.dt_bias.dtype, head * p.dt_bias.stride);
     g = -expf(load_number(p.A_log.data, p.A_log.dtype, head * p.A_log.stride)) * softplus(g);
   }
   return clamp_gate(g);
@@ -39,7 +39,7 @@ GD_DEVICE void load_gates(const CallParams& p, int batch, int token, int rows, i
   if (p.group == 1) {
     const int row = tid % kChunkTokens;
     const bool is_gate = tid < kChunkTokens;
-    const Rows& from = is_gate ? p.g : p.beta;
+    const TokenRows& from = is_gate ? p.g : p.beta;
     float x = 0;
     if (row < rows) {
       x = load_number(from.data, from.dtype, from.offset(batch, token + row, first_head));

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
   const auto [n, batch, token, rows, chunk] = locate_chunk(p.sequences, chunk_index, lane);
   if (rows <= 0) return;
   if (p.is_padding(n)) {
-    if (p.o.data) zero_rows(p, batch, token, rows, key_head);
+    if (p.o) zero_rows(p, batch, token, rows, key_head);
     return;
   }
 

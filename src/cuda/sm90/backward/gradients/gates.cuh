@@ -89,8 +89,7 @@ GD_DEVICE void Gradients<Elem>::store_gate_gradients(const Unit& unit, int head,
   if (stores_unscaled(beta.y)) dbeta[1] = values.y + r.y;
   const bool raw = p.gate == GD_GATE_RAW;
   const float decay = raw ? -expf(load_number(p.A_log.data, p.A_log.dtype, head * p.A_log.stride)) : 0.0f;
-  const float bias =
-      raw && p.dt_bias.data ? load_number(p.dt_bias.data, p.dt_bias.dtype, head * p.dt_bias.stride) : 0.0f;
+  const float bias = raw && p.dt_bias ? load_number(p.dt_bias.data, p.dt_bias.dtype, head * p.dt_bias.stride) : 0.0f;
   float dA_log = 0, d_dt_bias = 0;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -106,8 +105,8 @@ GD_DEVICE void Gradients<Elem>::store_gate_gradients(const Unit& unit, int head,
     float d = dbeta[i];
     if (p.beta_kind == GD_BETA_LOGIT) d *= betas[i] * (1.0f - betas[i]);
     if (p.beta_kind == GD_BETA_LOGIT_DOUBLED) d *= betas[i] * (1.0f - 0.5f * betas[i]);
-    if (p.dg.data) store_number(p.dg.data, p.dg.dtype, p.dg.offset(unit.batch, unit.token + t, head), gradient);
-    if (p.dbeta.data) store_number(p.dbeta.data, p.dbeta.dtype, p.dbeta.offset(unit.batch, unit.token + t, head), d);
+    if (p.dg) store_number(p.dg.data, p.dg.dtype, p.dg.offset(unit.batch, unit.token + t, head), gradient);
+    if (p.dbeta) store_number(p.dbeta.data, p.dbeta.dtype, p.dbeta.offset(unit.batch, unit.token + t, head), d);
   }
   if (!p.head_sums) return;
 #pragma unroll

@@ -128,7 +128,7 @@ struct Gradients {
   GD_DEVICE void run_loads() const;
   GD_DEVICE Unit find_unit(int i) const;
   GD_DEVICE void publish(const Unit& unit, const Cursor& cursor) const;
-  GD_DEVICE void load_ragged_chunk(uint32_t tiles, const Rows& from, const Unit& unit, int head) const;
+  GD_DEVICE void load_ragged_chunk(uint32_t tiles, const TokenRows& from, const Unit& unit, int head) const;
   GD_DEVICE void load_rows(uint32_t tiles, const CUtensorMap* map, const Unit& unit, int head, uint32_t full) const;
   GD_DEVICE void load_head(const Unit& unit, int head, const Cursor& cursor) const;
   template <class OneSlot>
@@ -173,7 +173,7 @@ struct Gradients {
 
   // ---- dQ and dK to memory -----------------------------------------------------------------------------------------
 
-  GD_DEVICE void store_rows(float (&x)[64], uint32_t tiles, float2 norm, const CUtensorMap* map, const Rows& to,
+  GD_DEVICE void store_rows(float (&x)[64], uint32_t tiles, float2 norm, const CUtensorMap* map, const TokenRows& to,
                             GradientBarrier barrier, const Cursor& cursor) const;
 
   // ---- <G, S>, by two warps ----------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(256, 1) head_sums_kernel(const __grid_constant
     }
     __syncthreads();
   }
-  const auto store = [&](const HeadScalars& to, double x) {
+  const auto store = [&](const HeadVector& to, double x) {
     if (to.data) store_number(const_cast<void*>(to.data), to.dtype, head * to.stride, static_cast<float>(x));
   };
   if (tid == 0) {

@@ -77,7 +77,8 @@ GD_DEVICE void Gradients<Elem>::publish(const Unit& unit, const Cursor& cursor) 
 }
 
 template <class Elem>
-GD_DEVICE void Gradients<Elem>::load_ragged_chunk(uint32_t tiles, const Rows& from, const Unit& unit, int head) const {
+GD_DEVICE void Gradients<Elem>::load_ragged_chunk(uint32_t tiles, const TokenRows& from, const Unit& unit,
+                                                  int head) const {
   const auto* data = static_cast<const uint16_t*>(from.data) + from.offset(unit.batch, unit.token, head);
   load_ragged_rows(tiles, true, kTileBytes, data, from.token_stride, unit.tokens, lane, 32);
 }

@@ -9,7 +9,7 @@ namespace gatedelta::cuda {
 // free by now.
 template <class Elem>
 GD_DEVICE void Gradients<Elem>::store_rows(float (&x)[64], uint32_t tiles, float2 norm, const CUtensorMap* map,
-                                           const Rows& to, GradientBarrier barrier, const Cursor& cursor) const {
+                                           const TokenRows& to, GradientBarrier barrier, const Cursor& cursor) const {
   int lane = this->lane;
   // NOTE(ptxas): opaque, so that addresses are computed here and not kept in registers through all heads.
   asm volatile("" : "+r"(lane));
@@ -38,7 +38,7 @@ GD_DEVICE void Gradients<Elem>::store_rows(float (&x)[64], uint32_t tiles, float
   named_barrier_sync(barrier, 128);
   const Unit unit = this->unit(cursor);
   const bool whole = unit.tokens == kChunkTokens;
-  if (!whole && to.data) {
+  if (!whole && to) {
     constexpr int kPacketsPerRow = kHeadDim * 2 / 16;
     auto* data = static_cast<uint16_t*>(to.data) + to.offset(unit.batch, unit.token, unit.key_head);
 #pragma unroll 1
@@ -50,7 +50,7 @@ GD_DEVICE void Gradients<Elem>::store_rows(float (&x)[64], uint32_t tiles, float
   }
   if (!whole) named_barrier_sync(barrier, 128);
   if (warp != 0 || !elect_one()) return;
-  if (whole && to.data) {
+  if (whole && to) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       tma_store(map, tiles + half * kTileBytes, unit.key_head, unit.token, unit.batch, half);
@@ -63,11 +63,11 @@ GD_DEVICE void Gradients<Elem>::store_rows(float (&x)[64], uint32_t tiles, float
 // Zeroes the gradients of tokens past the last offset; by one warpgroup.
 template <class Elem>
 GD_DEVICE void Gradients<Elem>::zero_unused_tokens() const {
-  if (!p.sequences.offsets.data) return;
+  if (!p.sequences.offsets) return;
   const int64_t used = p.sequences.offsets[p.sequences.count], count = p.sequences.tokens - used;
   const int64_t thread = int64_t{blockIdx.x} * 128 + tid, stride = int64_t{gridDim.x} * 128;
-  const auto zero = [&](const Rows& to, int heads, int pieces, int bytes) {
-    if (!to.data) return;
+  const auto zero = [&](const TokenRows& to, int heads, int pieces, int bytes) {
+    if (!to) return;
     for (int64_t i = thread; i < count * heads * pieces; i += stride) {
       const int piece = static_cast<int>(i % pieces), head = static_cast<int>(i / pieces % heads);
       auto* at =
