@@ -420,6 +420,18 @@ def test_buffers_on_another_device_are_refused():
             gd.chunk_gated_delta_rule(**tensors, **{name: buffer})
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_nan_gate_is_not_a_reset(raw):
+    """It spoils the rows from its token on and the final state of its head, and no other head."""
+    case = Case("T=200 Hk=1 Hv=2 K=128 V=128 dtype=bf16" + " gate=raw" * raw)
+    inputs = on_gpu(case)
+    inputs["g"] = inputs["g"].clone()
+    inputs["g"][0, 100, 1] = float("nan")
+    o, final_state = gd.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    assert o[0, 100:, 1].isnan().all() and final_state[0, 1].isnan().all()
+    assert o[0, :64, 1].isfinite().all() and o[0, :, 0].isfinite().all() and final_state[0, 0].isfinite().all()
+
+
 def test_what_is_missing_is_refused():
     tensors = on_gpu(Case(CASES[0]))
     with pytest.raises(RuntimeError, match="gatedelta: there is no recurrent step on device cuda yet"):
