@@ -69,7 +69,7 @@ endef
 ctest = mkdir -p $(REPORTS); rm -f $(REPORTS)/$(1).xml; \
         ctest --preset $(1) $(if $(MAKE_TERMOUT),--progress,--quiet) --parallel $(JOBS) \
         --output-junit $(CURDIR)/$(REPORTS)/$(1).xml
-TOTAL := python3 tools/test_total.py
+TOTAL := python3 tools/sum_reports.py
 
 help: ## this list
 	grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -92,7 +92,7 @@ test: ## build and run every test: C++, examples, Python
 	status=0
 	$(call ctest,test) || status=1
 	rm -f $(REPORTS)/pytest.xml
-	$(PYTHON) -m pytest -q --junitxml $(REPORTS)/pytest.xml tests/python tools || status=1
+	$(PYTHON) -m pytest -q --junitxml $(REPORTS)/pytest.xml tests/python || status=1
 	$(TOTAL) C++=$(REPORTS)/test.xml Python=$(REPORTS)/pytest.xml || status=1
 	exit $$status
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-TOOLS = Path(__file__).parent
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 
 
@@ -29,20 +29,20 @@ no GPU
 FAILED = '<testcase name="c" classname="m"><failure message="x"/></testcase>'
 
 
-def test_total_counts_and_names(tmp_path):
-    result = run("test_total.py", f"C++={report(tmp_path / 'r.xml', PASSED + SKIPPED)}")
+def test_sum_counts_and_names(tmp_path):
+    result = run("sum_reports.py", f"C++={report(tmp_path / 'r.xml', PASSED + SKIPPED)}")
     assert result.returncode == 0
     assert "skipped, no GPU:\n  b\n" in result.stdout
     assert result.stdout.splitlines()[-1] == "total  1 passed, 0 failed, 1 skipped"
 
 
 @pytest.mark.parametrize("cases", [PASSED + FAILED, ""])
-def test_total_fails_on_failure_and_on_emptiness(tmp_path, cases):
-    assert run("test_total.py", f"C++={report(tmp_path / 'r.xml', cases)}").returncode == 1
+def test_sum_fails_on_failure_and_on_emptiness(tmp_path, cases):
+    assert run("sum_reports.py", f"C++={report(tmp_path / 'r.xml', cases)}").returncode == 1
 
 
-def test_total_fails_without_a_report(tmp_path):
-    assert run("test_total.py", f"C++={tmp_path / 'none.xml'}").returncode == 1
+def test_sum_fails_without_a_report(tmp_path):
+    assert run("sum_reports.py", f"C++={tmp_path / 'none.xml'}").returncode == 1
 
 
 SHARED = "template <class T> __attribute__((noinline)) T twice(T x) { return x + x; }\n"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Adds up JUnit reports of ctest and pytest and names every failed and skipped test.
 
-usage: test_total.py NAME=REPORT.xml...   (exit 1 if a test failed, a report is missing or a report is empty)
+usage: sum_reports.py NAME=REPORT.xml...   (exit 1 if a test failed, a report is missing or a report is empty)
 """
 
 import re
