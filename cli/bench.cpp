@@ -7,6 +7,7 @@
 #include "cli/explain.hpp"
 #include "cli/json.hpp"
 #include "cli/options.hpp"
+#include "cli/report.hpp"
 #include "cli/shapes.hpp"
 #include "cli/timing.hpp"
 
@@ -20,7 +21,7 @@ const std::vector<Flag> kBenchFlags = {
     {"--threads", "N", "threads (all CPUs)"},
     {"--scaling", nullptr, "each case with 1, 2, 4, ... up to --threads threads"},
     {"--seconds", "S", "time to spend on each measurement (1)"},
-    {"--json", "FILE", "write the results as JSON"},
+    {"--json", "FILE", "write the results as JSON (- = standard output, without the table)"},
     {"--explain", nullptr, "run nothing: say how the CUDA forward would cut each case, and why"},
     {"--blocks", "N", "with --explain: multiprocessors of the device (132, an H200's)"},
 };
@@ -77,7 +78,7 @@ int bench_command(const std::vector<std::string>& arguments) {
 
   const std::vector<Op> usual = {Op::forward, Op::backward};
   const auto ops_of = [&](const Shape& shape) { return chosen_ops(options, shape, usual); };
-  std::FILE* const out = Json::talk_to(options.get("--json"));
+  const Report report(options);
   int width = 4;
   for (const Shape& shape : shapes) width = std::max(width, int(std::min<size_t>(label_of(shape).size(), 60)));
   size_t total = 0;
@@ -85,8 +86,8 @@ int bench_command(const std::vector<std::string>& arguments) {
 
   Json results = Json::array();
   bool failed = false;
-  std::fprintf(out, "%-*s %-5s %-12s %7s %12s %12s %13s %10s %9s\n", width, "case", "op",
-               device.cuda ? "device" : "isa", "threads", "median", "best", "tokens/s", "GFLOP/s", "state GB/s");
+  report.print("%-*s %-5s %-12s %7s %12s %12s %13s %10s %9s\n", width, "case", "op", device.cuda ? "device" : "isa",
+               "threads", "median", "best", "tokens/s", "GFLOP/s", "state GB/s");
   Progress progress(total);
   for (const Shape& shape : shapes) {
     const testing::Case& c = shape.spec;
@@ -110,26 +111,23 @@ int bench_command(const std::vector<std::string>& arguments) {
             timing =
                 device.cuda ? time_on(device, op, *problem, seconds) : Stopwatch(*problem, op, exec).measure(seconds);
           } catch (const std::runtime_error& e) {
-            std::fprintf(out, "%-*s %-5s %s\n", width, name.c_str(), name_of(op), e.what());
+            report.print_problem("%-*s %-5s %s\n", width, name.c_str(), name_of(op), e.what());
             failed = true;
             continue;
           }
           const std::string where = device.cuda ? device.name() : gd_isa_name(isa);
           const std::string used = device.cuda ? "-" : std::to_string(count);
-          std::fprintf(out, "%-*s %-5s %-12s %7s %12s %12s %13.0f %10.1f", width, name.c_str(), name_of(op),
-                       where.c_str(), used.c_str(), format_seconds(timing.median).c_str(),
-                       format_seconds(timing.best).c_str(), tokens / timing.best, flops_of(op, c) / timing.best * 1e-9);
-          if (op == Op::recurrent) std::fprintf(out, " %9.1f", state_bytes_of(c) / timing.best * 1e-9);
-          std::fprintf(out, "\n");
-          std::fflush(out);
+          report.print("%-*s %-5s %-12s %7s %12s %12s %13.0f %10.1f", width, name.c_str(), name_of(op), where.c_str(),
+                       used.c_str(), format_seconds(timing.median).c_str(), format_seconds(timing.best).c_str(),
+                       tokens / timing.best, flops_of(op, c) / timing.best * 1e-9);
+          if (op == Op::recurrent) report.print(" %9.1f", state_bytes_of(c) / timing.best * 1e-9);
+          report.print("\n");
           results.add(to_json(timing, op, c, device, isa, count).set("name", name).set("case", text));
         }
       }
     }
   }
-  if (const auto path = options.get("--json")) {
-    Json::object().set("command", "bench").set("machine", machine_json(device)).set("results", results).write(*path);
-  }
+  report.write(Json::object().set("command", "bench").set("machine", machine_json(device)).set("results", results));
   return failed ? 1 : 0;
 }
 

@@ -4,6 +4,7 @@
 #include "cli/device.hpp"
 #include "cli/json.hpp"
 #include "cli/options.hpp"
+#include "cli/report.hpp"
 #include "cli/shapes.hpp"
 #include "cli/timing.hpp"
 #include "testing/judge.hpp"
@@ -18,7 +19,7 @@ const std::vector<Flag> kCheckFlags = {
     {"--threads", "N", "threads, also of the fp64 recurrence (all CPUs)"},
     {"--verify", "N", "only the first N key heads, for large cases"},
     {"--verbose", nullptr, "show every quantity, not just the worst of each call"},
-    {"--json", "FILE", "write the results as JSON"},
+    {"--json", "FILE", "write the results as JSON (- = standard output, without the lines)"},
 };
 
 namespace {
@@ -79,7 +80,7 @@ int check_command(const std::vector<std::string>& arguments) {
   std::vector<Op> usual = {Op::forward, Op::backward};
   if (!device.cuda) usual.push_back(Op::recurrent);
   const Pool pool(threads);
-  std::FILE* const out = Json::talk_to(options.get("--json"));
+  const Report report(options);
 
   size_t calls = 0, failures = 0;
   Json results = Json::array();
@@ -87,7 +88,7 @@ int check_command(const std::vector<std::string>& arguments) {
   for (const Shape& shape : shapes) {
     const std::string text = testing::describe(shape.spec);
     progress.step(text);
-    std::fprintf(out, "%s%s%s\n", shape.name.c_str(), shape.name.empty() ? "" : ": ", text.c_str());
+    report.print("%s%s%s\n", shape.name.c_str(), shape.name.empty() ? "" : ": ", text.c_str());
     std::optional<testing::Judge> judge;
     try {
       judge.emplace(shape.spec, testing::ReferenceOptions{.key_heads = verified, .threads = threads});
@@ -104,15 +105,15 @@ int check_command(const std::vector<std::string>& arguments) {
           ++calls;
           failures += !judgement.ok();
           const testing::Verdict* worst = judgement.worst();
-          std::fprintf(out, "  %-6s %-10s %-12s", judgement.ok() ? "ok" : "FAILED", label.c_str(), where.c_str());
+          report.print("  %-6s %-10s %-12s", judgement.ok() ? "ok" : "FAILED", label.c_str(), where.c_str());
           if (worst) {
-            std::fprintf(out, " worst %-15s error %.2e, %3.0f %% of its bound", worst->quantity.c_str(),
+            report.print(" worst %-15s error %.2e, %3.0f %% of its bound", worst->quantity.c_str(),
                          worst->comparison.error, 100 * worst->comparison.margin);
           }
-          std::fprintf(out, "\n");
+          report.print("\n");
           for (const testing::Verdict& v : judgement.verdicts) {
             if (options.has("--verbose") || !v.comparison.ok) {
-              std::fprintf(out, "         %-16s %s\n", v.quantity.c_str(), v.comparison.text().c_str());
+              report.print("         %-16s %s\n", v.quantity.c_str(), v.comparison.text().c_str());
             }
             Json result = Json::object();
             result.set("case", text).set("op", label).set("device", device.name());
@@ -123,22 +124,18 @@ int check_command(const std::vector<std::string>& arguments) {
                 .set("ok", v.comparison.ok);
             results.add(result);
           }
-          for (const std::string& problem : judgement.problems) std::fprintf(out, "         %s\n", problem.c_str());
-          std::fflush(out);
+          for (const std::string& problem : judgement.problems) report.print_problem("         %s\n", problem.c_str());
         }
       }
     }
   }
-  std::fprintf(out, "%zu calls checked, %zu failed\n", calls, failures);
-  if (const auto path = options.get("--json")) {
-    Json::object()
-        .set("command", "check")
-        .set("machine", machine_json(device))
-        .set("calls", int64_t(calls))
-        .set("failures", int64_t(failures))
-        .set("results", results)
-        .write(*path);
-  }
+  report.print("%zu calls checked, %zu failed\n", calls, failures);
+  report.write(Json::object()
+                   .set("command", "check")
+                   .set("machine", machine_json(device))
+                   .set("calls", int64_t(calls))
+                   .set("failures", int64_t(failures))
+                   .set("results", results));
   return failures ? 1 : 0;
 }
 

@@ -4,10 +4,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <fstream>
-#include <iostream>
-#include <optional>
-#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -44,19 +40,6 @@ class Json {
     result += '\n';
     result += kind_ == '{' ? '}' : ']';
     return result;
-  }
-
-  // "-" is the standard output; what a command has to say then goes to the error stream.
-  static std::FILE* talk_to(const std::optional<std::string>& path) { return path == "-" ? stderr : stdout; }
-  void write(const std::string& path) const {
-    if (path == "-") {
-      std::cout << text() << std::endl;
-      return;
-    }
-    std::ofstream file(path);
-    file << text() << "\n";
-    file.close();
-    if (!file) throw std::runtime_error("cannot write " + path);
   }
 
  private:

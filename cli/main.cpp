@@ -27,7 +27,7 @@ const Command kCommands[] = {
 void print_usage(std::FILE* to) {
   std::fprintf(to, "usage: gatedelta COMMAND [flags]\n\n");
   for (const Command& command : kCommands) std::fprintf(to, "  %-6s %s\n", command.name, command.help);
-  std::fprintf(to, "\n'gatedelta COMMAND --help' lists a command's flags.\n");
+  std::fprintf(to, "\n'gatedelta COMMAND --help' lists a command's flags, 'gatedelta --version' prints the version.\n");
 }
 
 void print_usage(const Command& command) {
@@ -52,6 +52,14 @@ int run_main(const std::vector<std::string>& arguments) {
   }
   if (arguments[0] == "--help" || arguments[0] == "-h" || arguments[0] == "help") {
     print_usage(stdout);
+    return 0;
+  }
+  if (arguments[0] == "--version") {
+    if (arguments.size() > 1) {
+      std::fprintf(stderr, "gatedelta --version: '%s' is not understood\n", arguments[1].c_str());
+      return 2;
+    }
+    std::printf("gatedelta %s\n", version_text(get_info()).c_str());
     return 0;
   }
   for (const Command& command : kCommands) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <cstdio>
 #include <sstream>
 
 #include "testing/judge.hpp"
@@ -124,6 +125,12 @@ gd_info get_info() {
   info.struct_size = sizeof info;
   if (gd_get_info(&info) != GD_OK) throw std::runtime_error(gd_last_error());
   return info;
+}
+
+std::string version_text(const gd_info& info) {
+  char text[64];
+  std::snprintf(text, sizeof text, "%d.%d.%d", info.version_major, info.version_minor, info.version_patch);
+  return text;
 }
 
 gd_isa resolve(gd_isa isa) { return isa == GD_ISA_AUTO ? static_cast<gd_isa>(get_info().cpu_isa_best) : isa; }

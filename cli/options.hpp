@@ -53,6 +53,7 @@ struct Device {
 std::vector<gd_isa> parse_isas(const std::string& list);
 
 gd_info get_info();
+std::string version_text(const gd_info& info);  // "0.1.0"
 // GD_ISA_AUTO becomes what it stands for here.
 gd_isa resolve(gd_isa isa);
 

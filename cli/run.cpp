@@ -5,6 +5,7 @@
 #include "cli/device.hpp"
 #include "cli/json.hpp"
 #include "cli/options.hpp"
+#include "cli/report.hpp"
 #include "cli/timing.hpp"
 #include "testing/number.hpp"
 
@@ -17,7 +18,7 @@ const std::vector<Flag> kRunFlags = {
     {"--isa", "NAME", "instruction set (the best there is)"},
     {"--verify", "N", "key heads to verify against the fp64 recurrence (2 of 16; each takes about a second)"},
     {"--seconds", "S", "time to spend on each measurement (1)"},
-    {"--json", "FILE", "write the results as JSON"},
+    {"--json", "FILE", "write the results as JSON (- = standard output, without the tables)"},
 };
 
 namespace {
@@ -49,7 +50,7 @@ int run_command(const std::vector<std::string>& arguments) {
   const auto isas = parse_isas(options.get("--isa").value_or("auto"));
   if (isas.size() != 1) throw UsageError("--isa: run takes one instruction set");
   const gd_isa isa = resolve(isas[0]);
-  std::FILE* const out = Json::talk_to(options.get("--json"));
+  const Report report(options);
 
   // Raw gate inputs and beta logits in bf16, norm and gate inside the call, no initial state: as in training.
   testing::Case c = testing::parse_case(
@@ -59,26 +60,24 @@ int run_command(const std::vector<std::string>& arguments) {
   const testing::Exec exec{.isa = isa, .pool = pool.get(), .threads = threads};
   testing::Judge judge(c, {.key_heads = verified, .threads = threads});
 
-  std::fprintf(
-      out,
+  report.print(
       "layer      1 x %lld tokens, 16 query/key heads, 32 value heads, K = V = 128, bf16, l2norm and gate inside\n",
       static_cast<long long>(tokens));
   if (device.cuda) {
     const std::string gpu = gpus().at(static_cast<size_t>(device.index)).name;
-    std::fprintf(out, "backend    %s, %s\n\n", device.name().c_str(), gpu.c_str());
+    report.print("backend    %s, %s\n\n", device.name().c_str(), gpu.c_str());
   } else {
-    std::fprintf(out, "backend    cpu, %s, %d thread%s\n\n", gd_isa_name(isa), threads, threads == 1 ? "" : "s");
+    report.print("backend    cpu, %s, %d thread%s\n\n", gd_isa_name(isa), threads, threads == 1 ? "" : "s");
   }
-  std::fprintf(out, "%-10s %12s %14s %12s\n", "", "time", "tokens/s", "GFLOP/s");
+  report.print("%-10s %12s %14s %12s\n", "", "time", "tokens/s", "GFLOP/s");
 
   Json timings = Json::array();
   const auto time = [&](Op op, gd_thread_pool* on, int count, const char* label) {
     const testing::Exec place{.isa = isa, .pool = on, .threads = count};
     const Timing timing = device.cuda ? time_on(device, op, judge.problem(), seconds)
                                       : Stopwatch(judge.problem(), op, place).measure(seconds);
-    std::fprintf(out, "%-10s %12s %14.0f %12.1f\n", label, format_seconds(timing.best).c_str(),
-                 double(tokens) / timing.best, flops_of(op, c) / timing.best * 1e-9);
-    std::fflush(out);
+    report.print("%-10s %12s %14.0f %12.1f\n", label, format_seconds(timing.best).c_str(), double(tokens) / timing.best,
+                 flops_of(op, c) / timing.best * 1e-9);
     timings.add(to_json(timing, op, c, device, isa, count));
   };
   time(Op::forward, pool.get(), threads, "forward");
@@ -97,14 +96,14 @@ int run_command(const std::vector<std::string>& arguments) {
   const std::string backward_sum =
       checksum({&b.dq, &b.dk, &b.dv, &b.dg, &b.dbeta, &b.dA_log, &b.d_dt_bias, &b.d_initial_state});
 
-  std::fprintf(out, "\nerror against the fp64 recurrence (relative L2, worst head), value heads 0 to %lld of 32:\n",
+  report.print("\nerror against the fp64 recurrence (relative L2, worst head), value heads 0 to %lld of 32:\n",
                static_cast<long long>(verified * 2 - 1));
   Json errors = Json::array();
   bool ok = true;
   for (const testing::Judgement& judgement : judgements) {
     ok = ok && judgement.ok();
     for (const testing::Verdict& v : judgement.verdicts) {
-      std::fprintf(out, "  %-16s %.2e   bound %.1e   %s\n", v.quantity.c_str(), v.comparison.error, v.bound.relative,
+      report.print("  %-16s %.2e   bound %.1e   %s\n", v.quantity.c_str(), v.comparison.error, v.bound.relative,
                    v.comparison.ok ? "ok" : "FAILED");
       errors.add(Json::object()
                      .set("quantity", v.quantity)
@@ -112,20 +111,18 @@ int run_command(const std::vector<std::string>& arguments) {
                      .set("bound", v.bound.relative)
                      .set("ok", v.comparison.ok));
     }
-    for (const std::string& problem : judgement.problems) std::fprintf(out, "  %s\n", problem.c_str());
+    for (const std::string& problem : judgement.problems) report.print_problem("  %s\n", problem.c_str());
   }
-  std::fprintf(out, "\nchecksum   forward %s, backward %s\n", forward_sum.c_str(), backward_sum.c_str());
-  std::fprintf(out, "%s\n", ok ? "all within bounds" : "FAILED");
+  report.print("\nchecksum   forward %s, backward %s\n", forward_sum.c_str(), backward_sum.c_str());
+  report.print("%s\n", ok ? "all within bounds" : "FAILED");
 
-  if (const auto path = options.get("--json")) {
-    Json result = Json::object();
-    result.set("command", "run").set("machine", machine_json(device)).set("case", testing::describe(c));
-    result.set("tokens", tokens).set("device", device.name());
-    if (!device.cuda) result.set("isa", gd_isa_name(isa)).set("threads", threads);
-    result.set("timings", timings).set("verified_value_heads", verified * 2).set("errors", errors);
-    result.set("checksum_forward", forward_sum).set("checksum_backward", backward_sum);
-    result.set("ok", ok).write(*path);
-  }
+  Json result = Json::object();
+  result.set("command", "run").set("machine", machine_json(device)).set("case", testing::describe(c));
+  result.set("tokens", tokens).set("device", device.name());
+  if (!device.cuda) result.set("isa", gd_isa_name(isa)).set("threads", threads);
+  result.set("timings", timings).set("verified_value_heads", verified * 2).set("errors", errors);
+  result.set("checksum_forward", forward_sum).set("checksum_backward", backward_sum).set("ok", ok);
+  report.write(result);
   return ok ? 0 : 1;
 }
 

@@ -32,6 +32,7 @@ void set_words(testing::Case& c, const std::string& words) {
 Shape read_row(const std::vector<std::string>& columns, const std::vector<std::string>& row) {
   if (row.size() > columns.size()) throw UsageError("more cells than columns");
   Shape shape;
+  std::string words;
   for (size_t i = 0; i < row.size(); ++i) {
     if (row[i].empty()) continue;
     if (columns[i] == "name") {
@@ -43,9 +44,10 @@ Shape read_row(const std::vector<std::string>& columns, const std::vector<std::s
     } else if (row[i].find_first_of(" \t") != std::string::npos) {
       throw UsageError("a space inside '" + row[i] + "'");
     } else {
-      set_words(shape.spec, columns[i] + "=" + row[i]);
+      words.append(" ").append(columns[i]).append("=").append(row[i]);
     }
   }
+  set_words(shape.spec, words);
   return shape;
 }
 

@@ -176,6 +176,7 @@ const std::vector<Key>& keys() {
 }  // namespace
 
 void apply_spec(Case& c, std::string_view spec) {
+  bool names_tokens = false;
   while (true) {
     const auto begin = spec.find_first_not_of(" \t\r\n");
     if (begin == spec.npos) return;
@@ -189,6 +190,8 @@ void apply_spec(Case& c, std::string_view spec) {
     const auto key = std::find_if(all.begin(), all.end(), [&](const Key& k) { return name == k.name; });
     if (key == all.end()) refuse("unknown key '" + std::string(name) + "' in a case");
     key->set(c, value);
+    names_tokens |= name == "T";
+    if (names_tokens && !c.lengths.empty()) refuse("T is given beside lengths: T follows from them, leave it out");
   }
 }
 

@@ -14,11 +14,11 @@ namespace {
 
 struct Result {
   int status;
-  std::string output;  // both streams
+  std::string output;  // both streams, unless redirected
 };
 
-Result gatedelta(const std::string& arguments) {
-  std::FILE* pipe = popen((GD_CLI_COMMAND " " + arguments + " 2>&1").c_str(), "r");
+Result gatedelta(const std::string& arguments, const std::string& redirection = "2>&1") {
+  std::FILE* pipe = popen((GD_CLI_COMMAND " " + arguments + " " + redirection).c_str(), "r");
   if (!pipe) return {-1, "cannot start " GD_CLI_COMMAND};
   std::string output;
   char buffer[4096];
@@ -74,6 +74,15 @@ TEST(Cli, Help) {
   EXPECT_NE(gatedelta("check --help").output.find("lengths"), std::string::npos);
 }
 
+TEST(Cli, Version) {
+  const gd_info info = gatedelta::cli::get_info();
+  const Result r = gatedelta("--version");
+  EXPECT_EQ(r.status, 0);
+  EXPECT_EQ(r.output, "gatedelta " + gatedelta::cli::version_text(info) + "\n");
+  EXPECT_EQ(gatedelta::cli::version_text(info), GD_PROJECT_VERSION);
+  expect_refused("--version extra", "'extra' is not understood");
+}
+
 TEST(Cli, RefusesBadArguments) {
   expect_refused("frobnicate", "unknown command 'frobnicate'");
   expect_refused("info extra", "'extra' is not understood");
@@ -87,6 +96,8 @@ TEST(Cli, RefusesBadArguments) {
   expect_refused("check dtype=fp8", "expected one of fp32, bf16, fp16");
   expect_refused("check colour=red", "unknown key 'colour'");
   expect_refused("check Hk=2 Hv=3", "Hv must be a multiple of Hk");
+  for (const std::string words : {"T=9 lengths=3+4", "lengths=3+4 T=9"})
+    expect_refused("check " + words, "T is given beside lengths");
   expect_refused("bench T=99999999999", "more than 16 GiB");
   expect_refused("bench --seconds never", "expected a number");
   expect_refused("run --threads 0", "expected a whole number from 1");
@@ -94,7 +105,29 @@ TEST(Cli, RefusesBadArguments) {
   for (const std::string device : {"gpu", "cuda:", "cuda:x", "cuda:-1", "cuda0", "cuda:1:2"}) {
     expect_refused("check --device " + device, "--device " + device + ": expected cpu, cuda or cuda:N");
   }
-  expect_refused("info --json /no/such/folder/x.json", "cannot write /no/such/folder/x.json");
+}
+
+TEST(Cli, RefusesAnUnwritableFileBeforeItRuns) {
+  for (const std::string command : {"info", "run", "check", "bench"}) {
+    const std::string arguments = command + " --json /no/such/folder/x.json";
+    expect_refused(arguments, "cannot write /no/such/folder/x.json");
+    EXPECT_EQ(gatedelta(arguments, "2>/dev/null").output, "") << command;
+  }
+  const std::string path = temporary("kept.json", "older results");
+  expect_refused("bench T=99999999999 --json " + path, "more than 16 GiB");
+  EXPECT_EQ(slurp(path), "older results");
+}
+
+TEST(Cli, JsonOnTheStandardOutputIsAllThereIs) {
+  for (const std::string command : {"check --isa generic", "bench --seconds 0"}) {
+    const Result r = gatedelta(command + " T=64 K=16 V=16 --op fwd --threads 1 --json -");
+    EXPECT_EQ(r.status, 0) << r.output;
+    EXPECT_EQ(r.output.substr(0, 2), "{\n") << r.output;
+    EXPECT_EQ(r.output.substr(r.output.size() - 3), "\n}\n") << r.output;
+  }
+  const std::string refused = "bench T=64 K=20 --seconds 0 --op fwd --json -";
+  EXPECT_NE(gatedelta(refused, "2>&1 >/dev/null").output.find("K is 20"), std::string::npos);
+  EXPECT_EQ(gatedelta(refused, "2>/dev/null").output.front(), '{');
 }
 
 TEST(Cli, RefusesBadFiles) {
@@ -106,6 +139,10 @@ TEST(Cli, RefusesBadFiles) {
   expect_refused("check --shapes " + temporary("cells.csv", "# c\nname,T\na,1,2\n"), ":3: more cells than columns");
   expect_refused("check --shapes " + temporary("value.csv", "name,T\na,\nb,1x\n"), ":3: T=1x: not a whole number");
   expect_refused("check --shapes " + temporary("space.csv", "name,T\nb,1 dtype=bf16\n"), ":2: a space inside");
+  const std::string packed = temporary("packed.csv", "name,T,lengths\na,,3+4\n");
+  expect_refused("check T=9 --shapes " + packed, "T is given beside lengths");
+  expect_refused("check --shapes " + temporary("both.csv", "name,T,lengths\na,9,3+4\n"),
+                 ":2: T is given beside lengths");
   expect_refused("check --shapes " + temporary("noise.csv", std::string("\0\xff\x80,,\n\1\2\3", 9)), "unknown column");
 }
 
