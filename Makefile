@@ -62,7 +62,7 @@ endef
 
 # $(call build,<preset>[,<target>...[,<option>...]])
 define build
-cmake --preset $(1) -DGD_WERROR=$(WERROR) $(3) --log-level=WARNING >/dev/null
+cmake --preset $(1) -DGD_WERROR=$(WERROR) $(3) --log-level=NOTICE >/dev/null
 cmake --build --preset $(1) --parallel $(JOBS) $(if $(2),--target $(2))
 endef
 # $(call ctest,<preset>): leaves a report for $(TOTAL), which prints what failed and what did not run
@@ -149,7 +149,7 @@ record-gpu: ## on a machine with an H200: the GPU's tests, bench-gpu and bench-s
 
 lint: ## formatting, clang-tidy, ruff, texts and generated tables
 	tools/require $(BASE) gtest clang clang-format clang-tidy -- $(LINT_PACKAGES)
-	cmake --preset lint --log-level=WARNING >/dev/null
+	cmake --preset lint --log-level=NOTICE >/dev/null
 	$(PYTHON) tools/lint.py
 
 format: ## reformat C, C++ and Python sources in place

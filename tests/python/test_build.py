@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -52,3 +53,60 @@ def test_ci_fails_where_a_part_was_left_out(ci):
 def test_ci_refuses_a_budget_that_is_no_number(ci):
     result = ci("good", seconds="soon")
     assert result.returncode == 2 and "CI_SECONDS is 'soon'" in result.stdout
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def configure(root, tmp_path):
+    """Configures the library alone, as `make` does: what it prints at the log level of the Makefile."""
+
+    def run(*options: str, **environment: str) -> subprocess.CompletedProcess:
+        (level,) = set(re.findall(r"--log-level=(\w+)", (root / "Makefile").read_text()))
+        return subprocess.run(
+            ["cmake", "-S", root, "-B", tmp_path / "build", f"--log-level={level}", *options],
+            env={**os.environ, **environment}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    return run
+
+
+def test_old_compiler_is_refused_when_configured(configure, tmp_path):
+    """A GCC 11 as far as this library can tell."""
+    old = script(tmp_path / "g++-11", 'exec c++ -U__GNUC__ -D__GNUC__=11 -D__builtin_shufflevector=unknown "$@"\n')
+    result = configure(f"-DCMAKE_CXX_COMPILER={old}", "-DGD_CUDA=OFF")
+    assert result.returncode != 0
+    said = " ".join(result.stderr.split())  # CMake wraps its errors
+    assert "GCC 12, Clang 14 or later" in said and f"{old} is " in said
+
+
+REFUSAL = "host_config.h:129:2: error: #error -- unsupported GNU version! gcc versions later than 15 are not supported!"
+
+
+@pytest.fixture
+def nvcc(tmp_path):
+    """A CUDA toolkit whose nvcc accepts no host compiler."""
+    (tmp_path / "cuda/include").mkdir(parents=True)
+    (tmp_path / "cuda/include/cuda_runtime.h").touch()
+    (tmp_path / "cuda/lib64").mkdir()
+    (tmp_path / "cuda/lib64/libcudart_static.a").touch()
+    version = "echo 'Cuda compilation tools, release 13.0, V13.0.88'"
+    refuse = f'echo "{REFUSAL}" >&2; exit 1'
+    return script(tmp_path / "cuda/bin/nvcc", f"case $1 in --version) {version} ;; -v) ;; *) {refuse} ;; esac\n")
+
+
+def test_nvcc_that_rejects_the_host_compiler_turns_cuda_off(configure, nvcc):
+    result = configure(CUDACXX=str(nvcc))
+    assert result.returncode == 0, result.stderr
+    assert f"CUDA backend: off, {nvcc} does not work with " in result.stderr and REFUSAL in result.stderr
+
+
+def test_nvcc_that_rejects_the_host_compiler_is_an_error_with_cuda_on(configure, nvcc):
+    result = configure("-DGD_CUDA=ON", CUDACXX=str(nvcc))
+    assert result.returncode != 0 and "GD_CUDA is ON, but" in result.stderr
+    assert "unsupported GNU version!" in " ".join(result.stderr.split())
