@@ -24,7 +24,9 @@ BASE := c++ cmake ninja python
 TORCH ?= torch>=2.10
 TEST_PACKAGES := numpy pytest ml_dtypes matplotlib scikit-build-core ninja \
                  $(if $(TORCH),'$(TORCH)' torch-abi-audit transformers)
-LINT_PACKAGES := ruff
+# Other versions format and warn differently. tools/lint.py refuses them.
+LINT_TOOLS := clang-format-14 clang-tidy-14
+LINT_PACKAGES := ruff==0.17.4
 # The GPU targets can do with another Python that has what they need: PYTHON=python3 (docs/performance.md)
 gpu_packages = $(if $(filter .venv/bin/python,$(PYTHON)),-- $(TEST_PACKAGES))
 # Succeeds where the library that was built sees a GPU it has kernels for.
@@ -148,12 +150,12 @@ record-gpu: ## on a machine with an H200: the GPU's tests, bench-gpu and bench-s
 	$(rewrite_tables)
 
 lint: ## formatting, clang-tidy, ruff, texts and generated tables
-	tools/require $(BASE) gtest clang clang-format clang-tidy -- $(LINT_PACKAGES)
+	tools/require $(BASE) gtest clang $(LINT_TOOLS) -- $(LINT_PACKAGES)
 	cmake --preset lint --log-level=NOTICE >/dev/null
 	$(PYTHON) tools/lint.py
 
 format: ## reformat C, C++ and Python sources in place
-	tools/require clang-format python -- $(LINT_PACKAGES)
+	tools/require $(LINT_TOOLS) python -- $(LINT_PACKAGES)
 	$(PYTHON) tools/lint.py --fix
 
 wheel: ## build the wheel into dist/ and try it in a fresh virtual environment

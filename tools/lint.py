@@ -2,12 +2,15 @@
 """All linters: clang-format, ruff, texts, generated tables, shell syntax, clang-tidy. --fix reformats instead.
 
 clang-tidy reads build/lint/compile_commands.json (`make lint` writes it first) and covers what of the library, the tool
-and the binding is compiled on this machine; tests are left to the compiler's warnings.
+and the binding is compiled on this machine; tests are left to the compiler's warnings. clang-format and clang-tidy must
+be of version 14: others format and warn differently.
 """
 
 import argparse
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -18,15 +21,27 @@ from repo_files import ROOT, repo_files
 
 CXX_SUFFIXES = (".c", ".h", ".cpp", ".hpp", ".inl", ".cu", ".cuh")
 TIDIED_FOLDERS = ("src", "cli", "bindings")
+LLVM_VERSION = 14
 
 
 def run(*command) -> subprocess.CompletedProcess:
     return subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True)
 
 
+def llvm_tool(name: str) -> str:
+    """The program of version LLVM_VERSION: clang-tidy-14, or a clang-tidy that is 14. Refuses any other."""
+    found = "none"
+    for program in (f"{name}-{LLVM_VERSION}", name):
+        if shutil.which(program) and (match := re.search(r"version ([\d.]+)", run(program, "--version").stdout)):
+            found = match.group(1)
+            if found.split(".")[0] == str(LLVM_VERSION):
+                return program
+    sys.exit(f"lint: needs {name} {LLVM_VERSION}, found {found}: other versions differ, so nothing was checked")
+
+
 def clang_format(fix: bool) -> str:
     files = repo_files(*CXX_SUFFIXES)
-    result = run("clang-format", *(["-i"] if fix else ["--dry-run", "-Werror"]), *files)
+    result = run(llvm_tool("clang-format"), *(["-i"] if fix else ["--dry-run", "-Werror"]), *files)
     return "" if result.returncode == 0 else result.stderr
 
 
@@ -61,8 +76,10 @@ def clang_tidy(_fix: bool) -> str:
     if not files:
         return "no source of the library in compile_commands.json"
 
+    program = llvm_tool("clang-tidy")
+
     def tidy(file: Path) -> str:
-        result = run("clang-tidy", "-p", build, "--quiet", file)
+        result = run(program, "-p", build, "--quiet", file)
         return result.stdout + result.stderr if result.returncode != 0 else ""
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -73,6 +90,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fix", action="store_true", help="reformat sources and regenerate tables, check nothing else")
     fix = parser.parse_args().fix
+    for name in ("clang-format",) if fix else ("clang-format", "clang-tidy"):
+        llvm_tool(name)  # before anything is checked
     checks = {"clang-format": clang_format, "ruff": ruff}
     if fix:
         checks["tables"] = python_tool("tools/render_results.py")

@@ -110,3 +110,33 @@ def test_nvcc_that_rejects_the_host_compiler_is_an_error_with_cuda_on(configure,
     result = configure("-DGD_CUDA=ON", CUDACXX=str(nvcc))
     assert result.returncode != 0 and "GD_CUDA is ON, but" in result.stderr
     assert "unsupported GNU version!" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("version, name, chosen", [
+    ("14.0.6", "clang-tidy-14", "clang-tidy-14"), ("14.0.6", "clang-tidy", "clang-tidy"),
+    ("18.1.3", "clang-tidy", None), ("18.1.3", "clang-tidy-14", None), ("14.0.6", "other", None),
+])  # fmt: skip
+def test_lint_refuses_other_versions(root, monkeypatch, tmp_path, version, name, chosen):
+    monkeypatch.syspath_prepend(root / "tools")
+    import lint
+
+    script(tmp_path / name, f"echo Debian LLVM version {version}\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}")
+    if chosen:
+        assert lint.llvm_tool("clang-tidy") == chosen
+        return
+    with pytest.raises(SystemExit, match=f"needs clang-tidy 14, found {'none' if name == 'other' else version}"):
+        lint.llvm_tool("clang-tidy")
+
+
+@pytest.mark.parametrize("version, name, missing", [
+    ("14.0.6", "clang-tidy-14", False), ("14.0.6", "clang-tidy", False), ("18.1.3", "clang-tidy", True),
+])  # fmt: skip
+def test_require_installs_the_version_lint_needs(root, monkeypatch, tmp_path, version, name, missing):
+    """With a PATH that holds what the script itself calls, and neither apt-get nor another clang-tidy."""
+    for program in ("bash", "dirname", "env", "grep"):
+        (tmp_path / program).symlink_to(shutil.which(program))
+    script(tmp_path / name, f"echo Debian LLVM version {version}\n")
+    command = [root / "tools/require", "clang-tidy-14"]
+    result = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (result.returncode != 0) == missing and ("missing: clang-tidy-14" in result.stderr) == missing
