@@ -89,7 +89,7 @@ run: ## build, run the default job (a Qwen3.5-like layer, forward and backward) 
 	echo "picture: $(CURDIR)/build/run/timings.png"
 
 test: ## build and run every test: C++, examples, Python
-	tools/require $(BASE) gtest -- $(TEST_PACKAGES)
+	tools/require $(BASE) gtest pkg-config -- $(TEST_PACKAGES)
 	$(call build,test)
 	status=0
 	$(call ctest,test) || status=1

@@ -1,5 +1,5 @@
-# The kernels permute vectors with __builtin_shufflevector, which GCC has from version 12 on. Without this check an older
-# compiler fails in the middle of the build.
+# The CPU kernels use __builtin_shufflevector, which GCC has from version 12 on. Without this check an older compiler
+# fails in the middle of the build.
 include(CheckCXXSourceCompiles)
 set(CMAKE_REQUIRED_QUIET ON)
 check_cxx_source_compiles("

@@ -1,5 +1,5 @@
 /* Decoding over a pool of states, as an inference engine does: requests own slots of one pool, every step advances a
- * batch of them by one token in place. Build: cc decode.c -lgatedelta -lm */
+ * batch of them by one token in place. Build: cc -std=c99 decode.c $(pkg-config --cflags --libs gatedelta) -lm */
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
