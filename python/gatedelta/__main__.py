@@ -25,7 +25,7 @@ def main() -> int:
     for result in _selftest.run():
         counts[result.passed] += 1
         print(f"{verdicts[result.passed]:11} {result.name}: {result.detail}")
-    print(", ".join(f"{counts[passed]} {word}" for passed, word in verdicts.items()))
+    print(", ".join(f"{counts[passed]} {word.lower()}" for passed, word in verdicts.items()))
     return 1 if counts[False] else 0
 
 

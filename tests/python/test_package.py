@@ -145,7 +145,7 @@ def test_command_line(run_python):
     assert len(unchecked) == len(info["cpu_isa_compiled"]) - len(info["cpu_isa_usable"]) + (not has_torch) + 1
     assert any("CUDA" in line for line in unchecked)
     assert len(passed) + len(unchecked) == len(lines)
-    assert total == f"{len(passed)} ok, 0 FAILED, {len(unchecked)} not checked"
+    assert total == f"{len(passed)} ok, 0 failed, {len(unchecked)} not checked"
     assert run_python("-m", "gatedelta", "no-such-command", check=False).returncode == 2
 
 
