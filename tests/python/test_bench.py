@@ -368,7 +368,7 @@ def test_gpu_rows(run_python, root, tmp_path):
 
 
 def test_eager_layers(run_python, root):
-    report = run_python(str(root / "bench" / "eager.py"), "--device", "cpu", "--batches", "2").stdout
+    report = run_python(str(root / "bench" / "eager.py"), "--device", "cpu", "--batches", "15").stdout
     rows = {line[:52].strip(): float(line[52:]) for line in report.splitlines()[1:]}
     assert rows["chunk_gated_delta_rule"] > rows["gd_forward"] > 0
     assert {"gd_forward_workspace", "Python, to the operator"} <= rows.keys()
