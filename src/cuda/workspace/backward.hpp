@@ -51,7 +51,7 @@ struct BackwardWorkspace {
   size_t states = 0;     // [chunks of a slice][Hv][kStateTileBytes], before each chunk
   size_t gradients = 0;  // [chunks][Hv][kStateTileBytes], of the states after it
   size_t u = 0;          // [tokens of a slice, Hv, V], what chunks write
-  size_t dv = 0;         // likewise, if the caller does not want it
+  size_t dv = 0;         // [all tokens, Hv, V], if the caller does not want it: written before the first slice
   size_t head_sums = 0;  // two floats [chunks][Hv], for dA_log and d_dt_bias
   size_t slice1_schedule = 0;
   size_t slice1_work = 0;  // WorkItem [max_entries], of the states of the second slice

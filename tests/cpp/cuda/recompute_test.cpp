@@ -128,24 +128,33 @@ TEST(Windows, ThereIsRoomForThem) {
   }
 }
 
-// Where the chunks of a slice lie, in the memory that is there for one.
+// Every chunk of a slice lies inside the slice's memory. Some packs reach the ends of that memory: sequences of whole
+// chunks, the last one long, so that the second slice starts at the earliest possible token.
 TEST(Slices, HaveRoomForStatesAndRows) {
   std::mt19937 random(4);
   const auto between = [&](int64_t low, int64_t high) {
     return low + static_cast<int64_t>(random() % (high - low + 1));
   };
   int sliced = 0;
-  for (int round = 0; round < 500; ++round) {
-    const bool packed = round % 2;
+  int first_tokens = 0, last_tokens = 0, first_chunks = 0, last_chunks = 0;  // problems that use these to the end
+  for (int round = 0; round < 2000; ++round) {
+    const bool packed = round % 2, is_tight = round % 4 == 3;
     const int64_t heads = between(1, 64), count = between(1, std::min<int64_t>(16, kMaxPlannedSeqHeads / heads));
     std::vector<int64_t> offsets(1, 0);
     const int64_t longest = int64_t{1} << between(6, 16);
-    for (int64_t n = 0; n < count; ++n) offsets.push_back(offsets.back() + between(packed ? 0 : longest, longest));
-    const int64_t tokens = packed ? offsets.back() + between(0, 200) : longest;
+    for (int64_t n = 0; n < count; ++n) {
+      const int64_t length = !packed         ? longest
+                             : !is_tight     ? between(0, longest)
+                             : n < count - 1 ? between(0, 2) * kChunkTokens
+                                             : between(1, 16) * longest;
+      offsets.push_back(offsets.back() + length);
+    }
+    const int64_t tokens = packed ? offsets.back() + (is_tight ? 0 : between(0, 200)) : longest;
     const BackwardProblem p = problem_of(count, packed ? 1 : count, tokens, heads, packed);
     const Slices slices = slices_of(p);
     sliced += slices.count > 1;
     const ChunkedSequences s = sequences_of(p.in.sequences);
+    int64_t least_token = slices.tokens, most_tokens = 0, least_chunk = slices.chunks, most_chunks = 0;
     for (int64_t n = 0; n < count; ++n) {
       const int64_t first_chunk_index = packed ? ChunkedSequences::first_chunk_index_at(offsets[n], static_cast<int>(n))
                                                : s.first_chunk_index(static_cast<int>(n));
@@ -155,15 +164,29 @@ TEST(Slices, HaveRoomForStatesAndRows) {
         EXPECT_LE(later, slices.count > 1);
         const int64_t index = first_chunk_index + c - (later ? slices.split : 0);
         const int64_t token = offsets[n] + c * kChunkTokens - (later ? slices.split_token : 0);
+        const int64_t end = token + std::min<int64_t>(kChunkTokens, length - c * kChunkTokens);
         EXPECT_GE(index, 0);
         EXPECT_LT(index, slices.chunks);
         EXPECT_GE(token, 0);
-        EXPECT_LE(token + std::min<int64_t>(kChunkTokens, length - c * kChunkTokens), slices.tokens);
+        EXPECT_LE(end, slices.tokens);
+        if (later) least_token = std::min(least_token, token);
+        if (later) least_chunk = std::min(least_chunk, index);
+        if (slices.count > 1) most_tokens = std::max(most_tokens, end);
+        if (slices.count > 1 && !later) most_chunks = std::max(most_chunks, index + 1);
       }
     }
+    if (slices.count == 1) continue;
+    first_tokens += packed && least_token == 0;
+    last_tokens += most_tokens == slices.tokens;
+    first_chunks += least_chunk == 0;
+    last_chunks += most_chunks == slices.split + slices.recompute_chunks - 1;
   }
-  EXPECT_GT(sliced, 50);
-  EXPECT_LT(sliced, 450);
+  EXPECT_GT(sliced, 200);
+  EXPECT_LT(sliced, 1800);
+  EXPECT_GT(first_tokens, 0);
+  EXPECT_GT(last_tokens, 0);
+  EXPECT_GT(first_chunks, 0);
+  EXPECT_GT(last_chunks, 0);
 }
 
 // Little more than a half of it: two slices of one sequence.

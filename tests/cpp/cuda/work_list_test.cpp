@@ -55,12 +55,13 @@ int walked(int chunk, int chunks) {
 struct List {
   Cut cut;  // what is left of it
   std::vector<WorkItem> items;
-  int boundaries = 0;
+  int boundaries;
+  bool in_place;  // final states may overwrite initial ones
 };
 
 // What Scheduler does, one thread after the other.
 template <Pass kPass>
-List list_of(const Batch& batch, Cut cut, const Limits& limits, int lanes) {
+List list_of(const Batch& batch, Cut cut, const Limits& limits, int lanes, bool in_place) {
   std::vector<bool> persists(batch.seq_heads(), false);
   std::vector<std::vector<uint8_t>> windows(batch.seq_heads());
   for (int seq_head = 0; seq_head < batch.seq_heads(); ++seq_head) {
@@ -87,10 +88,9 @@ List list_of(const Batch& batch, Cut cut, const Limits& limits, int lanes) {
                        .all;
     }
   } while (!fits(cut, total, limits));
-  List list{cut, std::vector<WorkItem>(total.entries(cut.halves ? 2 : 1)), total[EntryCounts::kBoundaries]};
+  List list{cut, std::vector<WorkItem>(total.entries(cut.halves ? 2 : 1)), total[EntryCounts::kBoundaries], in_place};
   std::vector<int> puts(list.items.size(), 0);
-  const ListPlan plan{
-      cut, total, limits.blocks, is_longer_than_chain(cut, batch.chunks(0)), batch.heads, kPass == Pass::kForward};
+  const ListPlan plan{cut, total, limits.blocks, is_longer_than_chain(cut, batch.chunks(0)), batch.heads, in_place};
   for (int seq_head = 0; seq_head < batch.seq_heads(); ++seq_head) {
     const int chunks = batch.chunks(seq_head / batch.heads),
               segments = segments_of<kPass>(cut, chunks, persists[seq_head]);
@@ -116,8 +116,11 @@ struct Checker {
   };
   std::vector<Boundary> boundaries;
   std::map<std::vector<int>, int> stored;  // [sequence, head, half, chunk]: how often
-  std::map<int, int> final_states, readers;
-  std::map<int, int> segment_begin;  // of the factors of a boundary
+  std::map<int, int> final_states;
+  // By (sequence, head) pair, counted in warpgroups: how many read the initial state and signal it (of the items taken
+  // so far), and how many of those a final state waits for.
+  std::map<int, int> readers, awaited_readers;
+  std::map<int, int> segment_begin;  // of the transition of a boundary
 
   Checker(const Batch& b, int count) : batch(b), boundaries(count) {}
 
@@ -187,12 +190,16 @@ struct Checker {
       boundaries[it.to].ready += kStateReady / 2 * halves(it);
     } else if (it.to == kToFinal) {
       EXPECT_EQ(w.end, chunks);
-      EXPECT_LE(it.readers, readers[it.seq_head]) << "waits for something later in the list";
-      EXPECT_TRUE(it.readers > 0 || kPass != Pass::kForward || it.from != kFromZero);
+      EXPECT_LE(it.readers, readers[seq_head]) << "waits for something later in the list";
+      EXPECT_TRUE(it.readers == 0 || it.seq_head == seq_head);
+      EXPECT_TRUE(final_states[seq_head] == 0 || awaited_readers[seq_head] == it.readers);  // both halves alike
+      awaited_readers[seq_head] = it.readers;
       final_states[seq_head] += halves(it);
     } else {
       EXPECT_NE(w.end, chunks);
-      if (it.from == kFromInitial) readers[it.seq_head] += halves(it);
+      if (it.from != kFromInitial) return;
+      EXPECT_EQ(it.seq_head, seq_head);
+      readers[seq_head] += halves(it);
     }
   }
 
@@ -233,6 +240,8 @@ struct Checker {
       for (int c = 0; c < batch.chunks(n); ++c)
         for (int half = 0; half < 2; ++half) EXPECT_EQ((stored[{n, seq_head % batch.heads, half, c}]), 1);
       EXPECT_EQ(final_states[seq_head], batch.chunks(n) ? 2 : 0);
+      // A final state that may overwrite the initial one waits for everyone who reads that: no more, no fewer.
+      EXPECT_EQ(awaited_readers[seq_head], list.in_place ? readers[seq_head] : 0);
     }
   }
 };
@@ -256,32 +265,46 @@ Batch random_batch(std::mt19937& random) {
 template <Pass kPass>
 void check_lists(int seed) {
   std::mt19937 random(seed);
-  int cuts = 0, joins = 0, windows = 0;
+  int cuts = 0, merges = 0, warmups = 0, one_reader = 0, more_readers = 0;
   for (int round = 0; round < 400; ++round) {
     const Batch batch = random_batch(random);
     const int decaying = length_number(static_cast<int>(random() % kDecayingLengths));
     const int persistent = length_number(static_cast<int>(random() % kPersistentLengths));
     const Limits limits{132, round % 4 ? 6144 : 2 * batch.seq_heads() + static_cast<int>(random() % 20),
                         round % 3 ? 384 : static_cast<int>(random() % 5)};
-    const List list = list_of<kPass>(batch, {decaying, persistent, random() % 2 == 0}, limits, 1 << random() % 6);
+    const bool in_place = kPass != Pass::kBackward && random() % 4;
+    const List list =
+        list_of<kPass>(batch, {decaying, persistent, random() % 2 == 0}, limits, 1 << random() % 6, in_place);
     EXPECT_LE(static_cast<int>(list.items.size()), limits.entries);
     EXPECT_LE(list.boundaries, limits.boundaries);
     Checker<kPass>(batch, list.boundaries).check(list);
     cuts += list.cut.decaying || list.cut.persistent;
     for (const WorkItem& it : list.items) {
-      joins += it.kind == kMerge;
-      windows += it.kind == kOutputs && it.warmup_tokens > 0;
+      merges += it.kind == kMerge;
+      warmups += it.kind == kOutputs && it.warmup_tokens > 0;
+      one_reader += it.readers == 2;  // two warpgroups read for every segment
+      more_readers += it.readers > 2;
     }
     if (::testing::Test::HasFailure()) FAIL() << "in round " << round;
   }
   EXPECT_GT(cuts, 100);
-  EXPECT_GT(joins, 100);
-  EXPECT_GT(windows, 100);
+  EXPECT_GT(merges, 100);
+  EXPECT_GT(warmups, 100);
+  EXPECT_TRUE(kPass == Pass::kBackward || (one_reader > 100 && more_readers > 50)) << one_reader << " " << more_readers;
 }
 
 TEST(List, OfOutputs) { check_lists<Pass::kForward>(1); }
 TEST(List, OfStates) { check_lists<Pass::kStates>(2); }
 TEST(List, OfGradients) { check_lists<Pass::kBackward>(3); }
+
+// A saved list is used only under the limits it was made for: with fewer boundaries, its items would write behind them.
+TEST(Limits, AreEqualOnlyIfAllAre) {
+  const Limits limits{132, 600, 40};
+  EXPECT_TRUE(limits == (Limits{132, 600, 40}));
+  EXPECT_FALSE(limits == (Limits{131, 600, 40}));
+  EXPECT_FALSE(limits == (Limits{132, 599, 40}));
+  EXPECT_FALSE(limits == (Limits{132, 600, 39}));
+}
 
 // Where nothing is cut the second list is the first one, mirrored.
 TEST(List, OfWholeSequencesIsMirrored) {
