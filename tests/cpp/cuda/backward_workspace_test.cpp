@@ -1,4 +1,4 @@
-// The backward's scratch memory: its parts, and what docs/api.md says of its size.
+// The backward's workspace: its regions, and the size documented in docs/api.md.
 #include "cuda/workspace/backward.hpp"
 
 #include <gtest/gtest.h>
@@ -16,11 +16,11 @@ BackwardProblem dense(int64_t batch, int64_t tokens, int64_t heads) {
 }
 TokenRows given() { return {reinterpret_cast<void*>(64), GD_BF16, 0, 0, 0}; }
 
-TEST(BackwardMemory, PartsDoNotMeet) {
+TEST(BackwardMemory, RegionsDoNotOverlap) {
   BackwardProblem p = dense(3, 200, 4);
   p.dA_log = {reinterpret_cast<void*>(64), GD_F32, 1};
   const BackwardWorkspace w = backward_layout(p);
-  const size_t chunks = 3 * 4 * 4;  // of 200 tokens, four
+  const size_t chunks = 3 * 4 * 4;  // four of 200 tokens
   EXPECT_GE(w.states, w.forward.bytes);
   EXPECT_EQ(w.gradients, w.states + chunks * kStateTileBytes);
   EXPECT_EQ(w.u, w.gradients + chunks * kStateTileBytes);
@@ -35,7 +35,7 @@ TEST(BackwardMemory, PartsDoNotMeet) {
     EXPECT_EQ(at % ForwardWorkspace::kAlign, 0u);
 }
 
-TEST(BackwardMemory, IsAsLargeAsTheDocumentSays) {
+TEST(BackwardMemory, MatchesTheDocumentedSize) {
   for (const int64_t tokens : {4096, 32768}) {
     BackwardProblem p = dense(2, tokens, 16);
     p.context_parallel = false;
@@ -48,8 +48,8 @@ TEST(BackwardMemory, IsAsLargeAsTheDocumentSays) {
   }
 }
 
-// The list of the states has room for a piece per window of every head, also where nothing else is cut.
-TEST(BackwardMemory, HasRoomForWindows) {
+// The states' list has room for an item per save interval of every head, also where nothing else is cut.
+TEST(BackwardMemory, HasRoomForSaveIntervals) {
   for (const int64_t segment : {0, 256}) {
     for (const bool cuts : {false, true}) {
       BackwardProblem p = dense(1, 32768, 4);
@@ -62,7 +62,7 @@ TEST(BackwardMemory, HasRoomForWindows) {
   }
 }
 
-// What cutting needs: twice what the forward may take, and lists.
+// Cutting takes at most twice the boundaries of a forward, and the lists.
 TEST(BackwardMemory, OfBoundariesIsBounded) {
   for (const int64_t tokens : {4096, 32768, 524288}) {
     BackwardProblem p = dense(1, tokens, 4);

@@ -1,4 +1,4 @@
-// How sequences are cut into pieces (src/cuda/forward/schedule.hpp): windows, segments, and what a cut takes.
+// How sequences are cut (src/cuda/schedule): warm-up lengths, segments, and the cost of a cut.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace gatedelta::cuda {
 namespace {
 
-TEST(Quotient, IsExact) {
+TEST(FloorDiv, IsExact) {
   std::mt19937 random(1);
   for (int round = 0; round < 200000; ++round) {
     const int a = static_cast<int>(random() >> (random() % 31 + 1)),
@@ -22,40 +22,40 @@ TEST(Quotient, IsExact) {
   }
 }
 
-int window(const std::vector<ChunkDecay>& chunks, int boundary, int limit) {
+int warmup(const std::vector<ChunkDecay>& chunks, int boundary, int limit) {
   return warmup_length(boundary, limit, [&](int chunk) { return chunks.at(chunk); });
 }
 
-TEST(Window, IsAsLongAsItTakesToForget) {
+TEST(Warmup, LastsUntilTheOldStateHasDecayed) {
   const std::vector<ChunkDecay> chunks(100, {-4.6f, 30});
-  EXPECT_EQ(window(chunks, 50, 12), 6);  // 6 x 4.6 > 24
-  EXPECT_EQ(window(chunks, 50, 6), 6);
-  EXPECT_EQ(window(chunks, 50, 5), kNoWarmup);
-  EXPECT_EQ(window(chunks, 3, 12), 3);  // all there are
-  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {-300, 30}), 50, 12), 1);
+  EXPECT_EQ(warmup(chunks, 50, 12), 6);  // 6 x 4.6 > 24
+  EXPECT_EQ(warmup(chunks, 50, 6), 6);
+  EXPECT_EQ(warmup(chunks, 50, 5), kNoWarmup);
+  EXPECT_EQ(warmup(chunks, 3, 12), 3);  // all chunks
+  EXPECT_EQ(warmup(std::vector<ChunkDecay>(100, {-300, 30}), 50, 12), 1);
 }
 
-TEST(Window, WeighsWhatWasWritten) {
+TEST(Warmup, DependsOnWhatWasWritten) {
   const std::vector<ChunkDecay> chunks(100, {-4.6f, 0x1p-20f});
-  EXPECT_EQ(window(chunks, 50, 12), 10);  // 2^-20 counts
-  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {-4.6f, 0}), 50, 30),
-            kNoWarmup);  // nothing written: all that is there counts
-  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {-300, 0}), 50, 30), kNoWarmup);
+  EXPECT_EQ(warmup(chunks, 50, 12), 10);  // 2^-20 counts
+  EXPECT_EQ(warmup(std::vector<ChunkDecay>(100, {-4.6f, 0}), 50, 30),
+            kNoWarmup);  // nothing written: the old state counts, however small
+  EXPECT_EQ(warmup(std::vector<ChunkDecay>(100, {-300, 0}), 50, 30), kNoWarmup);
 }
 
-TEST(Window, KnowsNothingOfStatesThatGrow) {
+TEST(Warmup, IgnoresWritesBeforeAStateMayGrow) {
   std::vector<ChunkDecay> chunks(100, {-4.6f, 30});
-  chunks[48].written = -1;  // what was written before it is not weighed; after it, 30 is enough
-  EXPECT_EQ(window(chunks, 50, 12), 6);
+  chunks[48].written = -1;  // writes up to here have no known weight; the 30 after it is enough
+  EXPECT_EQ(warmup(chunks, 50, 12), 6);
   chunks[49].written = -1;
-  EXPECT_EQ(window(chunks, 50, 12), kNoWarmup);
+  EXPECT_EQ(warmup(chunks, 50, 12), kNoWarmup);
   for (ChunkDecay& chunk : chunks) chunk.log2_left = std::nanf("");
-  EXPECT_EQ(window(chunks, 50, 12), kNoWarmup);
+  EXPECT_EQ(warmup(chunks, 50, 12), kNoWarmup);
 }
 
-TEST(Window, IsWhatItsDefinitionSays) {
+TEST(Warmup, MatchesItsDefinition) {
   std::mt19937 random(7);
-  int windows = 0, missed = 0;
+  int warmups = 0, missed = 0;
   for (int trial = 0; trial < 20000; ++trial) {
     std::vector<ChunkDecay> chunks(70);
     const int pace = static_cast<int>(random() % 9);
@@ -76,43 +76,43 @@ TEST(Window, IsWhatItsDefinitionSays) {
       expected = n;
       break;
     }
-    windows += expected > 0 && expected < boundary;
-    const int found = window(chunks, boundary, limit);
+    warmups += expected > 0 && expected < boundary;
+    const int found = warmup(chunks, boundary, limit);
     if (found == expected) continue;
-    // It looked unlikely, at the pace of the first chunks. All there are will do as well.
+    // The search stops early if the first chunks decay slowly. All chunks are a valid warm-up too.
     ASSERT_EQ(found, boundary <= limit ? boundary : kNoWarmup) << "trial " << trial;
     ++missed;
   }
-  EXPECT_GT(windows, 2000);
-  EXPECT_LT(missed, windows / 20);
+  EXPECT_GT(warmups, 2000);
+  EXPECT_LT(missed, warmups / 20);
 }
 
-// What is written to a gradient of a state is not known: fading alone counts, and more of it.
-TEST(Window, OfGradients) {
-  const auto window = [](const std::vector<ChunkDecay>& chunks, int boundary, int limit) {
+// Writes to a state gradient have no known weight: only the decay counts, down to 2^-48.
+TEST(Warmup, OfGradients) {
+  const auto warmup = [](const std::vector<ChunkDecay>& chunks, int boundary, int limit) {
     return warmup_length<Pass::kBackward>(boundary, limit, [&](int chunk) { return chunks.at(chunk); });
   };
   for (const float written : {-1.0f, 0.0f, 30.0f}) {
     const std::vector<ChunkDecay> chunks(100, {-4.6f, written});
-    EXPECT_EQ(window(chunks, 50, 24), 11);  // 11 x 4.6 > 48
-    EXPECT_EQ(window(chunks, 50, 11), 11);
-    EXPECT_EQ(window(chunks, 50, 10), kNoWarmup);
-    EXPECT_EQ(window(chunks, 3, 24), 3);  // all there are
-    EXPECT_EQ(window(chunks, 10, 24), 10);
+    EXPECT_EQ(warmup(chunks, 50, 24), 11);  // 11 x 4.6 > 48
+    EXPECT_EQ(warmup(chunks, 50, 11), 11);
+    EXPECT_EQ(warmup(chunks, 50, 10), kNoWarmup);
+    EXPECT_EQ(warmup(chunks, 3, 24), 3);  // all chunks
+    EXPECT_EQ(warmup(chunks, 10, 24), 10);
   }
-  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {0, 30}), 12, 24), 12);  // few
-  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {0, 30}), 13, 24), kNoWarmup);
-  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {-300, 0}), 50, 24), 1);
-  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {0, 30}), 50, 60), kNoWarmup);
-  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {3, 30}), 50, 60), kNoWarmup);
-  EXPECT_EQ(window(std::vector<ChunkDecay>(100, {std::nanf(""), 30}), 50, 60), kNoWarmup);
+  EXPECT_EQ(warmup(std::vector<ChunkDecay>(100, {0, 30}), 12, 24), 12);  // few
+  EXPECT_EQ(warmup(std::vector<ChunkDecay>(100, {0, 30}), 13, 24), kNoWarmup);
+  EXPECT_EQ(warmup(std::vector<ChunkDecay>(100, {-300, 0}), 50, 24), 1);
+  EXPECT_EQ(warmup(std::vector<ChunkDecay>(100, {0, 30}), 50, 60), kNoWarmup);
+  EXPECT_EQ(warmup(std::vector<ChunkDecay>(100, {3, 30}), 50, 60), kNoWarmup);
+  EXPECT_EQ(warmup(std::vector<ChunkDecay>(100, {std::nanf(""), 30}), 50, 60), kNoWarmup);
   std::vector<ChunkDecay> grows(100, {-10, 30});
   grows[48].log2_left = 30;
-  EXPECT_EQ(window(grows, 50, 24), 9);  // 8 x 10 - 30
+  EXPECT_EQ(warmup(grows, 50, 24), 9);  // 8 x 10 - 30
 }
 
-// Gates as models have them find their windows whatever the length of a segment is, and bytes hold them.
-TEST(Window, HasALimit) {
+// The limit leaves room for the gates of real models at every segment length, and a byte holds it.
+TEST(Warmup, HasALimit) {
   for (int length = 1; length < 300; ++length) {
     EXPECT_GE(warmup_limit(length), 6);
     EXPECT_GE(warmup_limit<Pass::kBackward>(length), 11);
@@ -122,10 +122,10 @@ TEST(Window, HasALimit) {
   EXPECT_FLOAT_EQ(usual_log2_left<Pass::kBackward>(), -2);
 }
 
-TEST(Window, IsNoneWhereNothingFades) {
+TEST(Warmup, DoesNotExistWithoutDecay) {
   const std::vector<ChunkDecay> chunks(100, {0, 30});
-  EXPECT_EQ(window(chunks, 50, 30), kNoWarmup);
-  EXPECT_EQ(window(chunks, 30, 30), 30);  // the beginning
+  EXPECT_EQ(warmup(chunks, 50, 30), kNoWarmup);
+  EXPECT_EQ(warmup(chunks, 30, 30), 30);  // up to the beginning
 }
 
 TEST(Segments, CoverASequence) {
@@ -147,7 +147,7 @@ TEST(Segments, CoverASequence) {
   }
 }
 
-// Where silent chunks take as long as others, two segments are as slow as one.
+// In the backward a warm-up chunk costs as much as any other, so two segments are as slow as one.
 TEST(Segments, OfABackwardAreNeverTwo) {
   for (int chunks = 1; chunks < 300; ++chunks) {
     for (const int length : {0, 1, 2, 3, 7, 64, 1000}) {
@@ -162,7 +162,7 @@ TEST(Segments, OfABackwardAreNeverTwo) {
   }
 }
 
-TEST(Classes, AreOfLengths) {
+TEST(LengthClasses, GroupEqualLengths) {
   LengthClass classes[kMaxClasses];
   const int chunks[] = {100, 7, 100, 0, 7, 7};
   ASSERT_EQ(length_classes(chunks, 6, 8, 1, classes), 2);
@@ -181,8 +181,8 @@ TEST(Classes, AreOfLengths) {
   EXPECT_EQ(length_classes(many, 0, 4, 0, classes), 0);
 }
 
-// The same one piece at a time.
-float taken_one_by_one(const std::vector<Pieces>& list, int blocks) {
+// The same, one piece at a time.
+float run_one_by_one(const std::vector<Pieces>& list, int blocks) {
   std::priority_queue<float, std::vector<float>, std::greater<>> free;
   for (int i = 0; i < blocks; ++i) free.push(0);
   float end = 0;
@@ -204,7 +204,7 @@ TEST(Timeline, IsCloseToTheTruth) {
     for (Pieces& pieces : list) pieces = {static_cast<int>(random() % 600), 1.0f + static_cast<float>(random() % 100)};
     Timeline timeline(132);
     for (const Pieces& pieces : list) timeline.run(pieces);
-    const float truth = taken_one_by_one(list, 132);
+    const float truth = run_one_by_one(list, 132);
     EXPECT_NEAR(timeline.end, truth, 0.25f * truth + 1);
   }
   Timeline even(132);
@@ -223,7 +223,7 @@ Cut best_cut(const std::vector<int>& chunks, int heads, int share, const Limits&
 }
 
 TEST(Choice, CutsWhereThereAreFewHeads) {
-  const Cut full = best_cut({128, 128, 128, 128}, 64, 1);  // 256 heads on 132 blocks, twice
+  const Cut full = best_cut({128, 128, 128, 128}, 64, 1);  // 256 heads on 132 CTAs: two rounds
   EXPECT_EQ(full.decaying, 0);
   EXPECT_EQ(full.persistent, 0);
   EXPECT_FALSE(full.halves);
@@ -242,7 +242,7 @@ int busy_parts(const std::vector<int>& chunks, int heads) {
   return busy_parts(classes, count, 132);
 }
 
-TEST(Choice, LeavesAloneWhatKeepsTheCardBusy) {
+TEST(Choice, DoesNotCutWhatKeepsTheGpuBusy) {
   EXPECT_EQ(busy_parts({128, 128, 128, 128}, 64), 1);
   EXPECT_EQ(busy_parts(std::vector<int>(8, 16), 16), 1);
   EXPECT_EQ(busy_parts(std::vector<int>(40, 20), 24), 1);
@@ -263,7 +263,7 @@ TEST(Choice, CutsLongSequencesIntoLongSegments) {
   EXPECT_LT(segments_of(8192, cut.decaying), 20);
 }
 
-TEST(Choice, KeepsWithinItsLimits) {
+TEST(Choice, StaysWithinItsLimits) {
   std::mt19937 random(3);
   for (int round = 0; round < 30; ++round) {
     std::vector<int> chunks(1 + random() % 6);

@@ -1,7 +1,7 @@
-// A model of how the main kernel's warpgroups hand slots to each other (src/cuda/forward/kernel.cuh, and for the other
-// passes src/cuda/backward/states.cuh and chain.cuh): rings, barriers and who arrives where, with everything else left
-// out. Run in random order it must end, and nobody may ever see a stage
-// that holds another chunk than the one expected.
+// A model of how the warpgroups of the chain kernels hand pipeline stages to each other (src/cuda/sm90/chain, and for
+// the other passes src/cuda/sm90/backward/states_chain.cuh and grad_chain.cuh). It has pipelines, barriers and their
+// arrivals, and nothing else. In any random order of steps it must end, and no role may see a stage that holds another
+// chunk than the expected one.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -44,24 +44,24 @@ struct Role {
   bool run() { return steps[at]() ? (++at, true) : false; }
 };
 
-// A piece of work: its chunks, the first of which are silent; or the steps of a join. Of half a head the second math
-// warpgroup has nothing; of factors it has M, which leaves through the last stage. A ragged chunk of a backward comes
-// first.
+// A work item: chunks, the first of which are warm-up, or the steps of a merge. The second math warpgroup has no
+// columns of half a head. Of a transition it has M, which it stores through the last stage. In the gradient chain a
+// ragged chunk is the first.
 struct Item {
-  int chunks, warmup_tokens;
-  bool joins, half, factors, ragged;
+  int chunks, warmup_chunks;
+  bool is_merge, is_half, is_transition, is_ragged;
 };
 
 struct Model {
   StageSet loads, values, scores, works, x, r;
   std::vector<Barrier> operands_full, operands_empty;
-  struct Copy {
-    StageSet* slots;
+  struct Load {
+    StageSet* stages;
     int stage, chunk;
   };
-  std::vector<Copy> copies;  // asked for, under way in any order
+  std::vector<Load> loads_in_flight;  // they complete in any order
   std::vector<Role> roles;
-  static constexpr int kMathWarpgroups = 2, kLoaders = 2;  // of the scores, those who load K and Q, and V
+  static constexpr int kMathWarpgroups = 2, kLoaders = 2;  // of the scores warpgroup: one loads K and Q, the other V
   const Pass pass;
 
   Model(const std::vector<Item>& items, Pass what)
@@ -76,16 +76,16 @@ struct Model {
         pass(what) {
     roles.push_back(keys_role(items));
     for (int loader = 0; loader < kLoaders; ++loader) roles.push_back(scores_role(items, loader == 0));
-    for (int m = 0; m < kMathWarpgroups; ++m)
-      roles.push_back(pass == Pass::kBackward ? gradient_role(items, m) : math_role(items, m));
+    for (int math_wg = 0; math_wg < kMathWarpgroups; ++math_wg)
+      roles.push_back(pass == Pass::kBackward ? gradient_role(items, math_wg) : math_role(items, math_wg));
   }
 
-  // Whether there are scores and R of a chunk.
+  // Whether a chunk has scores and R.
   bool has_scores(const Item& item, int c) const {
-    return pass == Pass::kBackward || (pass == Pass::kForward && c >= item.warmup_tokens);
+    return pass == Pass::kBackward || (pass == Pass::kForward && c >= item.warmup_chunks);
   }
 
-  // Steps are recorded with the rings' positions at that point.
+  // A step is recorded with the pipelines' positions at that point.
   static void wait(Role& role, const Barrier& barrier, uint32_t phase) {
     role.steps.push_back([&barrier, phase] { return barrier.passed(phase); });
   }
@@ -95,30 +95,30 @@ struct Model {
       return true;
     });
   }
-  static void expect(Role& role, StageSet& slots, int stage, int chunk) {
-    act(role, [&slots, stage, chunk] { EXPECT_EQ(slots.holds[stage], chunk); });
+  static void expect(Role& role, StageSet& stages, int stage, int chunk) {
+    act(role, [&stages, stage, chunk] { EXPECT_EQ(stages.holds[stage], chunk); });
   }
 
-  // Takes the next entry of the list of work, which the warp that loads has told of.
-  void take_work(Role& role, WorkPipelineState& ring, int entry) {
-    const PipelineState<kWorkStages> at = ring.at();
+  // Takes the next entry of the work list, which the warp that loads K and Q has published.
+  void get_next_work(Role& role, WorkPipelineState& work, int entry) {
+    const PipelineState<kWorkStages> at = work.at();
     wait(role, works.full[at.stage], at.phase);
     expect(role, works, at.stage, entry);
     act(role, [this, stage = at.stage] { works.empty[stage].arrive(); });
-    ring.advance();
+    work.advance();
   }
-  // Calls f with every chunk, its item and its number in it, between the entries of a role that reads the list.
+  // Calls f(chunk, item, chunk number in the item) for every chunk of a role that reads the work list.
   template <class F>
   void for_chunks(Role& role, const std::vector<Item>& items, const F& f) {
-    WorkPipelineState ring;
+    WorkPipelineState work;
     int chunk = 0;
     for (size_t i = 0; i < items.size(); ++i) {
-      take_work(role, ring, static_cast<int>(i));
+      get_next_work(role, work, static_cast<int>(i));
       for (int c = 0; c < items[i].chunks; ++c) f(chunk++, items[i], c);
     }
-    take_work(role, ring, kEndOfWork);
+    get_next_work(role, work, kEndOfWork);
   }
-  void pass_loads(Role& role, const PipelineState<kLoadStages>& load, int chunk) {
+  void skip_load(Role& role, const PipelineState<kLoadStages>& load, int chunk) {
     wait(role, loads.full[load.stage], load.phase);
     expect(role, loads, load.stage, chunk);
     act(role, [this, stage = load.stage] { loads.empty[stage].arrive(); });
@@ -130,8 +130,8 @@ struct Model {
     PipelineState<kScoreStages> score;
     PipelineState<kOperandStages> operand;
     for_chunks(role, items, [&](int chunk, const Item& item, int c) {
-      if (item.joins) {
-        pass_loads(role, load, chunk);
+      if (item.is_merge) {
+        skip_load(role, load, chunk);
         return load.advance();
       }
       wait(role, loads.full[load.stage], load.phase);
@@ -152,42 +152,43 @@ struct Model {
     return role;
   }
 
-  // One warp asks for K and Q, a chunk ahead or, in joins, two, and tells of the work it finds on the way; one for V.
+  // One warp loads K and Q one chunk ahead, or two in a merge, and publishes the work items it reaches. The other loads
+  // V.
   Role scores_role(const std::vector<Item>& items, bool loads_keys) {
     Role role;
     PipelineState<kLoadStages> load;
     PipelineState<kScoreStages> score;
     PipelineState<kOperandStages> operand;
-    WorkPipelineState field;
-    std::vector<int> entry_of;  // by chunk, where one begins, else kNothing
+    WorkPipelineState work;
+    std::vector<int> entry_of;  // by chunk: the entry that begins there, or kNothing
     for (size_t i = 0; i < items.size(); ++i)
       for (int c = 0; c < items[i].chunks; ++c) entry_of.push_back(c == 0 ? static_cast<int>(i) : kNothing);
     const int chunks = static_cast<int>(entry_of.size());
-    const auto find = [&](int chunk) {  // what the cursor does when it gets there
+    const auto publish_work = [&](int chunk) {  // as the cursor does when it reaches this chunk
       if (chunk < chunks && entry_of[chunk] == kNothing) return;
-      const PipelineState<kWorkStages> at = field.at();
+      const PipelineState<kWorkStages> at = work.at();
       wait(role, works.empty[at.stage], at.phase ^ 1);
       act(role, [this, stage = at.stage, entry = chunk < chunks ? entry_of[chunk] : kEndOfWork] {
         works.holds[stage] = entry;
         works.full[stage].arrive();
       });
-      field.advance();
+      work.advance();
     };
-    const auto ask = [&](StageSet& slots, const auto& ring, int chunk) {
-      wait(role, slots.empty[ring.stage], ring.phase ^ 1);
-      act(role, [this, &slots, stage = ring.stage, chunk] { copies.push_back({&slots, stage, chunk}); });
+    const auto issue = [&](StageSet& stages, const auto& pipe, int chunk) {
+      wait(role, stages.empty[pipe.stage], pipe.phase ^ 1);
+      act(role, [this, &stages, stage = pipe.stage, chunk] { loads_in_flight.push_back({&stages, stage, chunk}); });
     };
-    int asked = 0;
+    int issued = 0;
     PipelineState<kLoadStages> next;
-    if (loads_keys) find(0);
+    if (loads_keys) publish_work(0);
     for_chunks(role, items, [&](int chunk, const Item& item, int c) {
-      for (; loads_keys && asked < std::min(chunks, chunk + (item.joins ? 3 : 2)); ++asked, next.advance()) {
-        ask(loads, next, asked);
-        find(asked + 1);
+      for (; loads_keys && issued < std::min(chunks, chunk + (item.is_merge ? 3 : 2)); ++issued, next.advance()) {
+        issue(loads, next, issued);
+        publish_work(issued + 1);
       }
-      if (!loads_keys) ask(values, load, chunk);
-      if (item.joins) {
-        pass_loads(role, load, chunk);
+      if (!loads_keys) issue(values, load, chunk);
+      if (item.is_merge) {
+        skip_load(role, load, chunk);
         return load.advance();
       }
       wait(role, loads.full[load.stage], load.phase);
@@ -217,17 +218,17 @@ struct Model {
     });
   }
 
-  // The stage something leaves through, and whose chunk's it is.
-  struct Leaving {
+  // The stage that a TMA store still reads, and its chunk.
+  struct StoringStage {
     int stage = kNothing, chunk = kNothing;
   };
-  void release(Role& role, Leaving& storing_stage) {
+  void release(Role& role, StoringStage& storing_stage) {
     if (storing_stage.stage == kNothing) return;
     expect(role, values, storing_stage.stage, storing_stage.chunk);
     act(role, [this, stage = storing_stage.stage] { values.empty[stage].arrive(); });
     storing_stage = {};
   }
-  void leave(Role& role, Leaving& storing_stage, int stage, int chunk) {
+  void begin_store(Role& role, StoringStage& storing_stage, int stage, int chunk) {
     expect(role, values, stage, chunk);
     storing_stage = {stage, chunk};
   }
@@ -245,15 +246,15 @@ struct Model {
     act(role, [this, stage = operand.stage] { operands_empty[stage].arrive(); });
     operand.advance();
   }
-  // A step of a join, or a chunk of which a warpgroup has no columns.
-  bool passes(Role& role, const Item& item, int m, int chunk, PipelineState<kLoadStages>& load,
-              PipelineState<kOperandStages>& operand, Leaving& storing_stage) {
-    if (!item.joins && !(item.half && m == 1)) return false;
-    pass_loads(role, load, chunk);
+  // Skips a step of a merge, or a chunk of which the warpgroup has no columns.
+  bool skips(Role& role, const Item& item, int math_wg, int chunk, PipelineState<kLoadStages>& load,
+             PipelineState<kOperandStages>& operand, StoringStage& storing_stage) {
+    if (!item.is_merge && !(item.is_half && math_wg == 1)) return false;
+    skip_load(role, load, chunk);
     release(role, storing_stage);
     wait_values(role, load, chunk);
     act(role, [this, stage = load.stage] { values.empty[stage].arrive(); });
-    if (!item.joins) {
+    if (!item.is_merge) {
       wait_operands(role, operand, chunk);
       release_operands(role, operand, chunk);
     }
@@ -261,84 +262,85 @@ struct Model {
     return true;
   }
 
-  Role math_role(const std::vector<Item>& items, int m) {
+  Role math_role(const std::vector<Item>& items, int math_wg) {
     Role role;
     PipelineState<kLoadStages> load;
     PipelineState<kOperandStages> operand;
-    Leaving storing_stage;
+    StoringStage storing_stage;
     for_chunks(role, items, [&](int chunk, const Item& item, int c) {
-      if (passes(role, item, m, chunk, load, operand, storing_stage)) return;
-      const bool has_output = pass == Pass::kForward && c >= item.warmup_tokens, is_identity = item.factors && m == 1;
+      if (skips(role, item, math_wg, chunk, load, operand, storing_stage)) return;
+      const bool has_output = pass == Pass::kForward && c >= item.warmup_chunks,
+                 is_identity = item.is_transition && math_wg == 1;
       wait(role, loads.full[load.stage], load.phase);
       expect(role, loads, load.stage, chunk);
       release(role, storing_stage);
       wait_values(role, load, chunk);
       if (is_identity) {
-        leave(role, storing_stage, load.stage, chunk);
+        begin_store(role, storing_stage, load.stage, chunk);
       } else if (!has_output) {
         act(role, [this, stage = load.stage] { values.empty[stage].arrive(); });
       }
       wait_operands(role, operand, chunk);
       expect(role, loads, load.stage, chunk);
       act(role, [this, stage = load.stage] { loads.empty[stage].arrive(); });
-      if (has_output && c > item.warmup_tokens)
-        leave(role, storing_stage, load.previous_stage(), chunk - 1);  // o, where its v came in
+      if (has_output && c > item.warmup_chunks)
+        begin_store(role, storing_stage, load.previous_stage(), chunk - 1);  // O, through the stage that held its V
       release_operands(role, operand, chunk);
       load.advance();
       if (c < item.chunks - 1) return;
       if (has_output) {
         release(role, storing_stage);
-        leave(role, storing_stage, load.previous_stage(), chunk);
+        begin_store(role, storing_stage, load.previous_stage(), chunk);
       }
       if (is_identity) expect(role, values, load.previous_stage(), chunk);
     });
     return role;
   }
 
-  Role gradient_role(const std::vector<Item>& items, int m) {
+  Role gradient_role(const std::vector<Item>& items, int math_wg) {
     Role role;
     PipelineState<kLoadStages> load;
     PipelineState<kOperandStages> operand;
-    Leaving storing_stage;
+    StoringStage storing_stage;
     bool has_before = false;
     for_chunks(role, items, [&](int chunk, const Item& item, int c) {
-      if (passes(role, item, m, chunk, load, operand, storing_stage)) return;
-      const bool is_warmup = c < item.warmup_tokens;
+      if (skips(role, item, math_wg, chunk, load, operand, storing_stage)) return;
+      const bool is_warmup = c < item.warmup_chunks;
       if (c == 0) has_before = false;
       release(role, storing_stage);
       wait(role, loads.full[load.stage], load.phase);
       expect(role, loads, load.stage, chunk);
       wait_values(role, load, chunk);
       wait_operands(role, operand, chunk);
-      if (has_before) leave(role, storing_stage, load.previous_stage(), chunk - 1);
+      if (has_before) begin_store(role, storing_stage, load.previous_stage(), chunk - 1);
       release_operands(role, operand, chunk);
-      if (is_warmup) leave(role, storing_stage, load.stage, chunk);
+      if (is_warmup) begin_store(role, storing_stage, load.stage, chunk);
       expect(role, values, load.stage, chunk);
       expect(role, loads, load.stage, chunk);
       act(role, [this, stage = load.stage] { loads.empty[stage].arrive(); });
       load.advance();
-      has_before = !is_warmup && !(item.ragged && c == 0);
+      has_before = !is_warmup && !(item.is_ragged && c == 0);
       if (!is_warmup && (!has_before || c == item.chunks - 1)) {
         release(role, storing_stage);
-        leave(role, storing_stage, load.previous_stage(), chunk);
+        begin_store(role, storing_stage, load.previous_stage(), chunk);
       }
-      if (c == item.chunks - 1 && item.factors) expect(role, values, load.previous_stage(), chunk);
+      if (c == item.chunks - 1 && item.is_transition) expect(role, values, load.previous_stage(), chunk);
     });
     return role;
   }
 
-  // True if every role came to its end.
+  // True if every role ends.
   bool run(std::mt19937& random) {
     for (int idle = 0; idle < 2000; ++idle) {
       bool ended = true;
       for (const Role& role : roles) ended = ended && role.ended();
       if (ended) return true;
-      if (!copies.empty() && random() % 3 == 0) {
-        const size_t i = random() % copies.size();
-        const Copy copy = copies[i];
-        copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(i));
-        copy.slots->holds[copy.stage] = copy.chunk;
-        copy.slots->full[copy.stage].arrive();
+      if (!loads_in_flight.empty() && random() % 3 == 0) {
+        const size_t i = random() % loads_in_flight.size();
+        const Load load = loads_in_flight[i];
+        loads_in_flight.erase(loads_in_flight.begin() + static_cast<std::ptrdiff_t>(i));
+        load.stages->holds[load.stage] = load.chunk;
+        load.stages->full[load.stage].arrive();
         idle = 0;
       }
       Role& role = roles[random() % roles.size()];
@@ -355,12 +357,12 @@ void run_in_random_order(Pass pass) {
     for (Item& item : items) {
       item = {};
       item.chunks = 1 + static_cast<int>(random() % 7);
-      item.joins = random() % 4 == 0;
-      item.factors = !item.joins && random() % 4 == 0;
-      item.half = !item.joins && !item.factors && random() % 3 == 0;
-      item.ragged = random() % 3 == 0;
-      item.warmup_tokens = random() % 3 ? 0 : static_cast<int>(random() % item.chunks);
-      if (item.joins || item.factors) item.warmup_tokens = item.chunks;
+      item.is_merge = random() % 4 == 0;
+      item.is_transition = !item.is_merge && random() % 4 == 0;
+      item.is_half = !item.is_merge && !item.is_transition && random() % 3 == 0;
+      item.is_ragged = random() % 3 == 0;
+      item.warmup_chunks = random() % 3 ? 0 : static_cast<int>(random() % item.chunks);
+      if (item.is_merge || item.is_transition) item.warmup_chunks = item.chunks;
     }
     Model model(items, pass);
     ASSERT_TRUE(model.run(random)) << "a deadlock in trial " << trial;
@@ -368,9 +370,9 @@ void run_in_random_order(Pass pass) {
   }
 }
 
-TEST(Schedule, EndsAndNeverMixesChunks) { run_in_random_order(Pass::kForward); }
-TEST(Schedule, OfStatesEndsAndNeverMixesChunks) { run_in_random_order(Pass::kStates); }
-TEST(Schedule, OfGradientsEndsAndNeverMixesChunks) { run_in_random_order(Pass::kBackward); }
+TEST(Pipelines, EndsAndNeverMixesChunks) { run_in_random_order(Pass::kForward); }
+TEST(Pipelines, OfStatesEndsAndNeverMixesChunks) { run_in_random_order(Pass::kStates); }
+TEST(Pipelines, OfGradientsEndsAndNeverMixesChunks) { run_in_random_order(Pass::kBackward); }
 
 }  // namespace
 }  // namespace gatedelta::cuda

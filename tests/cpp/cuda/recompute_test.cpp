@@ -1,4 +1,4 @@
-// How the chain of states is shared out at windows (src/cuda/backward/windows.hpp), of many random packs.
+// Recomputation of the states from save intervals (src/cuda/schedule/recompute.hpp), for many random packs.
 #include "cuda/schedule/recompute.hpp"
 
 #include <gtest/gtest.h>
@@ -39,7 +39,7 @@ Pack random_pack(std::mt19937& random) {
   for (int n = 0; n < count; ++n) {
     lengths[n] = up_to(longest);
     first_chunks[n] = pack.chunk_count;
-    pack.chunk_count += lengths[n] + up_to(1);  // a sequence brings one to spare, at most
+    pack.chunk_count += lengths[n] + up_to(1);  // at most one unused index per sequence
   }
   pack.sequence_of.resize(count);
   std::iota(pack.sequence_of.begin(), pack.sequence_of.end(), 0);
@@ -50,13 +50,13 @@ Pack random_pack(std::mt19937& random) {
   }
   return pack;
 }
-// Nowhere, everywhere, or somewhere between.
+// After the last chunk (no second slice), or anywhere.
 int random_split(const Pack& pack, std::mt19937& random) {
   return random() % 4 == 0 ? pack.chunk_count
                            : static_cast<int>(random() % static_cast<unsigned>(pack.chunk_count + 1));
 }
 
-TEST(Windows, EveryChunkIsInOnePieceThatBeginsAtAWindowOfItsSlice) {
+TEST(Recompute, EveryChunkIsInOnePieceThatStartsAtASaveIntervalOfItsSlice) {
   std::mt19937 random(1);
   for (int round = 0; round < 300; ++round) {
     const Pack pack = random_pack(random);
@@ -67,8 +67,8 @@ TEST(Windows, EveryChunkIsInOnePieceThatBeginsAtAWindowOfItsSlice) {
     std::vector<std::vector<int>> times(pack.count() * pack.heads);
     for (int seq_head = 0; seq_head < pack.count() * pack.heads; ++seq_head)
       times[seq_head].resize(chunks(seq_head / pack.heads));
-    std::vector<int> next_ticket[kMaxSlices];
-    for (int slice = 0; slice < kMaxSlices; ++slice) next_ticket[slice].resize(pieces.count[slice]);
+    std::vector<int> listed[kMaxSlices];
+    for (int slice = 0; slice < kMaxSlices; ++slice) listed[slice].resize(pieces.count[slice]);
     for (int i = 0; i < pieces.numbers(); ++i) {
       const auto [rank, head, begin, slice, place] = pieces.piece(i, chunks);
       if (place < 0) continue;
@@ -78,19 +78,19 @@ TEST(Windows, EveryChunkIsInOnePieceThatBeginsAtAWindowOfItsSlice) {
       ASSERT_LT(begin, chunks(rank));
       EXPECT_EQ(slice, pack.first_chunk_index[rank] + begin >= split);
       ASSERT_LT(place, pieces.count[slice]);
-      ++next_ticket[slice][place];
+      ++listed[slice][place];
       const int end = std::min(begin + pieces.length, chunks(rank));
       EXPECT_EQ(end - begin == pieces.length, i < pieces.whole);
       for (int c = begin; c < end; ++c) ++times[rank * pack.heads + head][c];
     }
     for (const auto& seq_head : times)
       for (const int n : seq_head) EXPECT_EQ(n, 1);
-    for (const auto& slice : next_ticket)
+    for (const auto& slice : listed)
       for (const int n : slice) EXPECT_EQ(n, 1);
   }
 }
 
-TEST(Windows, WholePiecesComeFromTheLastChunkToTheFirst) {
+TEST(Recompute, WholePiecesRunFromTheLastChunkToTheFirst) {
   std::mt19937 random(2);
   for (int round = 0; round < 100; ++round) {
     const Pack pack = random_pack(random);
@@ -113,18 +113,25 @@ BackwardProblem problem_of(int64_t count, int64_t batch, int64_t tokens, int64_t
   p.in.sequences.count = count;
   p.in.sequences.batch = batch;
   p.in.sequences.tokens = tokens;
-  if (packed) p.in.sequences.offsets = {nullptr, false, true};  // as a query has them
+  if (packed) p.in.sequences.offsets = {nullptr, false, true};  // as in a size query
   return p;
 }
 
-TEST(Windows, ThereIsRoomForThem) {
+// Whether or not anything else is cut, by choice or by force.
+TEST(Recompute, ListsHaveRoomForAllPieces) {
   std::mt19937 random(3);
   for (int round = 0; round < 300; ++round) {
     const Pack pack = random_pack(random);
     const int64_t tokens = std::accumulate(pack.chunks.begin(), pack.chunks.end(), int64_t{0}) * kChunkTokens;
     const RecomputePieces pieces = pack.pieces(random_split(pack, random));
-    const int64_t room = max_entries(forward_of(problem_of(pack.count(), 1, tokens, pack.heads, true)));
-    for (const int count : pieces.count) EXPECT_LE(count, room);
+    BackwardProblem p = problem_of(pack.count(), 1, tokens, pack.heads, true);
+    for (const bool may_cut : {false, true}) {
+      for (const int64_t segment : {0, 256}) {
+        p.context_parallel = may_cut;
+        p.segment_chunks = may_cut ? segment : 0;
+        for (const int count : pieces.count) EXPECT_LE(count, max_entries(forward_of(p)));
+      }
+    }
   }
 }
 
@@ -141,7 +148,7 @@ TEST(Slices, HaveRoomForStatesAndRows) {
     const bool packed = round % 2, is_tight = round % 4 == 3;
     const int64_t heads = between(1, 64), count = between(1, std::min<int64_t>(16, kMaxPlannedSeqHeads / heads));
     std::vector<int64_t> offsets(1, 0);
-    const int64_t longest = int64_t{1} << between(6, 16);
+    const int64_t longest = (int64_t{1} << between(6, 16)) - (round % 3 ? 0 : between(0, 63));
     for (int64_t n = 0; n < count; ++n) {
       const int64_t length = !packed         ? longest
                              : !is_tight     ? between(0, longest)
@@ -189,13 +196,23 @@ TEST(Slices, HaveRoomForStatesAndRows) {
   EXPECT_GT(last_chunks, 0);
 }
 
-// Little more than a half of it: two slices of one sequence.
-TEST(Slices, HalveWhatIsThereOfStates) {
+// Slices restart from saved states, and their lists have entries for the sequences and heads of a plan only.
+TEST(Slices, NeedSavedStatesAndAPlan) {
+  EXPECT_EQ(slices_of(problem_of(64, 1, 1 << 20, 16, true)).count, 2);
+  EXPECT_EQ(slices_of(problem_of(65, 1, 1 << 20, 1, true)).count, 1);
+  EXPECT_EQ(slices_of(problem_of(64, 1, 1 << 20, 17, true)).count, 1);
+  BackwardProblem p = problem_of(64, 1, 1 << 20, 16, true);
+  p.saved = nullptr;
+  EXPECT_EQ(slices_of(p).count, 1);
+}
+
+// Two slices of one sequence are little more than half of it each.
+TEST(Slices, HalveTheStates) {
   const Slices slices = slices_of(problem_of(1, 1, 32768, 8, false));
   EXPECT_EQ(slices.count, 2);
   EXPECT_LE(slices.chunks, 512 / 2 + kSaveInterval / 2);
   EXPECT_LE(slices.tokens, slices.chunks * kChunkTokens);
-  EXPECT_EQ(slices_of(problem_of(1, 1, 31 * kChunkTokens, 8, false)).count, 1);  // less than two windows
+  EXPECT_EQ(slices_of(problem_of(1, 1, 31 * kChunkTokens, 8, false)).count, 1);  // less than two save intervals
   BackwardProblem p = problem_of(1, 1, 32768, 8, false);
   const size_t small = backward_layout(p).bytes;
   p.small_workspace = false;

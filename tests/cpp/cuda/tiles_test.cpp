@@ -1,4 +1,4 @@
-// Shared-memory tiles and register fragments against what the PTX ISA says about them.
+// Shared-memory tiles and register fragments against the PTX ISA.
 #include "cuda/sm90/tiles.hpp"
 
 #include <gtest/gtest.h>
@@ -22,7 +22,7 @@ TEST(Tiles, SwizzleIsAnInvolutionWithinRows) {
   }
 }
 
-TEST(Tiles, SwizzleIsThatOfTheCopyEngine) {  // 128-byte mode: chunk c of row r is at chunk c ^ (r % 8)
+TEST(Tiles, SwizzleIsThatOfTma) {  // 128-byte mode: chunk c of row r is at chunk c ^ (r % 8)
   for (int row = 0; row < kRows; ++row) {
     for (int chunk = 0; chunk < 8; ++chunk)
       EXPECT_EQ(tile_offset(row, chunk * 8), static_cast<uint32_t>(row * 128 + (chunk ^ row % 8) * 16));
@@ -39,7 +39,7 @@ TEST(Tiles, EightRowsOfAMatrixAreInEightDifferentBanks) {
   }
 }
 
-TEST(Tiles, StepsOfABlockRowAreExclusiveOrs) {  // how the kernels walk along a row, and down the rows
+TEST(Tiles, StepsOfABlockRowAreExclusiveOrs) {  // how the kernels step along a row, and down the rows
   for (int lane = 0; lane < kLanes; ++lane) {
     for (int row = 0; row < kRows; row += 16) {
       const int own = row + block_row(lane), column = block_column(lane);
@@ -77,7 +77,7 @@ TEST(Fragments, Accumulator) {
 }
 
 // ldmatrix/stmatrix .x4: lanes 8 m .. 8 m + 7 name the rows of matrix m, whose elements are in register m. A 16 x 16
-// block of an accumulator, packed pair by pair, must go where it came from.
+// block of an accumulator, packed in pairs, must land where it came from.
 TEST(Fragments, BlocksAreStoredWhereTheyBelong) {
   for (int m = 0; m < 4; ++m) {
     for (int i = 0; i < 8; ++i) {
@@ -94,8 +94,8 @@ TEST(Fragments, BlocksAreStoredWhereTheyBelong) {
   }
 }
 
-// With .trans a lane holds what lies at [column][row] of the stored matrix: rows of memory are columns of the fragment.
-TEST(Fragments, TurnedBlocksAreTheTranspose) {
+// With .trans a lane holds element [column][row] of the stored matrix: rows of memory are columns of the fragment.
+TEST(Fragments, BlocksLoadedWithTransAreTransposed) {
   for (int m = 0; m < 4; ++m) {
     for (int i = 0; i < 8; ++i) {
       EXPECT_EQ(transposed_row(8 * m + i), transposed_row(8 * m) + i);
@@ -125,8 +125,8 @@ TEST(Descriptors, Fields) {
   static_assert(kTriangleDescriptorHigh >> 30 == 3);
 }
 
-// What a warp stores of a packed state, one register after the other, is where wgmma looks for it: core matrices of 8 x
-// 8 numbers, 128 bytes apart along the value columns and 256 along the key dimensions, as the descriptor says.
+// A warp stores a packed state register by register, which gives the layout that wgmma reads: core matrices of 8 x 8
+// elements, 128 bytes apart along the value columns and 256 along the key dimensions, as the descriptor says.
 TEST(States, RegistersAreCoreMatrices) {
   EXPECT_EQ(state_descriptor_low(0x4000), (0x4000u >> 4) | (128u >> 4) << 16);
   EXPECT_EQ(kStateDescriptorHigh, 256u >> 4);

@@ -1,5 +1,5 @@
-// The list of work (src/cuda/forward/schedule.hpp), as the scheduler makes it, of many random batches and cuts: every
-// chunk is put out once, every piece begins with a state that is right, and nothing waits for what comes later.
+// The work list (src/cuda/schedule/work_list.hpp), as the scheduler writes it, for many random batches and cuts: every
+// chunk's output is computed once, every item starts from the right state, and no item waits for a later one.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace {
 
 struct Batch {
   std::vector<int> rows;                        // of each sequence, longest first
-  std::vector<std::vector<ChunkDecay>> decays;  // of each pair of sequence and head
+  std::vector<std::vector<ChunkDecay>> decays;  // of each (sequence, head) pair
   int heads;
   int chunks(int n) const { return (rows[n] + kChunkTokens - 1) / kChunkTokens; }
   int seq_heads() const { return static_cast<int>(rows.size()) * heads; }
@@ -46,34 +46,34 @@ struct Batch {
   }
 };
 
-// The number of a chunk among those walked through, and the chunk at such a number.
+// The place of a chunk in the order of the pass, and the chunk at such a place.
 template <Pass kPass>
 int walked(int chunk, int chunks) {
   return kPass == Pass::kBackward ? chunks - 1 - chunk : chunk;
 }
 
 struct List {
-  Cut cut;  // what is left of it
+  Cut cut;  // perhaps coarsened
   std::vector<WorkItem> items;
   int boundaries;
   bool in_place;  // final states may overwrite initial ones
 };
 
-// What Scheduler does, one thread after the other.
+// What Scheduler does, without threads.
 template <Pass kPass>
 List list_of(const Batch& batch, Cut cut, const Limits& limits, int lanes, bool in_place) {
   std::vector<bool> persists(batch.seq_heads(), false);
-  std::vector<std::vector<uint8_t>> windows(batch.seq_heads());
+  std::vector<std::vector<uint8_t>> warmups(batch.seq_heads());
   for (int seq_head = 0; seq_head < batch.seq_heads(); ++seq_head) {
     const int chunks = batch.chunks(seq_head / batch.heads), segments = segments_of(chunks, cut.decaying);
     if (chunks > 0 && segments == 1)
       persists[seq_head] = batch.decays[seq_head][chunks / 2].log2_left > usual_log2_left<kPass>();
     for (int i = 1; i < segments; ++i) {
-      const int window =
+      const int warmup =
           warmup_length<kPass>(decaying_begin(chunks, segments, i), warmup_limit<kPass>(cut.decaying),
                                [&](int c) { return batch.decays[seq_head].at(walked<kPass>(c, chunks)); });
-      windows[seq_head].push_back(static_cast<uint8_t>(window == kNoWarmup ? 0 : window));
-      if (window == kNoWarmup) persists[seq_head] = true;
+      warmups[seq_head].push_back(static_cast<uint8_t>(warmup == kNoWarmup ? 0 : warmup));
+      if (warmup == kNoWarmup) persists[seq_head] = true;
     }
   }
   std::vector<EntryCounts> before(batch.seq_heads());
@@ -96,7 +96,7 @@ List list_of(const Batch& batch, Cut cut, const Limits& limits, int lanes, bool 
               segments = segments_of<kPass>(cut, chunks, persists[seq_head]);
     for (int lane = 0; lane < lanes; ++lane) {
       list_seq_head<kPass>(plan, batch.whole(seq_head), seq_head, chunks, segments, persists[seq_head],
-                           before[seq_head], windows[seq_head].data(), lane, lanes, [&](int i, const WorkItem& item) {
+                           before[seq_head], warmups[seq_head].data(), lane, lanes, [&](int i, const WorkItem& item) {
                              list.items.at(i) = item;
                              ++puts[i];
                            });
@@ -106,13 +106,13 @@ List list_of(const Batch& batch, Cut cut, const Limits& limits, int lanes, bool 
   return list;
 }
 
-// Goes through a list as blocks would that take one item after the other.
+// Takes the items of a list in order, as CTAs do.
 template <Pass kPass>
 struct Checker {
   static constexpr bool kReverse = kPass == Pass::kBackward;
   const Batch& batch;
   struct Boundary {
-    int ready = 0, seq_head = -1, at = -1;  // the state before the at'th chunk that is walked through
+    int ready = 0, seq_head = -1, at = -1;  // the state before the at-th chunk of the pass
   };
   std::vector<Boundary> boundaries;
   std::map<std::vector<int>, int> stored;  // [sequence, head, half, chunk]: how often
@@ -124,103 +124,103 @@ struct Checker {
 
   Checker(const Batch& b, int count) : batch(b), boundaries(count) {}
 
-  // The chunks of an item, as kernels walk through them: their numbers in that order.
+  // The chunks of an item in the order of the pass.
   struct Walk {
-    int first, end, warmup_tokens;  // walked chunks
+    int first, end, warmup_chunks;  // places in the order of the pass
   };
-  Walk walk(const WorkItem& it) {
+  Walk walk(const WorkItem& item) {
     using Chunk = ChunkAt<kReverse>;
-    const int chunks = batch.chunks(it.sequence), token = batch.first_token(it.sequence);
+    const int chunks = batch.chunks(item.sequence), token = batch.first_token(item.sequence);
     Walk walk{-1, 0, 0};
-    int prepared = it.prepared, rows = it.tokens;
-    for (Chunk at = Chunk::first_of(it); at.tokens_left > 0; at = at.next(), rows -= kChunkTokens) {
+    int prepared = item.prepared, rows = item.tokens;
+    for (Chunk at = Chunk::first_of(item); at.tokens_left > 0; at = at.next(), rows -= kChunkTokens) {
       const int chunk = (at.token - token) / kChunkTokens, number = walked<kPass>(chunk, chunks);
       EXPECT_EQ((at.token - token) % kChunkTokens, 0);
       EXPECT_TRUE(chunk >= 0 && chunk < chunks);
-      EXPECT_EQ(prepared, (batch.first_chunk_index(it.sequence) + chunk) * batch.heads + it.head);
-      EXPECT_EQ(at.tokens(), std::min(kChunkTokens, batch.rows[it.sequence] - chunk * kChunkTokens));
+      EXPECT_EQ(prepared, (batch.first_chunk_index(item.sequence) + chunk) * batch.heads + item.head);
+      EXPECT_EQ(at.tokens(), std::min(kChunkTokens, batch.rows[item.sequence] - chunk * kChunkTokens));
       EXPECT_EQ(at.is_whole(), at.tokens() == kChunkTokens);
-      const Chunk again = Chunk::of(it, rows);  // by the warp that loads values
+      const Chunk again = Chunk::of(item, rows);  // as the warp that loads V finds it
       EXPECT_EQ(again.token, at.token);
       EXPECT_EQ(again.tokens(), at.tokens());
       if (walk.first < 0) walk.first = walk.end = number;
       EXPECT_EQ(number, walk.end++);
       if (at.is_warmup()) {
-        EXPECT_EQ(number, walk.first + walk.warmup_tokens++);  // all of them first
-      } else if (it.kind == kOutputs) {
+        EXPECT_EQ(number, walk.first + walk.warmup_chunks++);  // warm-up chunks are the first
+      } else if (item.kind == kOutputs) {
         for (int half = 0; half < 2; ++half)
-          if (it.half == kWhole || it.half == half) ++stored[{it.sequence, it.head, half, chunk}];
+          if (item.half == kWhole || item.half == half) ++stored[{item.sequence, item.head, half, chunk}];
       }
       prepared += kReverse ? -batch.heads : batch.heads;
     }
     EXPECT_TRUE(rows > -kChunkTokens && rows <= 0);
     return walk;
   }
-  int halves(const WorkItem& it) const { return it.half == kWhole ? 2 : 1; }
+  int halves(const WorkItem& item) const { return item.half == kWhole ? 2 : 1; }
 
-  void take(const WorkItem& it) {
-    const int seq_head = it.sequence * batch.heads + it.head, chunks = batch.chunks(it.sequence);
-    if (it.kind == kMerge) return merge(it, seq_head);
-    ASSERT_TRUE(it.half == kWhole || it.half == 0 || it.half == 1);
-    const Walk w = walk(it);
-    if (it.kind == kTransition) {
-      EXPECT_EQ(it.from, kFromZero);
-      EXPECT_EQ(w.warmup_tokens, w.end - w.first);
-      ASSERT_TRUE(it.half >= 0 && it.to > 0);
-      EXPECT_TRUE(boundaries[it.to].at == -1 || boundaries[it.to].at == w.end);
-      boundaries[it.to].seq_head = seq_head;
-      boundaries[it.to].at = w.end;
-      boundaries[it.to].ready += 2;  // by both warpgroups
-      EXPECT_EQ(segment_begin.insert({it.to, w.first}).first->second, w.first);
+  void take(const WorkItem& item) {
+    const int seq_head = item.sequence * batch.heads + item.head, chunks = batch.chunks(item.sequence);
+    if (item.kind == kMerge) return merge(item, seq_head);
+    ASSERT_TRUE(item.half == kWhole || item.half == 0 || item.half == 1);
+    const Walk w = walk(item);
+    if (item.kind == kTransition) {
+      EXPECT_EQ(item.from, kFromZero);
+      EXPECT_EQ(w.warmup_chunks, w.end - w.first);
+      ASSERT_TRUE(item.half >= 0 && item.to > 0);
+      EXPECT_TRUE(boundaries[item.to].at == -1 || boundaries[item.to].at == w.end);
+      boundaries[item.to].seq_head = seq_head;
+      boundaries[item.to].at = w.end;
+      boundaries[item.to].ready += 2;  // one from each math warpgroup
+      EXPECT_EQ(segment_begin.insert({item.to, w.first}).first->second, w.first);
       return;
     }
-    if (it.from == kFromInitial) {
+    if (item.from == kFromInitial) {
       EXPECT_EQ(w.first, 0);
-    } else if (it.from == kFromZero) {
-      EXPECT_TRUE(is_forgotten(seq_head, w.first, w.first + w.warmup_tokens));
+    } else if (item.from == kFromZero) {
+      EXPECT_TRUE(has_decayed(seq_head, w.first, w.first + w.warmup_chunks));
     } else {
-      EXPECT_GE(boundaries[it.from].ready, kStateReady) << "waits for something later in the list";
-      EXPECT_EQ(boundaries[it.from].seq_head, seq_head);
-      EXPECT_EQ(boundaries[it.from].at, w.first);
+      EXPECT_GE(boundaries[item.from].ready, kStateReady) << "waits for something later in the list";
+      EXPECT_EQ(boundaries[item.from].seq_head, seq_head);
+      EXPECT_EQ(boundaries[item.from].at, w.first);
     }
-    if (it.to >= 0) {
-      EXPECT_EQ(it.from, kFromInitial);
-      boundaries[it.to].seq_head = seq_head;
-      boundaries[it.to].at = w.end;
-      boundaries[it.to].ready += kStateReady / 2 * halves(it);
-    } else if (it.to == kToFinal) {
+    if (item.to >= 0) {
+      EXPECT_EQ(item.from, kFromInitial);
+      boundaries[item.to].seq_head = seq_head;
+      boundaries[item.to].at = w.end;
+      boundaries[item.to].ready += kStateReady / 2 * halves(item);
+    } else if (item.to == kToFinal) {
       EXPECT_EQ(w.end, chunks);
-      EXPECT_LE(it.readers, readers[seq_head]) << "waits for something later in the list";
-      EXPECT_TRUE(it.readers == 0 || it.seq_head == seq_head);
-      EXPECT_TRUE(final_states[seq_head] == 0 || awaited_readers[seq_head] == it.readers);  // both halves alike
-      awaited_readers[seq_head] = it.readers;
-      final_states[seq_head] += halves(it);
+      EXPECT_LE(item.readers, readers[seq_head]) << "waits for something later in the list";
+      EXPECT_TRUE(item.readers == 0 || item.seq_head == seq_head);
+      EXPECT_TRUE(final_states[seq_head] == 0 || awaited_readers[seq_head] == item.readers);  // both halves alike
+      awaited_readers[seq_head] = item.readers;
+      final_states[seq_head] += halves(item);
     } else {
       EXPECT_NE(w.end, chunks);
-      if (it.from != kFromInitial) return;
-      EXPECT_EQ(it.seq_head, seq_head);
-      readers[seq_head] += halves(it);
+      if (item.from != kFromInitial) return;
+      EXPECT_EQ(item.seq_head, seq_head);
+      readers[seq_head] += halves(item);
     }
   }
 
-  void merge(const WorkItem& it, int seq_head) {
-    ASSERT_EQ(it.tokens % (kMergeTiles * kChunkTokens), 0);
-    EXPECT_EQ(it.warmup_tokens, it.tokens);
-    EXPECT_EQ(it.to, it.from + 1);
-    EXPECT_EQ(it.prepared, it.to * kBoundaryTiles);
-    EXPECT_GE(boundaries[it.from].ready, kStateReady) << "waits for something later in the list";
-    for (int i = 0; i < it.tokens / (kMergeTiles * kChunkTokens); ++i) {
-      const Boundary& last = boundaries[it.from + i];
-      Boundary& next = boundaries[it.to + i];
+  void merge(const WorkItem& item, int seq_head) {
+    ASSERT_EQ(item.tokens % (kMergeTiles * kChunkTokens), 0);
+    EXPECT_EQ(item.warmup_tokens, item.tokens);
+    EXPECT_EQ(item.to, item.from + 1);
+    EXPECT_EQ(item.prepared, item.to * kBoundaryTiles);
+    EXPECT_GE(boundaries[item.from].ready, kStateReady) << "waits for something later in the list";
+    for (int i = 0; i < item.tokens / (kMergeTiles * kChunkTokens); ++i) {
+      const Boundary& last = boundaries[item.from + i];
+      Boundary& next = boundaries[item.to + i];
       EXPECT_EQ(last.seq_head, seq_head);
       EXPECT_EQ(next.seq_head, seq_head);
-      EXPECT_EQ(segment_begin[it.to + i], last.at);
+      EXPECT_EQ(segment_begin[item.to + i], last.at);
       EXPECT_GE(next.ready, kTransitionReady) << "waits for something later in the list";
       next.ready += 2;
     }
   }
 
-  bool is_forgotten(int seq_head, int begin, int end) const {
+  bool has_decayed(int seq_head, int begin, int end) const {
     const int chunks = batch.chunks(seq_head / batch.heads);
     double log2_left = 0, written = 0;
     for (int c = end - 1; c >= begin; --c) {
@@ -233,14 +233,14 @@ struct Checker {
   }
 
   void check(const List& list) {
-    for (const WorkItem& it : list.items) take(it);
+    for (const WorkItem& item : list.items) take(item);
     for (const Boundary& boundary : boundaries) EXPECT_EQ(boundary.ready, kStateReady);
     for (int seq_head = 0; seq_head < batch.seq_heads(); ++seq_head) {
       const int n = seq_head / batch.heads;
       for (int c = 0; c < batch.chunks(n); ++c)
         for (int half = 0; half < 2; ++half) EXPECT_EQ((stored[{n, seq_head % batch.heads, half, c}]), 1);
       EXPECT_EQ(final_states[seq_head], batch.chunks(n) ? 2 : 0);
-      // A final state that may overwrite the initial one waits for everyone who reads that: no more, no fewer.
+      // A final state that may overwrite the initial one waits for all warpgroups that read it: no more, no fewer.
       EXPECT_EQ(awaited_readers[seq_head], list.in_place ? readers[seq_head] : 0);
     }
   }
@@ -279,11 +279,11 @@ void check_lists(int seed) {
     EXPECT_LE(list.boundaries, limits.boundaries);
     Checker<kPass>(batch, list.boundaries).check(list);
     cuts += list.cut.decaying || list.cut.persistent;
-    for (const WorkItem& it : list.items) {
-      merges += it.kind == kMerge;
-      warmups += it.kind == kOutputs && it.warmup_tokens > 0;
-      one_reader += it.readers == 2;  // two warpgroups read for every segment
-      more_readers += it.readers > 2;
+    for (const WorkItem& item : list.items) {
+      merges += item.kind == kMerge;
+      warmups += item.kind == kOutputs && item.warmup_tokens > 0;
+      one_reader += item.readers == 2;  // two warpgroups read for every segment
+      more_readers += item.readers > 2;
     }
     if (::testing::Test::HasFailure()) FAIL() << "in round " << round;
   }
@@ -306,7 +306,7 @@ TEST(Limits, AreEqualOnlyIfAllAre) {
   EXPECT_FALSE(limits == (Limits{132, 600, 39}));
 }
 
-// Where nothing is cut the second list is the first one, mirrored.
+// Where nothing is cut, the gradient chain's list is the forward's, mirrored.
 TEST(List, OfWholeSequencesIsMirrored) {
   Batch batch{{1000, 640, 64, 63, 1, 0}, {}, 3};
   for (int seq_head = 0; seq_head < batch.seq_heads(); ++seq_head) {

@@ -1,4 +1,4 @@
-// Chunks' places in the workspace, its size, and how the list of work comes to be.
+// Chunk indices, the size of the workspace, and how the work list is made.
 #include "cuda/workspace/forward.hpp"
 
 #include <gtest/gtest.h>
@@ -24,11 +24,11 @@ ForwardProblem dense(int64_t batch, int64_t tokens, int64_t heads, bool checkpoi
 ForwardProblem packed(int64_t sequences, int64_t tokens, int64_t heads, bool checkpoints = false) {
   ForwardProblem p = dense(1, tokens, heads, checkpoints);
   p.in.sequences.count = sequences;
-  p.in.sequences.offsets = {nullptr, false, true};  // as a query has them
+  p.in.sequences.offsets = {nullptr, false, true};  // as in a size query
   return p;
 }
 
-TEST(Stages, OfPackedSequencesNeverMeet) {
+TEST(ChunkIndices, OfPackedSequencesNeverCollide) {
   std::mt19937 random(1);
   for (int round = 0; round < 2000; ++round) {
     const int count = static_cast<int>(random() % 40);
@@ -40,9 +40,9 @@ TEST(Stages, OfPackedSequencesNeverMeet) {
       offsets[n + 1] = offsets[n] + lengths[random() % 4];
     }
     const int64_t tokens = offsets[count] + random() % 200;
-    const ChunkedSequences s = {count, 1, tokens, {offsets.data(), false, true}};
-    int64_t free = 0;                   // first slot nobody has taken
-    for (int n = 0; n <= count; ++n) {  // the last are the tokens nobody owns
+    const ChunkedSequences s = {count, 1, tokens, {offsets.data(), false}};
+    int64_t free = 0;                   // first unused chunk index
+    for (int n = 0; n <= count; ++n) {  // N: the tokens after the last sequence
       const int64_t length = n < count ? s[n].length : tokens - offsets[count];
       EXPECT_GE(s.first_chunk_index(n), free);
       free = std::max(free, s.first_chunk_index(n) + ChunkedSequences::chunks(length));
@@ -51,7 +51,7 @@ TEST(Stages, OfPackedSequencesNeverMeet) {
   }
 }
 
-TEST(Stages, OfADenseBatchHaveNoGaps) {
+TEST(ChunkIndices, OfADenseBatchHaveNoGaps) {
   for (const int64_t tokens : {0, 1, 63, 64, 65, 1000}) {
     const ChunkedSequences s = {7, 7, tokens, {}};
     for (int n = 0; n < 7; ++n) EXPECT_EQ(s.first_chunk_index(n), n * ChunkedSequences::chunks(tokens));
@@ -81,9 +81,9 @@ TEST(Workspace, PartsFollowEachOther) {
 TEST(Workspace, QueryAndCallAgree) {
   const int32_t offsets[] = {0, 10, 700};
   ForwardProblem call = packed(2, 700, 4);
-  const size_t asked = forward_layout(call).bytes;
+  const size_t queried = forward_layout(call).bytes;
   call.in.sequences.offsets.data = offsets;
-  EXPECT_EQ(forward_layout(call).bytes, asked);
+  EXPECT_EQ(forward_layout(call).bytes, queried);
 }
 
 constexpr size_t kMiB = size_t{1} << 20;
@@ -97,7 +97,7 @@ BackwardProblem backward_of(const ForwardProblem& forward) {
   return p;
 }
 
-// Two lists of the same length, two sets of counters and of boundaries.
+// The backward has two lists of the same length, two sets of counters and two of boundaries.
 TEST(Workspace, OfABackward) {
   for (const ForwardProblem& forward :
        {dense(1, 32768, 4), packed(5, 1000, 3), packed(100, 5000, 4), dense(4, 8192, 64)}) {
@@ -129,7 +129,7 @@ TEST(Workspace, OfABackwardThatCutsNothingHasNoBoundaries) {
   EXPECT_FALSE(may_cut(forward_of(p)));
 }
 
-// A sequence's last chunk takes as much as a whole one. From 70 tokens on that is paid for, and from 35 to 64.
+// A ragged chunk takes as much memory as a whole one. The bound covers it for 35 to 64 tokens, and from 70 tokens on.
 TEST(Workspace, KeepsItsPromiseForBatches) {
   for (const int64_t tokens : {35, 63, 64, 70, 71, 128, 129, 192, 193, 257, 1000, 4096, 8191, 32769}) {
     for (const int64_t batch : {1, 2, 7, 64, 500}) {
@@ -141,8 +141,8 @@ TEST(Workspace, KeepsItsPromiseForBatches) {
   }
 }
 
-// A packed sequence costs a chunk more: paid from 77 tokens per sequence on, counting one more sequence than there
-// are.
+// A packed sequence takes one chunk more. The bound covers it from 77 tokens per sequence on, counting one sequence
+// more than there are.
 TEST(Workspace, KeepsItsPromiseForPackedSequences) {
   std::mt19937 random(2);
   for (int round = 0; round < 5000; ++round) {
@@ -152,7 +152,20 @@ TEST(Workspace, KeepsItsPromiseForPackedSequences) {
   }
 }
 
-// What the promise does not cover: many short sequences. A chunk of its own for each is what they cost, at most.
+// Boundaries take what is left below the bound, to the last byte that holds one.
+TEST(Workspace, KeepsItsPromiseWithBoundaries) {
+  size_t least_left = kMiB;
+  for (int64_t tokens = 70; tokens < 100000; ++tokens) {
+    for (const ForwardProblem& p : {dense(1, tokens, 1), dense(1, tokens, 3, true), packed(1, tokens + 77, 2)}) {
+      const ForwardWorkspace w = forward_layout(p);
+      ASSERT_LE(w.bytes, promised(p)) << tokens;
+      if (w.boundary_count < kMaxBoundaries) least_left = std::min(least_left, promised(p) - w.bytes);
+    }
+  }
+  EXPECT_LT(least_left, 2 * ForwardWorkspace::kAlign);
+}
+
+// The bound does not cover many short sequences. They take at most one more chunk each.
 TEST(Workspace, OfShortSequencesIsAChunkEach) {
   EXPECT_GT(forward_layout(dense(500, 34, 32)).bytes, promised(dense(500, 34, 32)));
   EXPECT_GT(forward_layout(dense(1000, 69, 32)).bytes, promised(dense(1000, 69, 32)));
@@ -174,7 +187,7 @@ TEST(Blocks, OfPrepare) {
   EXPECT_EQ(prepare_blocks(packed(0, 0, 1).in), 1 + kPrepareHelpers);
 }
 
-// Nothing to plan where sequences of one length fill the card, and too much beyond some numbers.
+// A list is planned unless sequences of one length fill the GPU or there are too many.
 TEST(List, IsPlannedWhereCutsMayHelp) {
   EXPECT_EQ(list_mode(dense(4, 8192, 64), 132), kEvenList);  // 256 of 264
   EXPECT_EQ(list_mode(dense(8, 1024, 16), 132), kEvenList);  // 128 of 132
@@ -184,8 +197,8 @@ TEST(List, IsPlannedWhereCutsMayHelp) {
   EXPECT_EQ(even_parts(dense(1, 2048, 64), 132), 2);
   EXPECT_EQ(even_parts(dense(4, 2048, 64), 132), 1);
   EXPECT_EQ(list_mode(dense(10000, 64, 64), 132), kEvenList);
-  EXPECT_EQ(list_mode(packed(2, 32768, 66), 132), kPlannedList);  // lengths are not known here
-  EXPECT_EQ(list_entries(dense(1, 777, 20), 132), 40);            // no more blocks than halves of heads
+  EXPECT_EQ(list_mode(packed(2, 32768, 66), 132), kPlannedList);  // the host does not know the lengths
+  EXPECT_EQ(list_entries(dense(1, 777, 20), 132), 40);            // no more CTAs than halves of heads
   EXPECT_EQ(list_entries(packed(3, 777, 4), 132), 24);
   EXPECT_EQ(list_entries(dense(8, 1024, 16), 132), 128);
   EXPECT_EQ(list_entries(dense(1, 2048, 8), 132), max_entries(dense(1, 2048, 8)));
@@ -197,7 +210,7 @@ TEST(List, IsPlannedWhereCutsMayHelp) {
   EXPECT_EQ(list_mode(dense(0, 64, 64), 132), kEvenList);
 }
 
-// And where all sequences are short: halves of heads as long as there are blocks, and entries, for all of them.
+// Short sequences need no plan: halves of heads if there are CTAs and entries for all of them, else whole heads.
 TEST(List, OfShortSequencesNeedsNoPlan) {
   EXPECT_EQ(list_mode(packed(1, 64, 8), 132), kEvenList);
   EXPECT_EQ(even_parts(packed(1, 64, 8), 132), 2);
@@ -209,6 +222,10 @@ TEST(List, OfShortSequencesNeedsNoPlan) {
   ForwardProblem saves = packed(1, 64, 8);
   saves.saved.present = true;
   EXPECT_EQ(list_mode(saves, 132), kPlannedList);
+  saves = dense(8, 1024, 16);  // an even list; a backward may still cut it at save intervals
+  saves.saved = &saved;
+  EXPECT_EQ(list_mode(saves, 132), kEvenList);
+  EXPECT_EQ(list_entries(saves, 132), max_entries(saves));
   for (int64_t count = 0; count < 70; ++count)
     for (int64_t heads = 1; heads < 70; ++heads) {
       const ForwardProblem p = packed(count, kShortTokens, heads);
@@ -216,9 +233,9 @@ TEST(List, OfShortSequencesNeedsNoPlan) {
     }
 }
 
-// A plan would find the same, or gain less than it takes: about 5 us on an H200.
+// A plan would find the same, or gain less than it costs: about 5 us on an H200.
 TEST(List, OfShortSequencesIsAsGoodAsAPlan) {
-  constexpr float kPlan = 5000 * 1.7f;  // Costs are in units of 1/1.7 ns
+  constexpr float kPlan = 5 * Costs::kPerMicrosecond;
   for (const int count : {1, 2, 5, 8, 64})
     for (int heads = 1; heads <= 128 && is_planned(count, heads); heads += 3)
       for (int chunks = 1; chunks <= kShortTokens / kChunkTokens; ++chunks) {
