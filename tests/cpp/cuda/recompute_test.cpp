@@ -183,7 +183,7 @@ TEST(Slices, HaveRoomForStatesAndRows) {
       }
     }
     if (slices.count == 1) continue;
-    first_tokens += packed && least_token == 0;
+    first_tokens += packed && count > 1 && slices.split_token > 0 && least_token == 0;
     last_tokens += most_tokens == slices.tokens;
     first_chunks += least_chunk == 0;
     last_chunks += most_chunks == slices.split + slices.recompute_chunks - 1;

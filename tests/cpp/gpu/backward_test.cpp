@@ -31,8 +31,8 @@ TEST_F(Backward, Gates) {
                                     "gate=huge", "gate=raw", "gate=raw dt_bias=0", "gate=raw beta=logit"}));
 }
 
-// Under strong gates dg is made of what is left of one token at the next, far below what each has with itself. (In fp16
-// that is below the least number there is.)
+// Under strong gates dg consists of what one token leaves to the next, which is far smaller than a token's own terms.
+// (In fp16 it is below the smallest number.)
 TEST_F(Backward, StrongGatesKeepTheirGradient) {
   const std::string strong = "T=300 Hk=2 Hv=4 K=128 V=128 dtype=bf16 gate=strong";
   for (const std::string& spec : {strong, strong + " l2norm"}) {
@@ -50,7 +50,7 @@ TEST_F(Backward, Betas) {
               {"beta=unit", "beta=zeros", "beta=two", "beta=one", "beta=logit", "beta=logit2"}));
 }
 
-// Nothing comes out of a scale of 0, and nothing goes back to q.
+// A scale of 0 gives zero outputs and a zero dq.
 TEST_F(Backward, Scales) {
   check(cross({"T=150 Hk=1 Hv=2", "T=150 Hk=1 Hv=2 l2norm"}, {"scale=0", "scale=1", "scale=-0.25"}));
 }
@@ -60,7 +60,7 @@ TEST_F(Backward, States) {
               {"state=fp32", "state=bf16 layout=vk", "state=fp16", "h0=0", "ht=0", "strided"}));
 }
 
-// Sequences are cut, into what ends at the beginning, in the middle and at the end of a chunk of theirs.
+// Forced cuts; the sequences end at the beginning, in the middle and at the end of a chunk.
 TEST_F(Backward, Segments) {
   check(cross(
       cross({"T=600 Hk=2 Hv=4", "lengths=300+0+1+64+900+130 pad=7 Hk=1 Hv=3"}, {"segment=1", "segment=2", "segment=3"}),
@@ -70,38 +70,38 @@ TEST_F(Backward, Segments) {
                "h0=0 gate=weak keys=loose", "dht=0 gate=zero"}));
 }
 
-// As it likes: few heads, long sequences.
+// Automatic cuts: few heads, long sequences.
 TEST_F(Backward, CutsLongSequences) {
   check(cross({"T=3000 Hk=1 Hv=2", "lengths=3000+70+0+900 pad=9 Hk=1 Hv=2"},
               {"gate=zero", "gate=weak", "gate=mixed", "gate=strong", "gate=spiky", "gate=raw l2norm"}));
   check({"T=9000 Hk=1 Hv=2 gate=mixed", "T=4001 Hk=1 Hv=1 gate=zero", "lengths=5000+3x500 Hk=1 Hv=4 gate=mixed"});
 }
 
-// From what a forward has kept.
-std::string from_saved(gd_forward_args forward, gd_backward_args host, gd_context_parallel kept,
-                       gd_context_parallel taken) {
+// A backward that uses what a forward saved. Each of the two may cut or not.
+std::string from_saved(gd_forward_args forward, gd_backward_args host, gd_context_parallel forward_cuts,
+                       gd_context_parallel backward_cuts) {
   forward.final_state = forward.final_indices = forward.checkpoints = forward.checkpoint_indices = {};
   forward.checkpoint_every = 0;
-  gd_forward_args question = forward;
-  question.exec = {};
-  question.exec.device = GD_CUDA;
+  gd_forward_args query = forward;
+  query.exec = {};
+  query.exec.device = GD_CUDA;
   size_t bytes = 0;
-  if (gd_forward_saved_size(&question, &bytes) != GD_OK) return gd_last_error();
+  if (gd_forward_saved_size(&query, &bytes) != GD_OK) return gd_last_error();
   const DeviceMemory saved(bytes, 64);
   forward.saved = saved.data();
   forward.saved_bytes = bytes;
-  forward.context_parallel = kept;
+  forward.context_parallel = forward_cuts;
   DeviceForward training(forward);
   if (std::string error = training.run(); !error.empty()) return error;
   host.saved = saved.data();
   host.saved_bytes = bytes;
-  host.context_parallel = taken;
+  host.context_parallel = backward_cuts;
   DeviceBackward device(host);
   if (std::string error = device.run(); !error.empty()) return error;
   std::string error = device.download(host);
-  return saved.guards_intact() ? error : "wrote outside of what is saved";
+  return saved.guards_intact() ? error : "wrote outside of the saved memory";
 }
-TEST_F(Backward, FromWhatTheForwardKept) {
+TEST_F(Backward, FromSavedMemory) {
   for (const std::string& spec :
        cross({"T=1", "B=2 T=1024", "T=1025 Hk=1 Hv=2", "T=3000 Hk=1 Hv=1 gate=zero", "B=70 T=1030 Hk=1 Hv=1",
               "lengths=1024+1+0+2049 pad=3 Hk=1 Hv=2", "lengths=70x30 Hk=1 Hv=2 gate=raw l2norm",
@@ -109,17 +109,17 @@ TEST_F(Backward, FromWhatTheForwardKept) {
               "T=4097 Hk=1 Hv=2 gate=spiky beta=zeros"},
              kTypes)) {
     Judge judge(parse_case(spec));
-    for (const auto& [kept, taken] :
+    for (const auto& [forward_cuts, backward_cuts] :
          {std::pair{GD_CP_AUTO, GD_CP_AUTO}, {GD_CP_AUTO, GD_CP_OFF}, {GD_CP_OFF, GD_CP_AUTO}}) {
       const Judgement judgement = judge.backward(Compute::tensor_cores, [&](const gd_backward_args& host) {
-        return from_saved(judge.problem().forward, host, kept, taken);
+        return from_saved(judge.problem().forward, host, forward_cuts, backward_cuts);
       });
       expect_ok(judgement, judge.problem().spec);
     }
   }
 }
 
-// In slices of chunks: whole sequences, parts of them, none at all.
+// In slices of chunks, which hold whole sequences, parts of them, or none.
 TEST_F(Backward, SmallWorkspace) {
   for (const std::string& spec : cross({"T=2500 Hk=1 Hv=2", "B=3 T=1030 Hk=1 Hv=2", "B=40 T=63 Hk=1 Hv=2",
                                         "T=1984 Hk=1 Hv=1", "lengths=1024+1+0+2049+30 pad=3 Hk=1 Hv=2 gate=raw l2norm",
@@ -136,8 +136,8 @@ TEST_F(Backward, SmallWorkspace) {
   }
 }
 
-// Cut or not, the result is as far from the truth; also where that is beyond the bounds of the table, which knows
-// nothing of thousands of tokens with beta up to 2.
+// Cut or not, the error is about the same. Also where it exceeds the bounds of the table, which do not cover thousands
+// of tokens with beta up to 2.
 TEST_F(Backward, SegmentsAreAsAccurateAsNone) {
   for (const std::string& spec :
        cross(cross({"T=3000 Hk=1 Hv=2 seed=5", "T=3000 Hk=1 Hv=2 seed=6 l2norm beta=logit2",
@@ -156,12 +156,12 @@ TEST_F(Backward, SegmentsAreAsAccurateAsNone) {
       return judgement.verdicts;
     };
     const std::vector<Verdict> whole = errors(0);
-    const bool may_grow = judge.problem().spec.keys == KeyKind::loose;  // states may, and errors with them
+    const bool may_grow = judge.problem().spec.keys == KeyKind::loose;  // states may grow, and errors with them
     for (const int segment : {2, 9}) {
       const std::vector<Verdict> cut = errors(segment);
       ASSERT_EQ(cut.size(), whole.size());
       for (size_t i = 0; i < cut.size(); ++i) {
-        // dg of all tokens shares a few large sums: what their roundings come to is left to chance.
+        // A few large sums enter dg of all tokens, so their rounding errors differ from cut to cut.
         const double margin = may_grow || cut[i].quantity == "dg" ? 1.5 : 1.1;
         EXPECT_LE(cut[i].comparison.error, margin * whole[i].comparison.error)
             << cut[i].quantity << " of " << spec << ", segments of " << segment;
@@ -190,7 +190,7 @@ TEST_F(Backward, RepeatsBitForBit) {
   }
 }
 
-// A captured call holds pointers and shapes; lengths and gates, hence cuts, are found anew by every replay.
+// A captured call holds pointers and shapes. Every replay reads lengths and gates again, and cuts by them.
 TEST_F(Backward, GraphReplaysWithNewContents) {
   for (const std::string& type : kTypes) {
     const std::string rest = " pad=6 Hk=1 Hv=2 " + type + " seed=";
@@ -219,7 +219,7 @@ TEST_F(Backward, GraphReplaysWithNewContents) {
   }
 }
 
-// With GD_CP_OFF or batch_invariant nothing is cut, and a sequence has the bits it has in a batch.
+// With batch_invariant nothing is cut, and a sequence alone gives the same bits as in a batch.
 TEST_F(Backward, DoesNotDependOnTheBatch) {
   Problem problem(parse_case("B=70 T=700 Hk=2 Hv=4 gate=zero K=128 V=128 dtype=bf16"));
   problem.backward.batch_invariant = 1;

@@ -1,4 +1,4 @@
-// What the tests of the CUDA backend have in common.
+// Shared by the tests of the CUDA backend.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@
 
 namespace gatedelta::testing {
 
-// Skips without a device the library supports.
+// Skips if there is no device that the library supports.
 class Gpu : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -24,7 +24,7 @@ class Gpu : public ::testing::Test {
 
 using Specs = std::vector<std::string>;
 
-// Every case with both types of rows, at the head size there is.
+// Every case runs with both row types, at the only head size.
 inline const Specs kTypes = {"K=128 V=128 dtype=bf16", "K=128 V=128 dtype=fp16"};
 
 inline Specs cross(const Specs& a, const Specs& b) {

@@ -7,7 +7,7 @@ namespace {
 
 using Forward = Gpu;
 
-// The products of both types are of 16-bit operands, so fp16 is held to the bounds of bf16.
+// Both types multiply 16-bit operands, so fp16 has the bounds of bf16.
 void check(const Specs& specs) {
   for (const std::string& spec : cross(specs, kTypes)) {
     Judge judge(parse_case(spec));
@@ -101,7 +101,7 @@ TEST_F(Forward, RepeatsBitForBit) {
   }
 }
 
-// Sequences are cut, into what ends at the beginning, in the middle and at the end of a chunk of theirs.
+// Forced cuts; the sequences end at the beginning, in the middle and at the end of a chunk.
 TEST_F(Forward, Segments) {
   check(cross(
       cross({"T=600 Hk=2 Hv=4", "lengths=300+0+1+64+900+130 pad=7 Hk=1 Hv=3"}, {"segment=1", "segment=2", "segment=3"}),
@@ -111,11 +111,11 @@ TEST_F(Forward, Segments) {
                "every=128 gate=zero pool", "inplace gate=strong every=64 layout=vk", "h0=0 gate=weak keys=loose"}));
   check({"T=3000 Hk=1 Hv=5 segment=8 gate=mixed", "B=3 T=1500 Hk=2 Hv=2 segment=5 gate=weak keys=correlated",
          "T=12000 Hk=1 Hv=4", "T=9000 Hk=1 Hv=2 gate=zero", "T=9000 Hk=1 Hv=2 gate=strong",
-         "lengths=9000+500+2000 Hk=2 Hv=4 gate=weak"});  // the last four as it likes
+         "lengths=9000+500+2000 Hk=2 Hv=4 gate=weak"});  // the last four are cut automatically
 }
 
-// Cut or not, the result is as far from the truth; also where that is beyond the bounds of the table, which knows
-// nothing of thousands of tokens with beta up to 2.
+// Cut or not, the error is about the same. Also where it exceeds the bounds of the table, which do not cover thousands
+// of tokens with beta up to 2.
 TEST_F(Forward, SegmentsAreAsAccurateAsNone) {
   for (const std::string& spec :
        cross(cross({"T=4096 Hk=2 Hv=4 seed=5", "T=4096 Hk=2 Hv=4 seed=6 l2norm beta=logit2"}, kTypes),
@@ -142,7 +142,7 @@ TEST_F(Forward, SegmentsAreAsAccurateAsNone) {
   }
 }
 
-// A segment that runs through everything before it changes no bit.
+// A segment that warms up over everything before it changes no bit.
 TEST_F(Forward, TwoSegmentsAreAsGoodAsOne) {
   Problem problem(parse_case("T=700 Hk=1 Hv=3 gate=zero K=128 V=128 dtype=bf16"));
   ASSERT_EQ(on_device(problem.forward), "");
@@ -154,7 +154,7 @@ TEST_F(Forward, TwoSegmentsAreAsGoodAsOne) {
   EXPECT_EQ(states, bytes_of(problem.forward.final_state));
 }
 
-// One sequence alone is computed by blocks that share heads, 70 of them by blocks that do not.
+// For one sequence two CTAs share each head; for 70 sequences a CTA has whole heads.
 TEST_F(Forward, DoesNotDependOnTheBatch) {
   Problem problem(parse_case("B=70 T=1500 Hk=2 Hv=4 K=128 V=128 dtype=bf16"));
   problem.forward.batch_invariant = 1;
@@ -176,7 +176,7 @@ TEST_F(Forward, DoesNotDependOnTheBatch) {
   EXPECT_EQ(std::memcmp(states.data(), states_alone.data(), states.size() / 70), 0);
 }
 
-// A captured call holds pointers and shapes; what lies there, lengths included, is read anew by every replay.
+// A captured call holds pointers and shapes. Every replay reads the tensors again, lengths included.
 TEST_F(Forward, GraphReplaysWithNewContents) {
   for (const std::string& type : kTypes) {
     const std::string rest = " pad=6 Hk=2 Hv=4 pool " + type + " seed=";
@@ -236,22 +236,22 @@ TEST_F(Forward, LeavesTheCurrentDeviceAlone) {
   GD_CUDA_OK(cudaSetDevice(before));
 }
 
-// A refusal writes nothing and does not spoil the next call.
+// A refused call writes nothing and does not affect the next one.
 TEST_F(Forward, RefusesAndGoesOn) {
   Judge judge(parse_case("T=200 Hk=1 Hv=2 K=128 V=128 dtype=bf16"));
   const auto run = [](const gd_forward_args& host) -> std::string {
     DeviceForward device(host);
     const gd_exec right = device.args().exec;
     device.args().exec.device_index = 1000;
-    if (gd_forward(&device.args()) != GD_INVALID_ARGUMENT) return "a device that is not there was taken";
+    if (gd_forward(&device.args()) != GD_INVALID_ARGUMENT) return "a missing device was accepted";
     if (std::string(gd_last_error()) != "device_index is 1000, and there is no such CUDA device")
       return gd_last_error();
     device.args().exec = right;
     device.args().exec.workspace_bytes -= 1;
-    if (gd_forward(&device.args()) != GD_WORKSPACE_TOO_SMALL) return "a small workspace was taken";
+    if (gd_forward(&device.args()) != GD_WORKSPACE_TOO_SMALL) return "a small workspace was accepted";
     device.args().exec = right;
     device.args().in.q.stride[1] += 1;
-    if (gd_forward(&device.args()) != GD_UNSUPPORTED) return "rows without alignment were taken";
+    if (gd_forward(&device.args()) != GD_UNSUPPORTED) return "rows without alignment were accepted";
     device.args().in.q.stride[1] -= 1;
     if (std::string error = device.run(); !error.empty()) return error;
     return device.download(host);
@@ -259,10 +259,10 @@ TEST_F(Forward, RefusesAndGoesOn) {
   expect_ok(judge.forward(Compute::tensor_cores, run), judge.problem().spec);
 }
 
-// q and k of one head for all: strides of 0, as expand() makes them.
+// All heads share one q and k: strides of 0, as expand() makes them.
 TEST_F(Forward, BroadcastHeads) {
   Judge judge(parse_case("T=200 Hk=1 Hv=4 K=128 V=128 dtype=bf16"));
-  bool taken = true;
+  bool accepted = true;
   const auto run = [&](const gd_forward_args& host) -> std::string {
     DeviceForward device(host);
     for (gd_tensor* t : {&device.args().in.q, &device.args().in.k}) {
@@ -270,11 +270,11 @@ TEST_F(Forward, BroadcastHeads) {
       t->stride[2] = 0;
     }
     const std::string error = device.run();
-    taken = error.find("tensor maps") == std::string::npos;
+    accepted = error.find("tensor maps") == std::string::npos;
     return error.empty() ? device.download(host) : error;
   };
   const Judgement judgement = judge.forward(Compute::tensor_cores, run);
-  if (!taken) GTEST_SKIP() << "the driver's tensor maps take no strides of 0, and the call was refused";
+  if (!accepted) GTEST_SKIP() << "the driver's tensor maps do not accept strides of 0, and the call was refused";
   expect_ok(judgement, judge.problem().spec);
 }
 

@@ -1,5 +1,6 @@
-// Random ragged forwards by the thousand. Two batches are in flight at any time, on two streams with their own memory;
-// each batch runs once on either stream, and both must give the same bits. Every 50th is judged by the fp64 truth too.
+// Thousands of random ragged forwards. Two batches are in flight at any time, on two streams with their own memory.
+// Each batch runs once on each stream, and both runs must give the same bits. Every 50th is also judged by the fp64
+// truth.
 //
 //   gpu_soak [--batches 10000] [--seed 1]   random batches; each is a function of the seed and its number
 //   gpu_soak --repeat 1000 [--seed 1]       one batch over and over
@@ -28,10 +29,10 @@ constexpr int64_t kHead = 128, kMaxSequences = 24, kMaxKeyHeads = 4, kMaxValueHe
 constexpr int64_t kMaxRows = 1 << 15;  // tokens times value heads of a batch: longer batches have fewer heads
 constexpr int kPoison = DeviceMemory::kPoison;
 
-// ---- what batches are made of -------------------------------------------------------------------------------------
+// ---- contents of the batches --------------------------------------------------------------------------------------
 
-// Drawing numbers on the host takes far longer than a batch does. So each kind of contents is made once, and a batch
-// looks at it through windows of its own.
+// Drawing random numbers on the host takes far longer than a batch. So each kind of contents is made once, and a batch
+// uses random parts of it.
 constexpr const char* kKinds[] = {
     "dtype=bf16",
     "dtype=fp16",
@@ -97,7 +98,7 @@ Case draw_case(Dice& dice, size_t kind) {
   c.inplace = c.h0 && c.ht && dice.one_in(4);
   c.i64 = dice.one_in(2);
   c.every = dice.of<int64_t>({0, 0, 0, 64, 128, 192});
-  if (dice.one_in(2)) c.segment = 2 + dice.below(3);  // too short to be worth it, and so cut everywhere
+  if (dice.one_in(2)) c.segment = 2 + dice.below(3);  // far shorter than automatic ones, so every sequence is cut
   c.seed = dice.stream + 1;
   return c;
 }
@@ -117,11 +118,11 @@ gd_tensor contiguous(int32_t dtype, const std::vector<int64_t>& shape) {
 
 size_t bytes_of(const gd_tensor& t) { return static_cast<size_t>(element_count(t) * element_bytes(t.dtype)); }
 
-// A part of `whole` with this shape that begins at any multiple of `unit` elements.
-gd_tensor window(const gd_tensor& whole, const std::vector<int64_t>& shape, int64_t unit, Dice& dice) {
+// A part of `whole` with this shape that begins at a random multiple of `unit` elements.
+gd_tensor part_of(const gd_tensor& whole, const std::vector<int64_t>& shape, int64_t unit, Dice& dice) {
   gd_tensor t = contiguous(whole.dtype, shape);
   const int64_t spare = element_count(whole) - element_count(t);
-  if (spare < 0) throw std::logic_error("a batch needs more than there is to look at");
+  if (spare < 0) throw std::logic_error("a batch needs more than the contents hold");
   t.data = static_cast<char*>(whole.data) + dice.below(spare / unit + 1) * unit * element_bytes(t.dtype);
   return t;
 }
@@ -149,7 +150,7 @@ bool all_finite(int32_t dtype, const char* data, size_t bytes) {
                             : none_has<uint16_t>(0x7c00, data, bytes);
 }
 
-// A call whose own tensors lie in a lane's memory: offsets and indices, outputs, workspace, each with a gap behind it.
+// A call whose own tensors lie in a lane's memory: offsets and indices, outputs, workspace, each followed by a gap.
 class Batch {
  public:
   Batch(const Contents& contents, uint64_t seed, uint64_t number) {
@@ -161,14 +162,14 @@ class Batch {
     const int64_t slots = spec_.pool ? 2 * N + 3 : N;
     const auto states = [&](int64_t count) { return std::vector<int64_t>{count, Hv, kHead, kHead}; };
     gd_inputs& in = args_.in;
-    in.q = window(in.q, {1, T, Hk, kHead}, kHead, dice);
-    in.k = window(in.k, {1, T, Hk, kHead}, kHead, dice);
-    in.v = window(in.v, {1, T, Hv, kHead}, kHead, dice);
-    in.g = window(in.g, {1, T, Hv}, 1, dice);
-    in.beta = window(in.beta, {1, T, Hv}, 1, dice);
-    if (in.A_log.dtype) in.A_log = window(in.A_log, {Hv}, 1, dice);
-    if (in.dt_bias.dtype) in.dt_bias = window(in.dt_bias, {Hv}, 1, dice);
-    in.initial_state = spec_.h0 ? window(in.initial_state, states(slots), kHead * kHead, dice) : gd_tensor{};
+    in.q = part_of(in.q, {1, T, Hk, kHead}, kHead, dice);
+    in.k = part_of(in.k, {1, T, Hk, kHead}, kHead, dice);
+    in.v = part_of(in.v, {1, T, Hv, kHead}, kHead, dice);
+    in.g = part_of(in.g, {1, T, Hv}, 1, dice);
+    in.beta = part_of(in.beta, {1, T, Hv}, 1, dice);
+    if (in.A_log.dtype) in.A_log = part_of(in.A_log, {Hv}, 1, dice);
+    if (in.dt_bias.dtype) in.dt_bias = part_of(in.dt_bias, {Hv}, 1, dice);
+    in.initial_state = spec_.h0 ? part_of(in.initial_state, states(slots), kHead * kHead, dice) : gd_tensor{};
     in.state_layout = spec_.layout;
     args_.o = contiguous(spec_.dtype, {1, T, Hv, kHead});
     if (spec_.ht) args_.final_state = contiguous(spec_.state, states(slots));
@@ -190,12 +191,12 @@ class Batch {
       args_.checkpoint_every = spec_.every;
       const auto places = dice.permutation(args_.checkpoints.shape[0]);
       for (int64_t n = 0; n < N; ++n) {
-        // A sequence that is nobody has its entries, but nothing is stored in them.
-        const bool nobody = spec_.pool && spec_.h0 && spec_.ht && read[n] < 0 && write[n] < 0;
+        // A padded sequence has its entries, but nothing is stored in them.
+        const bool is_padding = spec_.pool && spec_.h0 && spec_.ht && read[n] < 0 && write[n] < 0;
         for (int64_t i = spec_.lengths[n] / spec_.every; i > 0; --i) {
           const auto entry = static_cast<int64_t>(checkpoints.size());
           checkpoints.push_back(spec_.pool ? slot(places[entry]) : entry);
-          written_checkpoints_.push_back(nobody ? -1 : checkpoints.back());
+          written_checkpoints_.push_back(is_padding ? -1 : checkpoints.back());
         }
       }
     }
@@ -212,7 +213,7 @@ class Batch {
   const Case& spec() const { return spec_; }
   size_t bytes() const { return end_; }
   const std::vector<char>& indices() const { return indices_; }  // at the beginning
-  size_t outputs() const { return begin_[kOutput]; }             // everything from here on is to be poisoned
+  size_t outputs() const { return begin_[kOutput]; }             // everything from here on is poisoned
   size_t outputs_bytes() const { return workspace_ - begin_[kOutput]; }
 
   gd_forward_args over(char* memory) const {
@@ -225,24 +226,24 @@ class Batch {
     return args;
   }
 
-  // What is wrong with outputs at first sight: not written, not finite, or written where nothing belongs.
+  // Obvious errors of the outputs: not written, not finite, or written where nothing belongs.
   std::string complaint(const char* outputs) const {
     gd_forward_args args = args_;
     for (const int part : {kOutput, kFinal, kCheckpoints}) {
       const gd_tensor& t = *own_tensors(args)[part];
       const char* const data = outputs + (begin_[part] - begin_[kOutput]);
       const size_t bytes = bytes_of(t), end = part == kCheckpoints ? workspace_ : begin_[part + 1];
-      if (!poisoned(data + bytes, end - begin_[part] - bytes)) return "something is written behind an output";
-      if (part == kOutput && !all_finite(t.dtype, data, bytes)) return "o is not finite, or not all written";
+      if (!poisoned(data + bytes, end - begin_[part] - bytes)) return "a write past the end of an output";
+      if (part == kOutput && !all_finite(t.dtype, data, bytes)) return "o is not finite, or not fully written";
       if (part == kOutput || bytes == 0) continue;
       const std::vector<int64_t>& written = part == kFinal ? written_states_ : written_checkpoints_;
       const size_t each = bytes / static_cast<size_t>(t.shape[0]);
       for (int64_t slot = 0; slot < t.shape[0]; ++slot) {
         const char* const state = data + static_cast<size_t>(slot) * each;
         if (std::find(written.begin(), written.end(), slot) != written.end()) {
-          if (!all_finite(t.dtype, state, each)) return "a state is not finite, or not all written";
+          if (!all_finite(t.dtype, state, each)) return "a state is not finite, or not fully written";
         } else if (!(part == kFinal && spec_.inplace) && !poisoned(state, each)) {
-          return "a state is written to a slot no index names";
+          return "a state is written to a slot that no index names";
         }
       }
     }
@@ -322,7 +323,7 @@ class Lane {
   PinnedMemory first_, second_;
 };
 
-// Ends the program when the device does not come back: there would be nothing to go on with.
+// Ends the program if the device hangs: nothing could continue.
 class Watchdog {
  public:
   void begin(const std::string& what) {
@@ -360,7 +361,7 @@ class Watchdog {
   std::string what_;
   Clock::time_point since_;
   bool busy_ = false;
-  std::jthread thread_{[this](const std::stop_token& stop) { watch(stop); }};  // the last: it uses the others
+  std::jthread thread_{[this](const std::stop_token& stop) { watch(stop); }};  // the last member: it uses the others
 };
 
 class Soak {
@@ -409,7 +410,7 @@ class Soak {
     uint64_t done = 0;
     while (done < repeats && failures_ < kMostFailures) {
       watchdog_.begin(name);
-      const int turn = done == 0 ? 0 : 1;  // the very first result stays, for all others to be compared with
+      const int turn = done == 0 ? 0 : 1;  // the first result stays, and all others are compared with it
       for (Lane& lane : lanes) lane.start(batch, turn);
       for (Lane& lane : lanes) lane.finish();
       watchdog_.end();
@@ -442,7 +443,7 @@ class Soak {
     std::fflush(stdout);
   }
 
-  // A batch of this case with contents of its own, on both streams, against the fp64 truth.
+  // A batch of this case with its own contents, on both streams, against the fp64 truth.
   std::string judge(const Case& c, const Lane (&lanes)[2], const std::string& name) {
     Judge judge(c, {.threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()))});
     const auto outputs_of = [](const gd_forward_args& args) {
@@ -509,7 +510,7 @@ int run_main(const std::vector<std::string>& arguments) {
   Soak soak(seed);
   try {
     return (repeats ? soak.repeat(repeats) : soak.run(batches)) ? 0 : 1;
-  } catch (const std::runtime_error& e) {  // the device is of no use any more, or the library refused
+  } catch (const std::runtime_error& e) {  // the device is unusable, or the library refused
     std::printf("FAILED %s\n  %s\n", soak.current().c_str(), e.what());
     return 1;
   }
