@@ -6,6 +6,8 @@
 #include <cmath>
 #include <map>
 #include <random>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "cuda/schedule/work_list.hpp"
@@ -120,7 +122,8 @@ struct Checker {
   // By (sequence, head) pair, counted in warpgroups: how many read the initial state and signal it (of the items taken
   // so far), and how many of those a final state waits for.
   std::map<int, int> readers, awaited_readers;
-  std::map<int, int> segment_begin;  // of the transition of a boundary
+  std::map<int, int> segment_begin;                   // of the transition of a boundary
+  std::set<std::pair<int, int>> transitions, merges;  // (boundary, half) that are done
 
   Checker(const Batch& b, int count) : batch(b), boundaries(count) {}
 
@@ -170,6 +173,7 @@ struct Checker {
       EXPECT_TRUE(boundaries[item.to].at == -1 || boundaries[item.to].at == w.end);
       boundaries[item.to].seq_head = seq_head;
       boundaries[item.to].at = w.end;
+      EXPECT_TRUE(transitions.insert({item.to, item.half}).second) << "the same half twice";
       boundaries[item.to].ready += 2;  // one from each math warpgroup
       EXPECT_EQ(segment_begin.insert({item.to, w.first}).first->second, w.first);
       return;
@@ -206,6 +210,7 @@ struct Checker {
   void merge(const WorkItem& item, int seq_head) {
     ASSERT_EQ(item.tokens % (kMergeTiles * kChunkTokens), 0);
     EXPECT_EQ(item.warmup_tokens, item.tokens);
+    EXPECT_TRUE(item.key_head == 0 || item.key_head == 1);
     EXPECT_EQ(item.to, item.from + 1);
     EXPECT_EQ(item.prepared, item.to * kBoundaryTiles);
     EXPECT_GE(boundaries[item.from].ready, kStateReady) << "waits for something later in the list";
@@ -216,6 +221,7 @@ struct Checker {
       EXPECT_EQ(next.seq_head, seq_head);
       EXPECT_EQ(segment_begin[item.to + i], last.at);
       EXPECT_GE(next.ready, kTransitionReady) << "waits for something later in the list";
+      EXPECT_TRUE(merges.insert({item.to + i, item.key_head}).second) << "the same half twice";
       next.ready += 2;
     }
   }
