@@ -78,8 +78,7 @@ struct Random {
   }
   template <class Problem>
   void options(Problem& p) {
-    static char saved = 0;
-    p.saved = one_in(2) ? &saved : nullptr;
+    p.saved.present = one_in(2);
     p.context_parallel = !one_in(4);
     p.batch_invariant = one_in(6);
     p.segment_chunks = p.context_parallel && one_in(5) ? between(1, 40) : 0;

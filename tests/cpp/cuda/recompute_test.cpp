@@ -202,7 +202,7 @@ TEST(Slices, NeedSavedStatesAndAPlan) {
   EXPECT_EQ(slices_of(problem_of(65, 1, 1 << 20, 1, true)).count, 1);
   EXPECT_EQ(slices_of(problem_of(64, 1, 1 << 20, 17, true)).count, 1);
   BackwardProblem p = problem_of(64, 1, 1 << 20, 16, true);
-  p.saved = nullptr;
+  p.saved.present = false;
   EXPECT_EQ(slices_of(p).count, 1);
 }
 

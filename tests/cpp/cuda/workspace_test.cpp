@@ -223,7 +223,7 @@ TEST(List, OfShortSequencesNeedsNoPlan) {
   saves.saved.present = true;
   EXPECT_EQ(list_mode(saves, 132), kPlannedList);
   saves = dense(8, 1024, 16);  // an even list; a backward may still cut it at save intervals
-  saves.saved = &saved;
+  saves.saved.present = true;
   EXPECT_EQ(list_mode(saves, 132), kEvenList);
   EXPECT_EQ(list_entries(saves, 132), max_entries(saves));
   for (int64_t count = 0; count < 70; ++count)
