@@ -87,7 +87,8 @@ function(gd_add_cuda target source)
   add_custom_command(
     OUTPUT ${object}
     COMMAND ${nvcc} ${GD_NVCC_FLAGS} -O3 --no-compress # tools/sass.py reads the code
-            -Xcompiler=-fPIC,-fvisibility=hidden ${warnings}
+            -Xcudafe --signed_chars # nvcc loads a bool as a char: the same code on x86 and Arm
+            -Xcompiler=-fPIC,-fvisibility=hidden,-fsigned-char ${warnings}
             -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include -MD -MF ${object}.d -c ${path} -o ${object}
     DEPENDS ${path} ${PROJECT_SOURCE_DIR}/tools/nvcc_checked.py
     DEPFILE ${object}.d
