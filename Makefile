@@ -27,7 +27,7 @@ TEST_PACKAGES := numpy pytest ml_dtypes matplotlib scikit-build-core ninja \
 # Other versions format and warn differently. tools/lint.py refuses them.
 LINT_TOOLS := clang-format-14 clang-tidy-14
 LINT_PACKAGES := ruff==0.17.4
-# The GPU targets can do with another Python that has what they need: PYTHON=python3 (docs/performance.md)
+# The GPU targets can use another Python that has these packages: PYTHON=python3 (docs/performance.md)
 gpu_packages = $(if $(filter .venv/bin/python,$(PYTHON)),-- $(TEST_PACKAGES))
 # Succeeds where the library that was built sees a GPU it has kernels for.
 HAS_GPU = PYTHONPATH=tests/python $(PYTHON) -c 'import tree, gatedelta; exit(not gatedelta.info()["cuda_devices"])'
@@ -181,7 +181,7 @@ sanitize-gpu: ## on a machine with a GPU: some of its tests under compute-saniti
 	$(call build,racecheck,gatedelta gpu_forward gpu_backward)
 	status=0
 	for tool in memcheck initcheck synccheck racecheck; do
-	  folder=build/cuda/tests/cpp/gpu
+	  folder=build/release/tests/cpp/gpu
 	  if [ $$tool = racecheck ]; then folder=build/racecheck/tests/cpp/gpu; fi
 	  for test in gpu_forward:Forward.Packs:Forward.TwoSegments* gpu_backward:Backward.Packs; do
 	    echo "$$tool $$test"
@@ -200,7 +200,7 @@ cuda: ## compile the CUDA backend (needs nvcc) and run its tests; those of a GPU
 	$(call build,cuda,gatedelta cuda_host_test gpu_forward gpu_backward)
 	mkdir -p $(REPORTS)
 	status=0
-	python3 tools/sass.py build/cuda/src/libgatedelta.so --json $(REPORTS)/kernels.json \
+	python3 tools/sass.py build/release/src/libgatedelta.so --json $(REPORTS)/kernels.json \
 	  --compare results/h200/record.json || status=1
 	$(call ctest,cuda) --tests-regex '^(cuda_host_test|gpu_forward|gpu_backward)\.' || status=1
 	$(TOTAL) CUDA=$(REPORTS)/cuda.xml || status=1
@@ -222,10 +222,9 @@ oldcpu: ## run the C++ tests as the oldest CPU of this architecture would, under
 	status=0
 	echo "left out, too slow under emulation: $(SLOW)"
 	export GTEST_FILTER='-$(subst $() ,:,$(SLOW:%=*.%))'
-	for program in $$(find build/release/tests/cpp -type f -executable | sort); do
-	  echo "$$program on $(OLD_CPU)"
-	  GTEST_OUTPUT=xml:$(REPORTS)/oldcpu/$${program##*/}.xml $(QEMU) -cpu $(OLD_CPU) $$program --gtest_brief=1 || status=1
-	done
+	one='echo "$$0 on $(OLD_CPU)"; GTEST_OUTPUT=xml:$(REPORTS)/oldcpu/$${0##*/}.xml '
+	one+='$(QEMU) -cpu $(OLD_CPU) $$0 --gtest_brief=1 2>&1'
+	find build/release/tests/cpp -type f -executable | sort -r | xargs -n 1 -P $(JOBS) bash -c "$$one" || status=1
 	$(TOTAL) $$(printf '%s\n' $(REPORTS)/oldcpu/*.xml | sed -E 's#.*/(.*)\.xml#\1=&#') || status=1
 	exit $$status
 

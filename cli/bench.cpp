@@ -22,7 +22,7 @@ const std::vector<Flag> kBenchFlags = {
     {"--scaling", nullptr, "each case with 1, 2, 4, ... up to --threads threads"},
     {"--seconds", "S", "time to spend on each measurement (1)"},
     {"--json", "FILE", "write the results as JSON (- = standard output, without the table)"},
-    {"--explain", nullptr, "run nothing: say how the CUDA forward would cut each case, and why"},
+    {"--explain", nullptr, "run nothing: print how the CUDA forward would cut each case, and why"},
     {"--blocks", "N", "with --explain: multiprocessors of the device (132, an H200's)"},
 };
 
@@ -54,7 +54,7 @@ int explain(const Options& options) {
     if (options.has(flag)) throw UsageError(std::string("--explain runs nothing: leave out ") + flag);
   const auto blocks = static_cast<int>(options.integer("--blocks", 132, 1, 10000));
   for (Shape shape : chosen_shapes(options, default_shapes({.cuda = true}))) {
-    shape.spec.K = shape.spec.V = 128;  // as it has to be on CUDA; nothing depends on it
+    shape.spec.K = shape.spec.V = 128;  // CUDA supports no other; the plan does not depend on it
     shape.spec.dtype = GD_BF16;
     std::printf("%s\n%s", label_of(shape).c_str(), explain_plan(shape.spec, blocks).c_str());
   }

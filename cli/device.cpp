@@ -13,7 +13,7 @@ namespace gatedelta::cli {
 
 namespace {
 
-constexpr char kNoCuda[] = "this build has no CUDA backend, it takes an nvcc (docs/building.md, GD_CUDA)";
+constexpr char kNoCuda[] = "this build has no CUDA backend: build it with an nvcc (docs/building.md, GD_CUDA)";
 
 Device parse_device(const std::string& text) {
   if (text == "cpu") return {};
@@ -76,8 +76,8 @@ Timing time_calls_on(const Device& device, Op op, const testing::Problem& proble
     if (error.empty() && backward) error = backward->run(stream);
     if (!error.empty()) throw std::runtime_error(error);
   };
-  // Calls queue up, so that each starts when the one before has finished. The first of a queue meets an idle device,
-  // and what passes before it starts would count: it is not timed.
+  // Calls queue up, so that each starts when the one before has finished. The first call of a queue starts on an idle
+  // device, and its launch latency would count: it is not timed.
   const Event events[17];
   std::vector<double> times;
   const auto begin = std::chrono::steady_clock::now();
@@ -115,7 +115,7 @@ std::vector<Gpu> gpus() {
   std::vector<Gpu> found;
 #if GD_CUDA_COMPILED
   int count = 0;
-  if (cudaGetDeviceCount(&count)) count = 0;  // no driver, or nothing to drive
+  if (cudaGetDeviceCount(&count)) count = 0;  // no driver, or no device
   for (int i = 0; i < count; ++i) {
     cudaDeviceProp properties{};
     GD_CUDA_OK(cudaGetDeviceProperties(&properties, i));

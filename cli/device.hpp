@@ -1,4 +1,4 @@
-// CUDA devices: which there are, and what of the commands runs on one. A build without CUDA has none.
+// CUDA devices: their list, and the parts of the commands that run on one. A build without CUDA has none.
 #pragma once
 
 #include <string>
@@ -19,8 +19,8 @@ std::vector<Gpu> gpus();  // by index
 // --device; the CPU if it is not given. Refuses a device that is not there, and on CUDA the flags named.
 Device chosen_device(const Options& options, const std::vector<std::string>& cpu_flags);
 
-// Both are for a CUDA device. What the library does not do there comes back in its own words. Op::train is timed, and
-// judged as its two parts.
+// Both are for a CUDA device. Where the library refuses an operation there, the result holds its message. Op::train is
+// timed as one, and judged as its two parts.
 testing::Judgement judge_on(const Device& device, Op op, testing::Judge& judge);
 Timing time_on(const Device& device, Op op, const testing::Problem& problem, double seconds);
 

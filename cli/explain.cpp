@@ -56,25 +56,25 @@ std::string explain_plan(const testing::Case& c, int blocks) {
   cuda::LengthClass classes[cuda::kMaxClasses + 1] = {};
   const auto classes_of = [&](int share) { return cuda::length_classes(chunks.data(), count, heads, share, classes); };
   if (p.segment_chunks > 0 && (!cuda::is_planned(count, heads) || limits.entries > cuda::kMaxPlannedEntries))
-    return text + "  refused: so many sequences, heads or segments are not cut on CUDA, leave out segment\n";
+    return text + "  refused: CUDA does not cut so many sequences, heads or segments: leave out segment\n";
   switch (cuda::list_mode(p, blocks)) {
-    case cuda::kSortedList: return text + "  not cut: so many sequences and heads keep the card busy, longest first\n";
+    case cuda::kSortedList: return text + "  not cut: so many sequences and heads keep the GPU busy, longest first\n";
     case cuda::kEvenList:
       return text + "  not cut: " +
-             (cuda::are_short(p) ? "sequences are too short for it, " : "heads of one length keep the card busy, ") +
+             (cuda::are_short(p) ? "sequences are too short for it, " : "heads of one length keep the GPU busy, ") +
              (cuda::even_parts(p, blocks) == 2 ? "in halves\n" : "whole\n");
     case cuda::kPlannedList: break;
   }
   if (p.segment_chunks > 0) {
-    add(text, "  segments of %d chunks, as asked for\n", static_cast<int>(p.segment_chunks));
+    add(text, "  segments of %d chunks, as segment= says\n", static_cast<int>(p.segment_chunks));
     return text;
   }
   if (const int parts = cuda::busy_parts(classes, classes_of(0), blocks))
-    return text + "  not cut: heads of one length keep the card busy, " + (parts == 2 ? "in halves" : "whole") +
-           ", as lengths tell on the device\n";
+    return text + "  not cut: heads of one length keep the GPU busy, " + (parts == 2 ? "in halves" : "whole") +
+           ", which the device finds from the lengths\n";
 
-  add(text, "  %-16s %14s %15s %7s %8s %11s %10s\n", "heads that last", "others every", "those every", "heads",
-      "pieces", "about", "uncut");
+  add(text, "  %-16s %14s %15s %7s %8s %11s %10s\n", "persistent heads", "decaying every", "these every", "heads",
+      "items", "about", "uncut");
   const int longest = *std::max_element(chunks.begin(), chunks.end());
   for (int share = 0; share < cuda::kShares; ++share) {
     const int class_count = classes_of(share);

@@ -1,4 +1,4 @@
-// How the CUDA forward would cut the sequences of a case, and why: what its plan says (src/cuda/forward/schedule.hpp).
+// How the CUDA forward would cut the sequences of a case, and why: what its scheduler decides.
 #pragma once
 
 #include <string>

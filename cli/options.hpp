@@ -54,10 +54,10 @@ std::vector<gd_isa> parse_isas(const std::string& list);
 
 gd_info get_info();
 std::string version_text(const gd_info& info);  // "0.1.0"
-// GD_ISA_AUTO becomes what it stands for here.
+// Replaces GD_ISA_AUTO by the best instruction set of this machine.
 gd_isa resolve(gd_isa isa);
 
-// Runs to the end of its life with its own threads.
+// A thread pool of the library.
 class Pool {
  public:
   explicit Pool(int threads);

@@ -23,7 +23,7 @@ const std::vector<Flag> kRunFlags = {
 
 namespace {
 
-// Every bit of a tensor, in order: two runs that print the same number computed the same.
+// Over every bit of the tensors, in order: two runs with equal sums computed equal bits.
 std::string checksum(std::initializer_list<const gd_tensor*> tensors) {
   uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
   for (const gd_tensor* t : tensors) {

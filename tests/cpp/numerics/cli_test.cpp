@@ -51,7 +51,7 @@ TEST(Cli, ExplainsHowSequencesAreCut) {
   EXPECT_NE(cut.output.find("1 sequences of 8 value heads on 132 blocks"), std::string::npos) << cut.output;
   EXPECT_NE(cut.output.find("1 of 4 "), std::string::npos) << cut.output;
   const Result even = gatedelta("bench --explain --blocks 64 B=16 T=1500 Hk=4 Hv=4");
-  EXPECT_NE(even.output.find("not cut: heads of one length keep the card busy"), std::string::npos) << even.output;
+  EXPECT_NE(even.output.find("not cut: heads of one length keep the GPU busy"), std::string::npos) << even.output;
   EXPECT_NE(gatedelta("bench --explain lengths=100x50 Hk=1 Hv=1").output.find("longest first"), std::string::npos);
   EXPECT_NE(gatedelta("bench --explain lengths=0 Hk=1 Hv=1").output.find("not cut"), std::string::npos);
   EXPECT_NE(gatedelta("bench --explain lengths=200+400 Hk=1 Hv=1").output.find("too short for it, in halves"),
