@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda/schedule/cost_model.hpp"
+#include "cuda/schedule/work_list.hpp"
 
 namespace gatedelta::cuda {
 namespace {
@@ -282,6 +283,50 @@ TEST(Choice, StaysWithinItsLimits) {
     EXPECT_LE(entries, limits.entries);
     EXPECT_LE(boundaries, limits.boundaries);
   }
+}
+
+// The cost model counts the entries and boundaries that the work list will have, and `most` covers both kinds of heads.
+TEST(Choice, CountsAsTheWorkListDoes) {
+  std::mt19937 random(4);
+  int merged = 0;
+  for (int round = 0; round < 20000; ++round) {
+    const LengthClass c{1 + static_cast<int>(random() % 600), static_cast<int>(random() % 50),
+                        static_cast<int>(random() % 50)};
+    const Cut cut = cut_number(static_cast<int>(random() % kCuts), length_scale(c.chunks));
+    const ClassPieces p = pieces_of(cut, c);
+    const int per_head = cut.halves ? 2 : 1, heads = c.decaying + c.persistent;
+    const EntryCounts decaying = entries_of(segments_of(c.chunks, cut.decaying), c.chunks, false, per_head);
+    EXPECT_EQ(p.decaying.number, c.decaying * decaying[EntryCounts::kFree]);
+    EXPECT_GE(p.most, heads * decaying.entries(per_head));
+    if (p.merges.number == 0) continue;
+    ++merged;
+    const EntryCounts persistent = entries_of(segments_of(c.chunks, cut.persistent), c.chunks, true, per_head);
+    EXPECT_EQ(p.first.number, c.persistent * persistent[EntryCounts::kFirst]);
+    EXPECT_EQ(p.merges.number, c.persistent * persistent[EntryCounts::kMerges]);
+    EXPECT_EQ(p.boundaries, c.persistent * persistent[EntryCounts::kBoundaries]);
+    EXPECT_EQ(p.waiting.number, per_head * p.boundaries);
+    EXPECT_GE(p.most, heads * persistent.entries(per_head));
+  }
+  EXPECT_GT(merged, 1000);
+}
+
+// The scheduler keeps a warm-up length per boundary of every head, in shared memory, before it knows whether the list
+// fits. Lengths within a class may differ.
+TEST(Choice, LeavesRoomForAllWarmups) {
+  std::mt19937 random(5);
+  int most = 0;
+  for (int round = 0; round < 150; ++round) {
+    std::vector<int> chunks(1 + random() % kMaxPlannedSequences);
+    const int longest = 1 << random() % 13;
+    for (int& c : chunks) c = static_cast<int>(random() % (longest + 1));
+    const int count = static_cast<int>(chunks.size()), heads = std::max(1, kMaxPlannedSeqHeads / count >> random() % 6);
+    const Cut cut = best_cut(chunks, heads, static_cast<int>(random() % kShares), {132, kMaxPlannedEntries, 384});
+    int warmups = 0;
+    for (const int c : chunks) warmups += heads * (segments_of(c, cut.decaying) - 1);
+    EXPECT_LE(warmups, kMaxPlannedEntries);
+    most = std::max(most, warmups);
+  }
+  EXPECT_GT(most, 500);
 }
 
 }  // namespace

@@ -182,9 +182,10 @@ TEST(Workspace, OfShortSequencesIsAChunkEach) {
 }
 
 TEST(Blocks, OfPrepare) {
-  EXPECT_EQ(prepare_blocks(dense(3, 65, 4).in), 3 * 2 * 4 + kPrepareHelpers);
-  EXPECT_EQ(prepare_blocks(packed(3, 640, 4).in), (10 + 3 + 1) * 4 + kPrepareHelpers);
-  EXPECT_EQ(prepare_blocks(packed(0, 0, 1).in), 1 + kPrepareHelpers);
+  constexpr int kHelpers = 1 + kShares * kCutBlocks;  // one sorts sequences, the others search cuts
+  EXPECT_EQ(prepare_blocks(dense(3, 65, 4).in), 3 * 2 * 4 + kHelpers);
+  EXPECT_EQ(prepare_blocks(packed(3, 640, 4).in), (10 + 3 + 1) * 4 + kHelpers);
+  EXPECT_EQ(prepare_blocks(packed(0, 0, 1).in), 1 + kHelpers);
 }
 
 // A list is planned unless sequences of one length fill the GPU or there are too many.
