@@ -144,7 +144,7 @@ std::string cpu_name(std::istream& cpuinfo) {
   for (std::string line; std::getline(cpuinfo, line);) {
     const auto colon = line.find(": ");
     if (colon == line.npos) continue;
-    const std::string value = line.substr(colon + 2);
+    std::string value = line.substr(colon + 2);
     if (line.starts_with("model name")) return value;
     if (part.empty() && line.starts_with("CPU part")) part = value;
   }

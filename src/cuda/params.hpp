@@ -29,7 +29,7 @@ struct CallParams {
   int* order;                 // [N] sequences, longest first
   int64_t* first_checkpoint;  // [N]
   ChunkDecay* decays;         // [value_heads][chunks]
-  CutCost* cuts;              // [kShares][kCutParts]
+  CutCost* cuts;              // [kShares][kCutBlocks]
   SavedList* saved_list;      // inside `saved`; null without it
   bool saves_list;            // the forward writes it, the backward copies it if present
   Schedule* schedule;

@@ -35,9 +35,9 @@ struct RecomputePieces {
   int count[kMaxSlices];         // of pieces of a slice
 
   // The arguments give chunks, sequence and first chunk index by rank. The second slice starts at chunk index `split`.
-  template <class Chunks, class SequenceOf, class FirstSlot>
+  template <class Chunks, class SequenceOf, class FirstChunkIndex>
   GD_HOST_DEVICE void find(int sequence_count, int value_heads, int piece, int split, const Chunks& chunks,
-                           const SequenceOf& sequence_of, const FirstSlot& first_chunk_index) {
+                           const SequenceOf& sequence_of, const FirstChunkIndex& first_chunk_index) {
     sequences = sequence_count;
     heads = value_heads;
     length = piece;

@@ -55,9 +55,10 @@ inline int even_parts(const ForwardProblem& p, int blocks) {
   if (p.segment_chunks) return 0;
   if (are_short(p)) return 2 * seq_heads <= blocks && is_planned(p.in.sequences.count, p.in.value_heads) ? 2 : 1;
   if (p.in.sequences.offsets) return 0;
-  return seq_heads > 8 * int64_t{blocks}
-             ? 1
-             : busy_parts(static_cast<int>(seq_heads), ChunkedSequences::chunks(p.in.sequences.tokens), blocks);
+  if (seq_heads > 8 * int64_t{blocks}) return 1;
+  const int parts = busy_parts(static_cast<int>(seq_heads), ChunkedSequences::chunks(p.in.sequences.tokens), blocks);
+  // Where nothing is planned, the list has room for whole heads only (max_entries).
+  return parts == 2 && !is_planned(p.in.sequences.count, p.in.value_heads) ? 1 : parts;
 }
 inline ListMode list_mode(const ForwardProblem& p, int blocks) {
   if (even_parts(p, blocks) > 0) return kEvenList;
@@ -97,7 +98,7 @@ struct SavedLayout {
   size_t order = 0;     // these as in the workspace
   size_t first_checkpoint = 0;
   size_t cuts = 0;
-  size_t list = 0;    // KeptList
+  size_t list = 0;    // SavedList
   size_t states = 0;  // fp32 [intervals][Hv][K][V], or [V][K]
   size_t bytes = 0;
 };
@@ -130,7 +131,7 @@ struct ForwardWorkspace {
   size_t order = 0;             // int [N]
   size_t first_checkpoint = 0;  // int64_t [N], if there are checkpoints
   size_t decays = 0;            // ChunkDecay [Hv][chunk_count]
-  size_t cuts = 0;              // PricedCut [kShares][kCutParts]
+  size_t cuts = 0;              // CutCost [kShares][kCutBlocks]
   size_t schedule = 0;
   size_t work = 0;            // WorkItem [max_entries]
   size_t initial_read = 0;    // int [N][Hv], if there is a plan

@@ -234,6 +234,19 @@ TEST(List, OfShortSequencesNeedsNoPlan) {
     }
 }
 
+// Prepare writes an even list without looking at the room for it, also where there are too many sequences to plan.
+TEST(List, HasRoomForEvenParts) {
+  for (const int blocks : {78, 114, 132, 144})
+    for (int64_t count = 0; count <= 200; ++count)
+      for (int64_t heads = 1; heads <= 20; ++heads)
+        for (const int64_t tokens : {int64_t{64}, kShortTokens + 1, int64_t{4096}, int64_t{32768}})
+          for (const ForwardProblem& p : {dense(count, tokens, heads), packed(count, tokens, heads)}) {
+            ASSERT_LE(even_parts(p, blocks) * count * heads, max_entries(p))
+                << count << " of " << tokens << " tokens, " << heads << " heads, " << blocks << " CTAs";
+            ASSERT_LE(list_entries(p, blocks), max_entries(p));
+          }
+}
+
 // A plan would find the same, or gain less than it costs: about 5 us on an H200.
 TEST(List, OfShortSequencesIsAsGoodAsAPlan) {
   constexpr float kPlan = 5 * Costs::kPerMicrosecond;
