@@ -40,7 +40,7 @@ TEST(ChunkIndices, OfPackedSequencesNeverCollide) {
       offsets[n + 1] = offsets[n] + lengths[random() % 4];
     }
     const int64_t tokens = offsets[count] + random() % 200;
-    const ChunkedSequences s = {count, 1, tokens, {offsets.data(), false}};
+    const ChunkedSequences s = {count, 1, tokens, {offsets.data(), false, true}};
     int64_t free = 0;                   // first unused chunk index
     for (int n = 0; n <= count; ++n) {  // N: the tokens after the last sequence
       const int64_t length = n < count ? s[n].length : tokens - offsets[count];
