@@ -71,6 +71,9 @@ endef
 ctest = mkdir -p $(REPORTS); rm -f $(REPORTS)/$(1).xml; \
         ctest --preset $(1) $(if $(MAKE_TERMOUT),--progress,--quiet) --parallel $(JOBS) \
         --output-junit $(CURDIR)/$(REPORTS)/$(1).xml
+# $(call run_programs,<report>,<build folder>): the same without a process for each case
+run_programs = rm -f $(REPORTS)/$(1).xml; \
+               python3 tools/run_programs.py $(2) $(REPORTS)/$(1).xml --jobs $(JOBS) --without $(SLOW)
 TOTAL := python3 tools/sum_reports.py
 
 help: ## this list
@@ -167,9 +170,9 @@ sanitize: ## the C++ tests under ASan+UBSan, then under TSan
 	status=0
 	echo "left out, too slow under sanitizers: $(SLOW)"
 	$(call build,asan)
-	$(call ctest,asan) $(WITHOUT_SLOW) || status=1
+	$(call run_programs,asan,build/asan) || status=1
 	$(call build,tsan)
-	$(call ctest,tsan) $(WITHOUT_SLOW) || status=1
+	$(call run_programs,tsan,build/tsan) || status=1
 	$(TOTAL) ASan+UBSan=$(REPORTS)/asan.xml TSan=$(REPORTS)/tsan.xml || status=1
 	exit $$status
 
@@ -218,14 +221,10 @@ cross: ## build for the other architecture and run the C++ tests under QEMU
 oldcpu: ## run the C++ tests as the oldest CPU of this architecture would, under QEMU
 	tools/require $(BASE) gtest qemu
 	$(call build,test)
-	rm -rf $(REPORTS)/oldcpu
 	status=0
 	echo "left out, too slow under emulation: $(SLOW)"
-	export GTEST_FILTER='-$(subst $() ,:,$(SLOW:%=*.%))'
-	one='echo "$$0 on $(OLD_CPU)"; GTEST_OUTPUT=xml:$(REPORTS)/oldcpu/$${0##*/}.xml '
-	one+='$(QEMU) -cpu $(OLD_CPU) $$0 --gtest_brief=1 2>&1'
-	find build/release/tests/cpp -type f -executable | sort -r | xargs -n 1 -P $(JOBS) bash -c "$$one" || status=1
-	$(TOTAL) $$(printf '%s\n' $(REPORTS)/oldcpu/*.xml | sed -E 's#.*/(.*)\.xml#\1=&#') || status=1
+	$(call run_programs,oldcpu,build/release) --under '$(QEMU) -cpu $(OLD_CPU)' || status=1
+	$(TOTAL) $(OLD_CPU)=$(REPORTS)/oldcpu.xml || status=1
 	exit $$status
 
 fuzz: ## a short libFuzzer run on the C ABI (FUZZ_SECONDS=30)

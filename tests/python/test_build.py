@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,71 @@ def test_ci_fails_where_a_part_was_left_out(ci):
 def test_ci_refuses_a_budget_that_is_no_number(ci):
     result = ci("good", seconds="soon")
     assert result.returncode == 2 and "CI_SECONDS is 'soon'" in result.stdout
+
+
+@pytest.fixture
+def run_programs(root, tmp_path):
+    """tools/run_programs.py on a build whose programs are scripts, then tools/sum_reports.py on its report."""
+
+    def run(programs: dict[str, str], *options: str) -> subprocess.CompletedProcess:
+        for name, text in programs.items():
+            script(tmp_path / "tests/cpp" / name, text)
+        report = tmp_path / "report.xml"
+        command = [sys.executable, root / "tools/run_programs.py", tmp_path, report, "--jobs", "2", *options]
+        ran = subprocess.run(command, capture_output=True, text=True)
+        if report.exists():
+            command = [sys.executable, root / "tools/sum_reports.py", f"all={report}"]
+            total = subprocess.run(command, capture_output=True, text=True)
+            assert total.returncode == ran.returncode
+            ran.stdout += total.stdout
+        return ran
+
+    return run
+
+
+GTEST = """echo '<testsuite><testcase name="A" classname="S"/><testcase name="B" classname="S"/></testsuite>' \\
+  >${GTEST_OUTPUT#xml:}
+echo "filter $GTEST_FILTER"
+"""
+
+
+def test_programs_that_pass(run_programs):
+    result = run_programs({"gtest": GTEST, "plain": "true\n"})
+    assert result.returncode == 0 and result.stdout.splitlines()[-1] == "total  3 passed, 0 failed, 0 skipped"
+
+
+@pytest.mark.parametrize(
+    "program, failed",
+    [
+        ("echo it is not well; exit 3\n", "it is not well"),
+        ("kill -ILL $$\n", "exit status -4"),
+        (GTEST + "echo a leak; exit 23\n", "a leak"),  # every case passed
+        (
+            GTEST.replace("/>", "><failure/></testcase>", 1) + "exit 1\n",
+            "S::A",
+        ),
+    ],
+)
+def test_programs_that_fail(run_programs, program, failed):
+    result = run_programs({"good": "true\n", "bad": program})
+    assert result.returncode == 1 and failed in result.stdout
+    assert " 1 failed, 0 skipped" in result.stdout.splitlines()[-1]
+
+
+def test_programs_leave_out_slow_cases_alone(run_programs):
+    names = ("numerics_forward", "cli_tests", "api_test")
+    result = run_programs(dict.fromkeys(names, GTEST + "exit 1\n"), "--without", "Gates", "Run")
+    filters = [line.removeprefix("filter ") for line in result.stdout.splitlines() if line.startswith("filter ")]
+    assert set(filters) == {"-*.Gates:*.Run", "-Cli.Gates:Cli.Run", "*"}
+
+
+def test_programs_run_under_an_emulator(run_programs, tmp_path):
+    emulator = script(tmp_path / "emulator", 'echo "as $1"; shift; "$@"; exit 1\n')
+    assert "as old" in run_programs({"plain": "true\n"}, "--under", f"{emulator} old").stdout
+
+
+def test_no_program_is_an_error(run_programs):
+    assert "no program in" in run_programs({}).stderr
 
 
 def script(path: Path, text: str) -> Path:
