@@ -16,7 +16,7 @@ namespace gatedelta::cli {
 const std::vector<Flag> kBenchFlags = {
     {"--shapes", "FILE", "csv file of cases: columns name, op and the keys below (bench/shapes/*.csv)"},
     {"--op", "LIST", "of fwd, bwd (from what the forward saved), train (both), rec"},
-    {"--device", "NAME", "cpu, cuda or cuda:N (cpu); on CUDA there is no rec so far"},
+    {"--device", "NAME", "cpu, cuda or cuda:N (cpu)"},
     {"--isa", "LIST", "instruction sets: all, auto or names (auto)"},
     {"--threads", "N", "threads (all CPUs)"},
     {"--scaling", nullptr, "each case with 1, 2, 4, ... up to --threads threads"},

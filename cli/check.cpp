@@ -14,7 +14,7 @@ namespace gatedelta::cli {
 const std::vector<Flag> kCheckFlags = {
     {"--shapes", "FILE", "csv file of cases: columns name, op and the keys below"},
     {"--op", "LIST", "of fwd, bwd, rec (all three)"},
-    {"--device", "NAME", "cpu, cuda or cuda:N (cpu); on CUDA there is no rec so far"},
+    {"--device", "NAME", "cpu, cuda or cuda:N (cpu)"},
     {"--isa", "LIST", "instruction sets: all, auto or names (all that run here)"},
     {"--threads", "N", "threads, also of the fp64 recurrence (all CPUs)"},
     {"--verify", "N", "only the first N key heads, for large cases"},
@@ -77,8 +77,7 @@ int check_command(const std::vector<std::string>& arguments) {
   if (const auto list = options.get("--op")) parse_ops(*list);  // refused before anything runs
   const int threads = static_cast<int>(options.integer("--threads", get_info().cpu_count, 1, 4096));
   const int64_t verified = options.integer("--verify", 0, 1, 1 << 20);
-  std::vector<Op> usual = {Op::forward, Op::backward};
-  if (!device.cuda) usual.push_back(Op::recurrent);
+  const std::vector<Op> usual = {Op::forward, Op::backward, Op::recurrent};
   const Pool pool(threads);
   const Report report(options);
 

@@ -28,15 +28,6 @@ Device parse_device(const std::string& text) {
   throw UsageError("--device " + text + ": expected cpu, cuda or cuda:N");
 }
 
-// "" for an operation CUDA has.
-std::string refusal(Op op) {
-  if (op != Op::recurrent) return "";
-  gd_recurrent_args recurrent = GD_RECURRENT_ARGS_INIT;
-  recurrent.exec.device = GD_CUDA;
-  const gd_status status = gd_recurrent(&recurrent);
-  return std::string(gd_status_name(status)) + ": " + gd_last_error();
-}
-
 #if GD_CUDA_COMPILED
 
 // Returns "" or what went wrong.
@@ -68,12 +59,15 @@ Timing time_calls_on(const Device& device, Op op, const testing::Problem& proble
   GD_CUDA_OK(cudaSetDevice(device.index));
   std::optional<testing::DeviceForward> forward;
   std::optional<testing::DeviceBackward> backward;
-  if (op != Op::backward) forward.emplace(problem.forward);
-  if (op != Op::forward) backward.emplace(problem.backward);
+  std::optional<testing::DeviceRecurrent> recurrent;
+  if (op == Op::forward || op == Op::train) forward.emplace(problem.forward);
+  if (op == Op::backward || op == Op::train) backward.emplace(problem.backward);
+  if (op == Op::recurrent) recurrent.emplace(problem.recurrent);
   const testing::CudaStream stream;
   const auto call = [&] {
     std::string error = forward ? forward->run(stream) : "";
     if (error.empty() && backward) error = backward->run(stream);
+    if (error.empty() && recurrent) error = recurrent->run(stream);
     if (!error.empty()) throw std::runtime_error(error);
   };
   // Calls queue up, so that each starts when the one before has finished. The first call of a queue starts on an idle
@@ -145,14 +139,13 @@ Device chosen_device(const Options& options, const std::vector<std::string>& cpu
 }
 
 testing::Judgement judge_on(const Device& device, Op op, testing::Judge& judge) {
-  if (std::string said = refusal(op); !said.empty()) return {{}, {std::move(said)}};
   const auto run = [&](const auto& host) { return run_on(device, host); };
+  if (op == Op::recurrent) return judge.recurrent(run);
   if (op == Op::backward) return judge.backward(testing::Compute::tensor_cores, run);
   return judge.forward(testing::Compute::tensor_cores, run);
 }
 
 Timing time_on(const Device& device, Op op, const testing::Problem& problem, double seconds) {
-  if (const std::string said = refusal(op); !said.empty()) throw std::runtime_error(said);
   return time_calls_on(device, op, problem, seconds);
 }
 

@@ -1,9 +1,9 @@
-# GD_CUDA: whether the Hopper kernels are built. Sets GD_CUDA_COMPILED, and with it GD_NVCC and CUDA::cudart_static.
+# GD_CUDA: whether the CUDA kernels are built. Sets GD_CUDA_COMPILED, and with it GD_NVCC and CUDA::cudart_static.
 set(GD_CUDA AUTO CACHE STRING "Build the CUDA backend: AUTO (where an nvcc works), ON or OFF")
 set_property(CACHE GD_CUDA PROPERTY STRINGS AUTO ON OFF)
 
 set(GD_CUDA_COMPILED 0)
-set(GD_NVCC_FLAGS -ccbin ${CMAKE_CXX_COMPILER} -std=c++20 -gencode arch=compute_90a,code=sm_90a)
+set(GD_NVCC_FLAGS -ccbin ${CMAKE_CXX_COMPILER} -std=c++20)
 
 # Compiles an empty kernel. Each nvcc accepts the host compilers of its time only, and says so when it compiles.
 function(gd_try_nvcc problem)
@@ -13,8 +13,8 @@ function(gd_try_nvcc problem)
   endif()
   set(folder ${PROJECT_BINARY_DIR}/CMakeFiles/gd_try_nvcc)
   file(WRITE ${folder}/empty.cu "__global__ void empty() {}\n")
-  execute_process(COMMAND ${GD_NVCC} ${GD_NVCC_FLAGS} -c empty.cu -o empty.o WORKING_DIRECTORY ${folder}
-                  RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
+  execute_process(COMMAND ${GD_NVCC} ${GD_NVCC_FLAGS} -gencode arch=compute_90a,code=sm_90a -c empty.cu -o empty.o
+                  WORKING_DIRECTORY ${folder} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
   if(result EQUAL 0)
     set(GD_NVCC_WORKS "${key}" CACHE INTERNAL "The nvcc and the host compiler that were tried together")
     return()
@@ -70,9 +70,22 @@ if(GD_RACECHECK AND NOT GD_CUDA_COMPILED)
   message(FATAL_ERROR "GD_RACECHECK is ON, but the CUDA backend is not built: -DGD_CUDA=ON says why")
 endif()
 
-# gd_add_cuda(<target> <source>): one .cu file, sm_90a alone. By nvcc itself, not by CMake's CUDA language: that knows
-# neither every nvcc nor this architecture in all versions of CMake we build with, and what ptxas says must be read.
+# gd_add_cuda(<target> <source> [ARCHITECTURES <architecture>...] [PTX <architecture>]): one .cu file, with machine code
+# of every architecture (90a alone by default), and with PTX that the driver compiles on later devices. By nvcc itself,
+# not by CMake's CUDA language: that knows neither every nvcc nor these architectures in all versions of CMake we build
+# with, and what ptxas says must be read.
 function(gd_add_cuda target source)
+  cmake_parse_arguments(PARSE_ARGV 2 arg "" "PTX" "ARCHITECTURES")
+  if(NOT arg_ARCHITECTURES)
+    set(arg_ARCHITECTURES 90a)
+  endif()
+  set(code)
+  foreach(architecture IN LISTS arg_ARCHITECTURES)
+    list(APPEND code -gencode arch=compute_${architecture},code=sm_${architecture})
+  endforeach()
+  if(arg_PTX)
+    list(APPEND code -gencode arch=compute_${arg_PTX},code=compute_${arg_PTX})
+  endif()
   get_filename_component(name ${source} NAME)
   get_filename_component(path ${source} ABSOLUTE)
   set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}.o)
@@ -86,7 +99,7 @@ function(gd_add_cuda target source)
   endif()
   add_custom_command(
     OUTPUT ${object}
-    COMMAND ${nvcc} ${GD_NVCC_FLAGS} -O3 --no-compress # tools/sass.py reads the code
+    COMMAND ${nvcc} ${GD_NVCC_FLAGS} ${code} -O3 --no-compress # tools/sass.py reads the code
             -Xcudafe --signed_chars # nvcc loads a bool as a char: the same code on x86 and Arm
             -Xcompiler=-fPIC,-fvisibility=hidden,-fsigned-char ${warnings}
             -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include -MD -MF ${object}.d -c ${path} -o ${object}

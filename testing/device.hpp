@@ -126,6 +126,33 @@ struct CallOf<gd_backward_args> {
   }
 };
 
+template <>
+struct CallOf<gd_recurrent_args> {
+  static constexpr size_t kRowTensors = 0;  // rows of any alignment are taken
+  static constexpr auto workspace = gd_recurrent_workspace;
+  static constexpr auto run = gd_recurrent;
+  static constexpr const char* kName = "gd_recurrent";
+  template <class Args>
+  static auto tensors(Args& a) {
+    return std::vector{&a.in.q,
+                       &a.in.k,
+                       &a.in.v,
+                       &a.o,
+                       &a.in.g,
+                       &a.in.beta,
+                       &a.in.A_log,
+                       &a.in.dt_bias,
+                       &a.in.cu_seqlens,
+                       &a.in.initial_state,
+                       &a.in.initial_indices,
+                       &a.final_state,
+                       &a.final_indices,
+                       &a.accept_lengths,
+                       &a.step_states,
+                       &a.step_indices};
+  }
+};
+
 template <class Args>
 class DeviceCall {
   using Call = CallOf<Args>;
@@ -206,5 +233,6 @@ class DeviceCall {
 };
 using DeviceForward = DeviceCall<gd_forward_args>;
 using DeviceBackward = DeviceCall<gd_backward_args>;
+using DeviceRecurrent = DeviceCall<gd_recurrent_args>;
 
 }  // namespace gatedelta::testing

@@ -218,12 +218,16 @@ Judgement Judge::backward(Compute compute, const std::function<std::string(const
 }
 
 Judgement Judge::recurrent(const Exec& exec) {
+  return recurrent([&](const gd_recurrent_args& args) { return run_recurrent(args, exec); });
+}
+
+Judgement Judge::recurrent(const std::function<std::string(const gd_recurrent_args&)>& run) {
   problem_.reset();
   const auto& truth = recurrent_truth();
   const gd_recurrent_args& args = problem_.recurrent;
   constexpr Compute compute = Compute::fp32;
   Judgement result;
-  if (auto error = run_recurrent(args, exec); !error.empty()) {
+  if (auto error = run(args); !error.empty()) {
     result.problems.push_back(error);
     return result;
   }

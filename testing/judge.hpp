@@ -53,6 +53,7 @@ class Judge {
   Judgement backward(const Exec& exec, bool from_saved);
   Judgement backward(Compute compute, const std::function<std::string(const gd_backward_args&)>& run);
   Judgement recurrent(const Exec& exec);
+  Judgement recurrent(const std::function<std::string(const gd_recurrent_args&)>& run);  // its products are fp32
 
   Problem& problem() { return problem_; }
   const ForwardTruth& forward_truth();

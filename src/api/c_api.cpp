@@ -25,7 +25,7 @@ static_assert(std::size(kIsaNames) == GD_ISA_COUNT);
 // The backends of each operation. Those of one device are listed from the most specialised to the most general.
 const Backend<ForwardProblem>* const kForwardBackends[] = {&cpu::forward_backend, &cuda::sm90_forward_backend};
 const Backend<BackwardProblem>* const kBackwardBackends[] = {&cpu::backward_backend, &cuda::sm90_backward_backend};
-const Backend<RecurrentProblem>* const kRecurrentBackends[] = {&cpu::recurrent_backend};
+const Backend<RecurrentProblem>* const kRecurrentBackends[] = {&cpu::recurrent_backend, &cuda::recurrent_backend};
 
 // An entry point's operation: its names in messages, and its backends.
 template <class Problem>

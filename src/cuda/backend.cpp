@@ -32,6 +32,16 @@ const Backend<BackwardProblem> sm90_backward_backend = {
     },
 };
 
+const Backend<RecurrentProblem> recurrent_backend = {
+    GD_CUDA,
+    [](const RecurrentProblem& p, const gd_exec&) { return check_limits(p); },
+    [](const RecurrentProblem&, const gd_exec&) { return size_t{0}; },
+    nullptr,
+    [](const RecurrentProblem& p, const gd_exec& exec, char* workspace) {
+      return recurrent(p, context_of(exec, workspace));
+    },
+};
+
 #if !GD_CUDA_COMPILED
 namespace {
 Outcome not_compiled() { return refusal(GD_UNSUPPORTED, "device is cuda, but this build has no CUDA backend"); }
@@ -41,6 +51,7 @@ bool is_compiled() { return false; }
 int usable_devices() { return 0; }
 Outcome forward(const ForwardProblem&, const Context&) { return not_compiled(); }
 Outcome backward(const BackwardProblem&, const Context&) { return not_compiled(); }
+Outcome recurrent(const RecurrentProblem&, const Context&) { return not_compiled(); }
 #endif
 
 }  // namespace gatedelta::cuda

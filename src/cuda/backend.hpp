@@ -8,9 +8,10 @@ namespace gatedelta::cuda {
 
 extern const Backend<ForwardProblem> sm90_forward_backend;
 extern const Backend<BackwardProblem> sm90_backward_backend;
+extern const Backend<RecurrentProblem> recurrent_backend;
 
 bool is_compiled();
-// Devices the kernels run on; 0 where there is no driver.
+// Devices every operation runs on, those of compute capability 9.0; 0 where there is no driver.
 int usable_devices();
 
 struct Context {
@@ -22,5 +23,6 @@ struct Context {
 // Launch the kernels on the stream and return: they wait for nothing, allocate nothing and read nothing back.
 Outcome forward(const ForwardProblem&, const Context&);
 Outcome backward(const BackwardProblem&, const Context&);
+Outcome recurrent(const RecurrentProblem&, const Context&);
 
 }  // namespace gatedelta::cuda

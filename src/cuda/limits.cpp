@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/names.hpp"
+#include "cuda/decode/config.hpp"
 #include "cuda/workspace/backward.hpp"
 
 namespace gatedelta::cuda {
@@ -105,6 +106,13 @@ Outcome check_limits(const BackwardProblem& p) {
         std::pair("dq", &p.dq), std::pair("dk", &p.dk), std::pair("dv", &p.dv)})
     GD_CHECK(check_rows(name, rows, p.in));
   return {};
+}
+
+Outcome check_limits(const RecurrentProblem& p) {
+  if (decode_pairs(p.in) <= kMaxDecodePairs) return {};
+  return refusal(GD_UNSUPPORTED, "N * Hv is %" PRId64 " * %" PRId64 ", must be at most %" PRId64 "%s on CUDA",
+                 p.in.sequences.count, p.in.value_heads, kMaxDecodePairs,
+                 p.in.sequences.offsets ? " (and with cu_seqlens N counts one more)" : "");
 }
 
 }  // namespace gatedelta::cuda

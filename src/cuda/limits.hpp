@@ -1,4 +1,4 @@
-// What the Hopper kernels cannot do: rules about problems that are valid otherwise, each with its message. They need no
+// What the kernels cannot do: rules about problems that are valid otherwise, each with its message. They need no
 // CUDA, so a build without it gives the same answers.
 #pragma once
 
@@ -8,5 +8,6 @@ namespace gatedelta::cuda {
 
 Outcome check_limits(const ForwardProblem& problem);
 Outcome check_limits(const BackwardProblem& problem);
+Outcome check_limits(const RecurrentProblem& problem);
 
 }  // namespace gatedelta::cuda

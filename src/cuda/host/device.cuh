@@ -4,13 +4,21 @@
 #include <cuda_runtime.h>
 #include <atomic>
 #include <cstdarg>
+#include <cstdint>
 #include <cstdio>
 
 #include "cuda/backend.hpp"
 
 namespace gatedelta::cuda {
 
-constexpr int kSupportedMajor = 9;  // compute capability: the kernels are sm_90a code and nothing else
+// The compute capabilities that some kernels have code for, and the words of the refusal on other devices.
+struct Capabilities {
+  int lowest_major, highest_major;
+  const char* supported;
+};
+constexpr Capabilities kChunkedDevices = {9, 9, "the chunked forward and backward support 9.0 (Hopper)"};
+constexpr Capabilities kDecodeDevices = {8, 1 << 15, "recurrent steps support 8.0 and later"};
+
 [[gnu::format(printf, 2, 3)]] inline Outcome failure(gd_status status, const char* format, ...) {
   Outcome outcome{status};
   va_list values;
@@ -24,16 +32,32 @@ inline Outcome failure(cudaError_t error, const char* what) {
   return failure(GD_INTERNAL, "CUDA failed to %s: %s", what, cudaGetErrorString(error));
 }
 
-inline Outcome check_device(int device) {
-  int major = 0, minor = 0;
+struct DeviceFacts {
+  int16_t major, minor;
+  int32_t multiprocessors;  // 0 = not known yet
+};
+// Cached for the first 64 devices.
+inline Outcome find_facts(int device, DeviceFacts& facts) {
+  static std::atomic<DeviceFacts> found[64];
+  if (device < 64) facts = found[device].load(std::memory_order_relaxed);
+  if (facts.multiprocessors > 0) return {};
+  int major = 0, minor = 0, multiprocessors = 0;
   cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (!error) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (!error) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaErrorInvalidDevice)
     return failure(GD_INVALID_ARGUMENT, "device_index is %d, and there is no such CUDA device", device);
   if (error) return failure(GD_UNSUPPORTED, "no CUDA device can be used: %s", cudaGetErrorString(error));
-  if (major != kSupportedMajor)
-    return failure(GD_UNSUPPORTED, "device %d has compute capability %d.%d, the CUDA backend supports 9.0 (Hopper)",
-                   device, major, minor);
+  facts = {static_cast<int16_t>(major), static_cast<int16_t>(minor), multiprocessors};
+  if (device < 64) found[device].store(facts, std::memory_order_relaxed);
+  return {};
+}
+
+inline Outcome check_device(int device, const Capabilities& needed, DeviceFacts& facts) {
+  if (Outcome outcome = find_facts(device, facts); outcome.status != GD_OK) return outcome;
+  if (facts.major < needed.lowest_major || facts.major > needed.highest_major)
+    return failure(GD_UNSUPPORTED, "device %d has compute capability %d.%d, %s", device, facts.major, facts.minor,
+                   needed.supported);
   return {};
 }
 
@@ -71,27 +95,15 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Number of SMs of a supported device. Cached for the first 64 devices.
-inline Outcome count_multiprocessors(int device, int& count) {
-  static std::atomic<int> counted[64];
-  if (device < 64) count = counted[device].load(std::memory_order_relaxed);
-  if (count > 0) return {};
-  if (Outcome outcome = check_device(device); outcome.status != GD_OK) return outcome;
-  if (const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device))
-    return failure(error, "count multiprocessors");
-  if (device < 64) counted[device].store(count, std::memory_order_relaxed);
-  return {};
-}
-
 // Calls f with the number of multiprocessors of a supported device, while that is the current one.
 template <class F>
-Outcome with_device(int device, const F& f) {
-  int multiprocessors = 0;
-  if (Outcome outcome = count_multiprocessors(device, multiprocessors); outcome.status != GD_OK) return outcome;
+Outcome with_device(int device, const Capabilities& needed, const F& f) {
+  DeviceFacts facts{};
+  if (Outcome outcome = check_device(device, needed, facts); outcome.status != GD_OK) return outcome;
   const RelaxedCapture relaxed;
   const CurrentDevice current(device);
   if (current.error()) return failure(current.error(), "select the device");
-  return f(multiprocessors);
+  return f(facts.multiprocessors);
 }
 
 }  // namespace gatedelta::cuda

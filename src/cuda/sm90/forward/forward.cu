@@ -42,13 +42,16 @@ bool is_compiled() { return true; }
 int usable_devices() {
   int count = 0, usable = 0;
   if (cudaGetDeviceCount(&count)) count = 0;
-  for (int device = 0; device < count; ++device) usable += check_device(device).status == GD_OK;
+  for (int device = 0; device < count; ++device) {
+    DeviceFacts facts{};
+    usable += check_device(device, kChunkedDevices, facts).status == GD_OK;
+  }
   cudaGetLastError();
   return usable;
 }
 
 Outcome forward(const ForwardProblem& problem, const Context& context) {
-  return with_device(context.device, [&](int multiprocessors) -> Outcome {
+  return with_device(context.device, kChunkedDevices, [&](int multiprocessors) -> Outcome {
     CallParams p = call_params(problem, context.workspace, multiprocessors);
     const bool bf16 = problem.in.q.dtype == GD_BF16;
     if (p.sequences.batch > 0 && p.sequences.tokens > 0)  // an empty tensor has no map, and no kernel uses one

@@ -1,0 +1,396 @@
+#include <cstdlib>
+
+#include "device.hpp"
+#include "testing/reference.hpp"
+
+namespace gatedelta::testing {
+namespace {
+
+// Recurrent steps run on every device from compute capability 8.0 on.
+class Recurrent : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    int devices = 0, major = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess) devices = 0;
+    if (devices > 0) GD_CUDA_OK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+    if (major < 8) GTEST_SKIP() << "no CUDA device of compute capability 8.0 or later";
+  }
+};
+
+const Specs kDtypes = {"dtype=fp32", "dtype=bf16", "dtype=fp16"};
+const Specs kStates = {"state=fp32", "state=bf16", "state=fp16"};
+const Specs kLayouts = {"layout=kv", "layout=vk"};
+const std::string kStep = "K=128 V=128 layout=vk ";  // with T=1 what the step kernel takes
+
+void check(const Specs& specs) {
+  for (const std::string& spec : specs) {
+    Judge judge(parse_case(spec));
+    expect_ok(judge.recurrent(on_device<gd_recurrent_args>), judge.problem().spec);
+  }
+}
+
+TEST_F(Recurrent, Gates) {
+  const Specs gates = {"gate=zero",
+                       "gate=weak",
+                       "gate=strong",
+                       "gate=spiky",
+                       "gate=mixed",
+                       "gate=inf",
+                       "gate=huge",
+                       "gate=raw",
+                       "gate=raw dt_bias=0",
+                       "gate=mixed gdtype=fp16",
+                       "gate=huge gdtype=bf16",
+                       "gate=raw gdtype=bf16 beta=logit"};
+  check(cross(cross({"T=70 Hk=4 Hv=8 K=32 V=48", "B=3 T=1 Hk=4 Hv=8 " + kStep}, kDtypes), gates));
+}
+
+TEST_F(Recurrent, Betas) {
+  check(cross(
+      cross({"T=9 Hk=2 Hv=4 K=48 V=32 seed=2", "B=9 T=1 Hk=2 Hv=4 seed=2 " + kStep}, kDtypes),
+      {"beta=unit", "beta=zeros", "beta=two", "beta=one", "beta=logit", "beta=logit2", "beta=logit gdtype=bf16"}));
+}
+
+TEST_F(Recurrent, Keys) {
+  check(cross(cross({"T=90 Hk=2 Hv=4 K=32 V=32 seed=3", "B=14 T=1 Hk=2 Hv=4 seed=3 " + kStep}, kDtypes),
+              {"keys=correlated gate=zero", "keys=correlated l2norm gate=raw", "keys=repeated beta=one",
+               "keys=repeated l2norm", "keys=loose", "keys=loose l2norm", "keys=random l2norm beta=logit2"}));
+}
+
+TEST_F(Recurrent, Heads) {
+  for (const int group : {1, 2, 3, 4, 8}) {
+    const std::string heads = "Hk=2 Hv=" + std::to_string(2 * group) + " l2norm ";
+    check(cross({"B=3 T=2 K=32 V=16 " + heads, "B=3 T=1 " + heads + kStep}, kDtypes));
+  }
+  check({"T=3 Hk=1 Hv=33 K=16 V=32 dtype=bf16", "T=3 Hk=5 Hv=15 K=16 V=16", "T=1 Hk=7 Hv=21 dtype=bf16 " + kStep});
+}
+
+TEST_F(Recurrent, Sizes) {
+  for (int size = 16; size <= 256; size += 16) {
+    const std::string dim = std::to_string(size), dtype = kDtypes[size / 16 % 3], state = kStates[size / 16 % 2];
+    check(cross({"T=3 Hk=1 Hv=2 K=" + dim + " V=32 " + dtype, "T=3 Hk=1 Hv=2 K=32 V=" + dim + " " + dtype},
+                cross(kLayouts, {"state=fp32", state})));
+  }
+  check(
+      cross(cross({"T=3 Hk=1 Hv=2"}, cross(kDtypes, kStates)),
+            cross({"K=16 V=256", "K=256 V=16", "K=256 V=256", "K=128 V=128", "K=64 V=128", "K=144 V=208"}, kLayouts)));
+}
+
+TEST_F(Recurrent, States) {
+  check(cross(cross(cross({"lengths=7+0+4+1+19+3+2 pad=4 Hk=1 Hv=2"}, {"K=48 V=16", "K=128 V=128", "K=176 V=64"}),
+                    cross(kStates, kLayouts)),
+              {"pool=0", "pool=1 dtype=bf16", "pool=1 i64 strided", "h0=0 dtype=fp16", "ht=0"}));
+}
+
+TEST_F(Recurrent, Strides) {
+  check(cross(cross({"B=2 T=5 Hk=2 Hv=4 K=32 V=48 strided", "lengths=7+3+0+6 pad=6 Hk=1 Hv=2 K=16 V=80 strided",
+                     "B=3 T=1 Hk=2 Hv=4 K=128 V=128 strided"},
+                    kLayouts),
+              cross(kDtypes, {"gate=mixed", "gate=raw l2norm beta=logit state=bf16"})));
+}
+
+TEST_F(Recurrent, ScaleAndOutputType) {
+  check(cross({"T=7 Hk=1 Hv=2 K=32 V=32", "B=7 T=1 Hk=1 Hv=2 " + kStep},
+              {"scale=0", "scale=-2.5", "scale=1 dtype=bf16", "dtype=bf16 odtype=fp32", "dtype=fp32 odtype=bf16",
+               "dtype=fp16 odtype=fp32"}));
+}
+
+TEST_F(Recurrent, LongSequences) {
+  check(cross({"T=300 Hk=1 Hv=2 K=32 V=32", "T=300 Hk=1 Hv=2 K=128 V=128"}, cross(kLayouts, kDtypes)));
+  check({"T=0 B=3 Hk=1 Hv=2 K=32 V=32", "lengths=4x0 pad=5 Hk=1 Hv=2 K=16 V=16", "lengths=0 Hk=1 Hv=2 K=16 V=16"});
+}
+
+// T = 1 over a pool, in place, as a serving engine calls it.
+TEST_F(Recurrent, Decode) {
+  check(cross(cross(cross({"B=19 T=1 Hk=2 Hv=4 l2norm gate=raw beta=logit"}, {"K=128 V=128", "K=64 V=32"}), kDtypes),
+              cross(cross(kStates, kLayouts), {"pool", "pool inplace", "pool inplace i64", "pool inplace strided",
+                                               "pool ht=0", "h0=0", "inplace"})));
+}
+
+// T = 2..8 drafts: which state is kept, and all of them.
+TEST_F(Recurrent, DraftVerification) {
+  for (int T = 1; T <= 8; ++T) {
+    const std::string drafts = "B=10 T=" + std::to_string(T) + " Hk=1 Hv=2 " + kDtypes[T % 3];
+    check(
+        cross(cross({drafts + " K=16 V=32", drafts + " " + kStep},
+                    {"accept", "accept pool inplace", "accept pool i64", "inplace"}),
+              {"steps=none", "steps=dense", "steps=pool", "steps=pool state=bf16 strided", "steps=dense state=fp16"}));
+  }
+}
+
+TEST_F(Recurrent, PackedDrafts) {
+  check(cross(cross({"lengths=3+0+1+8+2+5+4 pad=2 Hk=1 Hv=2"}, {"K=32 V=16", "K=128 V=128 layout=vk"}),
+              {"accept", "accept pool", "accept pool inplace steps=pool", "steps=dense", "pool steps=dense strided i64",
+               "h0=0", "ht=0", "dtype=bf16 state=bf16 accept", "dtype=bf16 state=fp16 pool inplace"}));
+}
+
+// Verification that stores no state: of every five sequences two have no read slot and are padded rows.
+TEST_F(Recurrent, PaddedRowsWithoutStoredStates) {
+  check(cross({"B=10 T=4 Hk=1 Hv=2 K=32 V=16 pool ht=0", "lengths=3+0+1+8+2+5+4 pad=2 Hk=1 Hv=2 K=16 V=32 pool ht=0",
+               "B=10 T=1 Hk=1 Hv=2 pool ht=0 " + kStep},
+              {"dtype=fp32", "dtype=bf16 i64 state=bf16", "steps=dense", "steps=pool strided"}));
+}
+
+// A commit moves the states and nothing else.
+TEST_F(Recurrent, CommitWithoutOutput) {
+  for (const std::string& spec : cross({"B=7 T=4 Hk=1 Hv=2 K=32 V=32 dtype=bf16 accept pool inplace",
+                                        "B=7 T=1 Hk=1 Hv=2 dtype=bf16 pool inplace " + kStep},
+                                       kStates)) {
+    Judge judge(parse_case(spec));
+    judge.problem().recurrent.o = {};
+    expect_ok(judge.recurrent(on_device<gd_recurrent_args>), judge.problem().spec);
+  }
+}
+
+// The state a call starts from, the one it ends with and those in between may have three types.
+TEST_F(Recurrent, MixedStateTypes) {
+  for (const std::string& spec :
+       cross({"B=7 T=4 Hk=1 Hv=2 steps=dense", "B=7 T=1 Hk=1 Hv=2"}, cross({"K=128 V=128", "K=32 V=48"}, kLayouts))) {
+    for (const std::string& from : kStates) {
+      for (const std::string& to : kStates) {
+        // Both cases have the same values up to the rounding of the initial state, which here is the first one's.
+        Problem first(parse_case(spec + " " + from)), second(parse_case(spec + " " + to));
+        gd_recurrent_args args = second.recurrent;
+        args.in.initial_state = first.recurrent.in.initial_state;
+        const RecurrentTruth truth = reference_recurrent(args);
+        ASSERT_EQ(on_device(args), "") << spec << " " << from << " " << to;
+        const auto expect_near = [&](const gd_tensor& got, const std::vector<double>& want, Quantity quantity,
+                                     int head_axis) {
+          if (got.dtype == GD_DTYPE_NONE) return;
+          const Tolerance bound = tolerance(quantity, Compute::fp32, static_cast<gd_dtype>(got.dtype), second.spec);
+          const Comparison result = compare(to_doubles(got), want, head_shape(got, head_axis), bound);
+          EXPECT_TRUE(result.ok) << spec << " " << from << " " << to << ": " << result.text();
+        };
+        expect_near(args.o, truth.o, Quantity::o, 2);
+        expect_near(args.final_state, truth.final_state, Quantity::final_state, 1);
+        expect_near(args.step_states, truth.step_states, Quantity::step_states, 2);
+        EXPECT_TRUE(second.damage().empty()) << spec << " " << from << " " << to;
+      }
+    }
+  }
+}
+
+// Tokens [first, first + count) of a call's tensors. Its states are updated in place.
+gd_recurrent_args tokens_of(const gd_recurrent_args& whole, int64_t first, int64_t count) {
+  gd_recurrent_args some = whole;
+  for (gd_tensor* t : {&some.in.q, &some.in.k, &some.in.v, &some.in.g, &some.in.beta, &some.o}) {
+    t->data = static_cast<char*>(t->data) + first * t->stride[1] * element_bytes(t->dtype);
+    t->shape[1] = count;
+  }
+  return some;
+}
+
+// With fp32 states, how tokens are spread over calls changes no bit: speculative and plain decode agree.
+TEST_F(Recurrent, OneCallHasTheBitsOfMany) {
+  const Specs cases = cross(cross({"B=4 T=9 Hk=2 Hv=4 inplace"}, {"K=128 V=128", "K=64 V=32", "K=208 V=48"}),
+                            cross(kLayouts, {"dtype=fp32", "dtype=bf16 gate=raw beta=logit l2norm", "dtype=fp16",
+                                             "dtype=bf16 l2norm strided"}));
+  for (const std::string& spec : cases) {
+    Problem problem(parse_case(spec));
+    std::vector<char> o, states;
+    for (const int64_t step : {9, 1, 2, 4}) {
+      problem.reset();
+      DeviceRecurrent device(problem.recurrent);
+      const gd_recurrent_args whole = device.args();
+      for (int64_t t = 0; t < 9; t += step) {
+        device.args() = tokens_of(whole, t, std::min<int64_t>(step, 9 - t));
+        ASSERT_EQ(device.run(), "");
+      }
+      ASSERT_EQ(device.download(problem.recurrent), "");
+      const std::vector<double> o_now = to_doubles(problem.recurrent.o);
+      const std::vector<double> states_now = to_doubles(problem.recurrent.final_state);
+      const auto bytes = [](const std::vector<double>& x) {
+        const char* data = reinterpret_cast<const char*>(x.data());
+        return std::vector<char>(data, data + x.size() * sizeof(double));
+      };
+      if (step == 9) o = bytes(o_now), states = bytes(states_now);
+      EXPECT_EQ(o, bytes(o_now)) << spec << ", " << step << " tokens a call";
+      EXPECT_EQ(states, bytes(states_now)) << spec << ", " << step << " tokens a call";
+    }
+  }
+}
+
+// The state after m accepted tokens is, bit by bit, that of a call with m tokens.
+TEST_F(Recurrent, AcceptedStateIsThatOfFewerTokens) {
+  for (const std::string& layout : kLayouts) {
+    Problem problem(parse_case("B=5 T=6 Hk=1 Hv=2 K=128 V=128 dtype=bf16 l2norm " + layout));
+    Problem with_lengths(parse_case("B=5 T=6 Hk=1 Hv=2 K=128 V=128 dtype=bf16 l2norm accept " + layout));
+    ASSERT_EQ(on_device(with_lengths.recurrent), "");
+    const std::vector<char> accepted = bytes_of(with_lengths.recurrent.final_state);
+    const size_t state = accepted.size() / 5;
+    for (int64_t n = 0; n < 5; ++n) {
+      problem.reset();
+      DeviceRecurrent device(problem.recurrent);
+      device.args() = tokens_of(device.args(), 0, n);  // the generator has sequence n accept n tokens
+      ASSERT_EQ(device.run(), "");
+      ASSERT_EQ(device.download(problem.recurrent), "");
+      const std::vector<char> whole = bytes_of(problem.recurrent.final_state);
+      EXPECT_TRUE(std::equal(whole.begin() + n * state, whole.begin() + (n + 1) * state, accepted.begin() + n * state))
+          << layout << ", " << n << " tokens";
+    }
+  }
+}
+
+// The device clamps lengths the host would refuse.
+TEST_F(Recurrent, ClampsAcceptLengths) {
+  std::vector<std::vector<char>> results;
+  for (const std::vector<int64_t>& lengths : {std::vector<int64_t>{-5, 0, 3, 4, 1000}, {0, 0, 3, 4, 4}}) {
+    Problem problem(parse_case("B=5 T=4 Hk=1 Hv=2 K=64 V=32 dtype=bf16 accept i64 pool=0"));
+    DeviceRecurrent device(problem.recurrent);
+    GD_CUDA_OK(cudaMemcpy(device.args().accept_lengths.data, lengths.data(), 40, cudaMemcpyHostToDevice));
+    ASSERT_EQ(device.run(), "");
+    ASSERT_EQ(device.download(problem.recurrent), "");
+    results.push_back(bytes_of(problem.recurrent.final_state));
+  }
+  EXPECT_EQ(results[0], results[1]);
+}
+
+TEST_F(Recurrent, DoesNotDependOnTheBatch) {
+  for (const std::string& spec : cross(cross({"B=40 T=1 Hk=2 Hv=4", "B=40 T=4 Hk=2 Hv=4"}, kLayouts),
+                                       cross({"K=128 V=128 dtype=bf16", "K=32 V=48 dtype=fp32"}, kStates))) {
+    Problem problem(parse_case(spec + " l2norm"));
+    const gd_recurrent_args& host = problem.recurrent;
+    ASSERT_EQ(on_device(host), "");
+    const auto o = bytes_of(host.o), states = bytes_of(host.final_state);
+    problem.reset();
+    DeviceRecurrent device(host);
+    const gd_recurrent_args whole = device.args();
+    for (int64_t n = 0; n < 40; ++n) {
+      gd_recurrent_args& alone = device.args() = whole;
+      for (gd_tensor* t : {&alone.in.q, &alone.in.k, &alone.in.v, &alone.in.g, &alone.in.beta, &alone.in.initial_state,
+                           &alone.o, &alone.final_state}) {
+        t->data = static_cast<char*>(t->data) + n * t->stride[0] * element_bytes(t->dtype);
+        t->shape[0] = 1;
+      }
+      ASSERT_EQ(device.run(), "");
+    }
+    ASSERT_EQ(device.download(host), "");
+    EXPECT_EQ(o, bytes_of(host.o)) << spec;
+    EXPECT_EQ(states, bytes_of(host.final_state)) << spec;
+  }
+}
+
+TEST_F(Recurrent, RepeatsBitForBit) {
+  for (const std::string& spec : {"B=70 T=1 Hk=2 Hv=8 dtype=bf16 pool inplace " + kStep,
+                                  std::string("lengths=3+0+9+1 pad=2 Hk=2 Hv=4 K=96 V=80 pool steps=dense")}) {
+    Problem problem(parse_case(spec));
+    const gd_recurrent_args& host = problem.recurrent;
+    std::vector<char> o, states;
+    for (int round = 0; round < 5; ++round) {
+      problem.reset();
+      ASSERT_EQ(on_device(host), "");
+      if (round == 0) o = bytes_of(host.o), states = bytes_of(host.final_state);
+      EXPECT_EQ(o, bytes_of(host.o)) << spec << ", round " << round;
+      EXPECT_EQ(states, bytes_of(host.final_state)) << spec << ", round " << round;
+    }
+  }
+}
+
+// A captured call holds pointers and shapes. Every replay reads tokens, lengths, indices and states anew.
+void check_replay(const std::vector<std::string>& specs) {
+  std::vector<std::unique_ptr<Judge>> judges;
+  for (const std::string& spec : specs) judges.push_back(std::make_unique<Judge>(parse_case(spec)));
+  DeviceRecurrent device(judges[0]->problem().recurrent);
+  const CudaStream stream;
+  cudaGraph_t graph = nullptr;
+  GD_CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  const std::string error = device.run(stream);
+  GD_CUDA_OK(cudaStreamEndCapture(stream, &graph));
+  ASSERT_EQ(error, "");
+  cudaGraphExec_t replay = nullptr;
+  GD_CUDA_OK(cudaGraphInstantiate(&replay, graph, 0));
+  for (const size_t i : {0, 1, 0}) {
+    const auto run = [&](const gd_recurrent_args& host) {
+      device.upload(host);
+      GD_CUDA_OK(cudaGraphLaunch(replay, stream));
+      return device.download(host);
+    };
+    expect_ok(judges[i]->recurrent(run), judges[i]->problem().spec);
+  }
+  GD_CUDA_OK(cudaGraphExecDestroy(replay));
+  GD_CUDA_OK(cudaGraphDestroy(graph));
+}
+
+TEST_F(Recurrent, GraphReplaysWithNewContents) {
+  const std::string rest = " pad=2 Hk=1 Hv=2 K=64 V=48 dtype=bf16 pool inplace accept steps=pool seed=";
+  check_replay({"lengths=3+0+1+8+2" + rest + "1", "lengths=1+5+0+4+4" + rest + "2"});
+  for (const std::string& state : kStates) {
+    const std::string decode = "B=9 T=1 Hk=1 Hv=2 dtype=bf16 gate=raw beta=logit l2norm pool inplace " + kStep + state;
+    check_replay({decode + " seed=1", decode + " seed=2"});
+  }
+}
+
+TEST_F(Recurrent, RunsOnAStream) {
+  Judge judge(parse_case("B=3 T=4 Hk=1 Hv=2 K=128 V=128 dtype=bf16"));
+  const CudaStream stream;
+  const auto run = [&](const gd_recurrent_args& host) {
+    DeviceRecurrent device(host);
+    if (std::string error = device.run(stream); !error.empty()) return error;
+    return device.download(host);
+  };
+  expect_ok(judge.recurrent(run), judge.problem().spec);
+}
+
+// A refusal writes nothing and does not spoil the next call.
+TEST_F(Recurrent, RefusesAndGoesOn) {
+  Judge judge(parse_case("B=3 T=1 Hk=1 Hv=2 dtype=bf16 " + kStep));
+  const auto run = [](const gd_recurrent_args& host) -> std::string {
+    DeviceRecurrent device(host);
+    device.args().exec.device_index = 1000;
+    if (gd_recurrent(&device.args()) != GD_INVALID_ARGUMENT) return "a device that is not there was taken";
+    if (std::string(gd_last_error()) != "device_index is 1000, and there is no such CUDA device")
+      return gd_last_error();
+    device.args().exec.device_index = 0;
+    device.args().o.rank = 3;
+    if (gd_recurrent(&device.args()) != GD_INVALID_ARGUMENT) return "an o of rank 3 was taken";
+    device.args().o.rank = 4;
+    if (std::string error = device.run(); !error.empty()) return error;
+    return device.download(host);
+  };
+  expect_ok(judge.recurrent(run), judge.problem().spec);
+}
+
+// Slots beyond 2^31 and 2^32 elements: every product of slot and stride must be 64 bits wide.
+TEST_F(Recurrent, HugePool) {
+  constexpr int64_t kSlot = 2 * 128 * 128, kSlots = (int64_t{5} << 30) / kSlot;
+  const std::vector<int32_t> slots = {int32_t(kSlots - 1), int32_t((int64_t{1} << 31) / kSlot + 3),
+                                      int32_t((int64_t{1} << 32) / kSlot)};
+  void* pool = nullptr;
+  if (cudaMalloc(&pool, kSlots * kSlot * 4) != cudaSuccess) {
+    cudaGetLastError();
+    GTEST_SKIP() << "the device has no memory for a pool of " << kSlots * kSlot * 4 << " bytes";
+  }
+  const std::unique_ptr<void, cudaError_t (*)(void*)> owner(pool, cudaFree);
+  DeviceMemory indices(12, 0);
+  indices.upload(slots.data());
+  for (const std::string& spec :
+       cross({"B=3 T=1 Hk=1 Hv=2 K=128 V=128 inplace", "B=3 T=5 Hk=1 Hv=2 K=128 V=128 inplace"}, kLayouts)) {
+    Problem problem(parse_case(spec));
+    const gd_recurrent_args& host = problem.recurrent;
+    const RecurrentTruth truth = reference_recurrent(host);
+    DeviceRecurrent device(host);
+    gd_recurrent_args& args = device.args();
+    const auto slot = [&](size_t n) { return static_cast<float*>(pool) + slots[n] * kSlot; };
+    for (size_t n = 0; n < 3; ++n)
+      GD_CUDA_OK(cudaMemcpy(slot(n), static_cast<float*>(host.final_state.data) + n * kSlot, kSlot * 4,
+                            cudaMemcpyHostToDevice));
+    args.in.initial_state.data = pool;
+    args.in.initial_state.shape[0] = kSlots;
+    args.final_state = args.in.initial_state;
+    gd_tensor& index = args.in.initial_indices;
+    index.data = indices.data();
+    index.dtype = GD_I32, index.rank = 1, index.shape[0] = 3, index.stride[0] = 1;
+    args.final_indices = index;
+    ASSERT_EQ(device.run(), "");
+    GD_CUDA_OK(cudaDeviceSynchronize());
+    std::vector<float> got(3 * kSlot);
+    for (size_t n = 0; n < 3; ++n)
+      GD_CUDA_OK(cudaMemcpy(got.data() + n * kSlot, slot(n), kSlot * 4, cudaMemcpyDeviceToHost));
+    const Comparison result =
+        compare(std::vector<double>(got.begin(), got.end()), truth.final_state, {3, 2, 128 * 128}, {1e-5, 0});
+    EXPECT_TRUE(result.ok) << spec << ": " << result.text();
+  }
+}
+
+}  // namespace
+}  // namespace gatedelta::testing
