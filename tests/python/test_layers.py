@@ -22,7 +22,7 @@ ROOMS = {
     "src/cuda/backend.hpp": ["src/core"],
     "src/cuda/backend.cpp": ["src/cuda/backend.hpp", "src/cuda/limits.hpp", "src/cuda/workspace"],
     "src/cuda/limits.hpp": ["src/core"],
-    "src/cuda/limits.cpp": ["src/core", "src/cuda/limits.hpp", "src/cuda/workspace"],
+    "src/cuda/limits.cpp": ["src/core", "src/cuda/limits.hpp", "src/cuda/workspace", "src/cuda/decode/config.hpp"],
     "src/cuda/workspace": ["src/core", "src/cuda/schedule", "src/cuda/sm90/prepare/config.hpp"],
     # what host and device share
     "src/cuda/host_device.hpp": [],
@@ -61,6 +61,9 @@ ROOMS = {
         "src/cuda/sm90", "src/cuda/sm90/tiles.hpp", "src/cuda/sm90/chain", "src/cuda/sm90/prepare",
         "src/cuda/sm90/prepare/config.hpp",
     ],
+    # recurrent steps: kernels for more devices than sm90, so nothing of it
+    "src/cuda/decode/config.hpp": ["src/core", "src/cuda/host_device.hpp"],
+    "src/cuda/decode": ["src/core", "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/decode/config.hpp"],
     # callers of the C ABI
     "bindings/torch": [PUBLIC],
     "examples": [PUBLIC],
@@ -71,7 +74,8 @@ ROOMS = {
     "tests/cpp/numerics": [PUBLIC, "testing", "cli"],
     "tests/cpp/gpu": ["testing"],
     "tests/cpp/cuda": [
-        "src/cuda/workspace", "src/cuda/schedule", "src/cuda/sm90/tiles.hpp", "src/cuda/sm90/chain",
+        "src/cuda/workspace", "src/cuda/schedule", "src/cuda/decode/config.hpp", "src/cuda/sm90/tiles.hpp",
+        "src/cuda/sm90/chain",
     ],
     "tests/fuzz": [PUBLIC],
 }  # fmt: skip
@@ -139,6 +143,7 @@ def test_every_permission_is_used(sources):
         ("src/cpu/dispatch.cpp", "cuda/backend.hpp"),  # sideways
         ("src/cuda/sm90/backward/backward.cu", "cuda/sm90/forward/launch.cuh"),
         ("src/cuda/sm90/chain/chain.cuh", "cuda/sm90/forward/launch.cuh"),
+        ("src/cuda/decode/walk.cuh", "cuda/sm90/device.cuh"),
         ("cli/run.cpp", "core/problem.hpp"),  # around the C ABI
         ("cli/run.cpp", "../src/core/problem.hpp"),
         ("src/cpu/dispatch.cpp", "no/such/file.hpp"),

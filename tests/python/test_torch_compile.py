@@ -88,6 +88,21 @@ def test_fake_sizes_on_cuda(dynamic):
     assert all(x.is_cuda and x.shape == y.shape for x, y in zip(gradients, (q, q, v, g, g), strict=False))
 
 
+def test_fake_recurrent_on_cuda():
+    with FakeTensorMode():
+        q, v = (torch.empty(3, 4, heads, 64, dtype=torch.bfloat16, device="cuda:0") for heads in (2, 4))
+        g = torch.empty(3, 4, 4, device="cuda:0")
+        o, state = gd.fused_recurrent_gated_delta_rule(q, q, v, g, beta=g, output_final_state=True)
+        pool = torch.empty(9, 4, 64, 64, device="cuda:0")
+        slots = torch.empty(3, dtype=torch.int32, device="cuda:0")
+        o_pool, returned = gd.fused_recurrent_gated_delta_rule(
+            q, q, v, g, beta=g, initial_state=pool, final_state=pool, initial_state_indices=slots,
+            final_state_indices=slots,
+        )  # fmt: skip
+    assert o.is_cuda and o.dtype == torch.bfloat16 and o.shape == v.shape and o_pool.shape == v.shape
+    assert state.is_cuda and state.dtype == torch.float32 and state.shape == (3, 4, 64, 64) and returned is pool
+
+
 def test_fake_saved_size_is_the_librarys():
     """The compiler learns the size that the library itself requires of a forward on CUDA."""
     shapes = [(B, T, HV, None) for B in (1, 3) for T in (0, 1, 64, 65, 1024, 5000) for HV in (2, 6)]

@@ -43,14 +43,14 @@ struct TileConfig {
 
 // `walk`: any problem. Half as many columns where a lane has twice the numbers of K.
 template <int kVector, int kPerLane>
-using WalkVk = TileConfig<GD_STATE_VK, kVector, kPerLane, 32 / kPerLane, 4>;
+struct WalkVk : TileConfig<GD_STATE_VK, kVector, kPerLane, 32 / kPerLane, 4> {};
 template <int kPerLane>
-using WalkKv = TileConfig<GD_STATE_KV, 4, kPerLane, 64 / kPerLane, 4>;
+struct WalkKv : TileConfig<GD_STATE_KV, 4, kPerLane, 64 / kPerLane, 4> {};
 
 // `step`: one token, K = V = 128, [V, K]. A state in 16 bits leaves registers for a second column.
 constexpr int kStepDim = 128;
 template <int kVector>
-using StepVk = TileConfig<GD_STATE_VK, kVector, kStepDim / kLanesPerColumn, kVector / 4, 2>;
+struct StepVk : TileConfig<GD_STATE_VK, kVector, kStepDim / kLanesPerColumn, kVector / 4, 2> {};
 
 // Numbers in 16 bytes of the states a call reads and stores. With states of both sizes, 4: the other kind is then
 // accessed 8 bytes at a time.

@@ -17,6 +17,8 @@ inline gd_status call(const gd_forward_args& args) { return gd_forward(&args); }
 inline gd_status call(const gd_backward_args& args) { return gd_backward(&args); }
 inline gd_status query(const gd_forward_args& args, size_t* bytes) { return gd_forward_workspace(&args, bytes); }
 inline gd_status query(const gd_backward_args& args, size_t* bytes) { return gd_backward_workspace(&args, bytes); }
+inline gd_status call(const gd_recurrent_args& args) { return gd_recurrent(&args); }
+inline gd_status query(const gd_recurrent_args& args, size_t* bytes) { return gd_recurrent_workspace(&args, bytes); }
 
 testing::AssertionResult said(gd_status status, gd_status expected, const std::string& text) {
   if (status == expected && std::string(gd_last_error()).find(text) != std::string::npos)
@@ -181,20 +183,70 @@ TYPED_TEST(CudaRules, Workspace) {
       said(call(c), GD_INVALID_ARGUMENT, std::string(c.rows().back().name) + " and workspace overlap in memory"));
 }
 
-TEST_F(Cuda, HasNoRecurrentStep) {
-  constexpr char kNone[] = "there is no recurrent step on device cuda yet";
+// Recurrent steps have none of the limits of the chunked kernels: head sizes, types, alignment.
+class CudaRecurrent : public testing::Test {
+ protected:
+  CudaCall<gd_recurrent_args> c;
+
+  void set(gd_dtype dtype, int64_t K, int64_t V) {
+    c.in.q = c.made_up(dtype, {kB, kT, kHk, K});
+    c.in.k = c.made_up(dtype, {kB, kT, kHk, K});
+    c.in.v = c.made_up(dtype, {kB, kT, kHv, V});
+    c.in.g = c.made_up(GD_F32, {kB, kT, kHv});
+    c.in.beta = c.made_up(GD_F32, {kB, kT, kHv});
+    c.o = c.made_up(dtype, {kB, kT, kHv, V});
+  }
+  void SetUp() override { set(GD_BF16, kD, kD); }
+
+  // There is no device 1000, so the call runs nowhere, whatever devices there are.
+  testing::AssertionResult fails_for_want_of_a_device() {
+    c.exec.device_index = 1000;
+    const gd_status status = call(c);
+    if (status == GD_INVALID_ARGUMENT && info().cuda_compiled)
+      return said(status, status, "device_index is 1000, and there is no such CUDA device");
+    return said(status, GD_UNSUPPORTED,
+                info().cuda_compiled ? "no CUDA device can be used: " : "this build has no CUDA backend");
+  }
+};
+
+TEST_F(CudaRecurrent, RightArgumentsFailForWantOfADeviceOnly) {
+  for (const gd_dtype dtype : {GD_F32, GD_BF16, GD_F16})
+    for (const auto& [K, V] : {std::pair(16, 256), {256, 16}, {128, 128}, {144, 208}}) {
+      set(dtype, K, V);
+      EXPECT_TRUE(fails_for_want_of_a_device()) << K << " " << V;
+    }
+  for (gd_tensor* t : {&c.in.q, &c.in.k, &c.in.v, &c.o}) t->data = static_cast<char*>(t->data) + 2;
+  EXPECT_TRUE(fails_for_want_of_a_device());
+}
+
+TEST_F(CudaRecurrent, NeedsNoWorkspace) {
   size_t bytes = 7;
-  gd_recurrent_args recurrent = GD_RECURRENT_ARGS_INIT;
-  recurrent.exec = c.exec;
-  recurrent.in = c.in;
-  recurrent.o = c.o;
-  EXPECT_TRUE(said(gd_recurrent(&recurrent), GD_UNSUPPORTED, kNone));
-  EXPECT_TRUE(said(gd_recurrent_workspace(&recurrent, &bytes), GD_UNSUPPORTED, kNone));
-  EXPECT_EQ(bytes, 7u);
-  // Arguments are judged before devices.
-  recurrent.o.rank = 3;
-  EXPECT_TRUE(said(gd_recurrent(&recurrent), GD_INVALID_ARGUMENT, "o: rank is 3"));
-  EXPECT_TRUE(said(gd_recurrent_workspace(&recurrent, &bytes), GD_INVALID_ARGUMENT, "o: rank is 3"));
+  EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
+  EXPECT_EQ(bytes, 0u);
+  EXPECT_EQ(query(c, nullptr), GD_INVALID_ARGUMENT);
+  c.exec.workspace = nullptr;
+  c.exec.workspace_bytes = 0;
+  EXPECT_TRUE(fails_for_want_of_a_device());
+}
+
+TEST_F(CudaRecurrent, SharesTheRulesAboutArguments) {
+  c.o.rank = 3;
+  EXPECT_TRUE(c.invalid("o: rank is 3"));
+  c.o = {};
+  EXPECT_TRUE(c.invalid("nothing to compute: o, final_state and step_states are absent"));
+  c.exec.isa = GD_ISA_GENERIC;
+  EXPECT_TRUE(c.invalid("isa is 1, must be 0 (auto) on CUDA"));
+}
+
+TEST_F(CudaRecurrent, SequencesTimesHeads) {
+  for (gd_tensor* t : {&c.in.q, &c.in.k, &c.in.v, &c.in.g, &c.in.beta, &c.o}) c.set_tokens_of(*t, 1, 64);
+  const int64_t most = ((int64_t{1} << 27) - 1) / kHv;
+  c.in.cu_seqlens = c.made_up(GD_I32, {most});  // N = most - 1, and one more for the tokens past the last offset
+  size_t bytes = 7;
+  EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
+  c.in.cu_seqlens.shape[0] += 1;
+  EXPECT_TRUE(
+      c.unsupported("N * Hv is 33554431 * 4, must be at most 134217727 (and with cu_seqlens N counts one more)"));
 }
 
 // Prepared chunks, a state of every 1024 tokens, and what was found out about the lengths.
