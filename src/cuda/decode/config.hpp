@@ -39,6 +39,9 @@ struct TileConfig {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kCtaColumns = kWarps * kColumnGroups * kColumns;
   static constexpr int kMaxKeyDim = kLanesPerColumn * kPerLane;
+  // Where registers allow it, the next token is requested before one is computed, elsewhere after that.
+  static constexpr bool kPrefetch = kLayout == GD_STATE_VK && kPerLane == 16;
+  static constexpr int kCtasPerSm = kPerLane == 16 ? 3 : 2;  // nothing spills at these
 };
 
 // `walk`: any problem. Half as many columns where a lane has twice the numbers of K.
@@ -47,10 +50,12 @@ struct WalkVk : TileConfig<GD_STATE_VK, kVector, kPerLane, 32 / kPerLane, 4> {};
 template <int kPerLane>
 struct WalkKv : TileConfig<GD_STATE_KV, 4, kPerLane, 64 / kPerLane, 4> {};
 
-// `step`: one token, K = V = 128, [V, K]. A state in 16 bits leaves registers for a second column.
+// `step`: one token, K = V = 128, [V, K], 16-bit inputs. A state in 16 bits leaves registers for a second column.
 constexpr int kStepDim = 128;
 template <int kVector>
 struct StepVk : TileConfig<GD_STATE_VK, kVector, kStepDim / kLanesPerColumn, kVector / 4, 2> {};
+template <class State>
+using StepOf = StepVk<16 / sizeof(State)>;
 
 // Numbers in 16 bytes of the states a call reads and stores. With states of both sizes, 4: the other kind is then
 // accessed 8 bytes at a time.
@@ -86,6 +91,7 @@ inline bool states_aligned(const RecurrentProblem& p) {
 // Whether `step` takes the call; it has the bits of `walk`.
 inline bool takes_step(const RecurrentProblem& p) {
   const Layer& in = p.in;
+  if (in.q.dtype == GD_F32) return false;
   const bool one_type = !in.initial || !p.final || in.initial.dtype == p.final.dtype;
   return in.sequences.tokens == 1 && !in.sequences.offsets && in.key_dim == kStepDim && in.value_dim == kStepDim &&
          in.layout == GD_STATE_VK && one_type && (in.initial || p.final) && !p.step_states && !p.accept_lengths &&

@@ -23,7 +23,8 @@ cudaError_t launch_walk(const RecurrentProblem& problem, cudaStream_t stream) {
 }
 template <class State>
 cudaError_t launch_step(const RecurrentProblem& problem, cudaStream_t stream) {
-  return launch<StepVk<16 / sizeof(State)>>(step_kernel<State>, problem, stream);
+  const auto kernel = problem.in.q.dtype == GD_BF16 ? step_kernel<State, __nv_bfloat16> : step_kernel<State, __half>;
+  return launch<StepOf<State>>(kernel, problem, stream);
 }
 
 template <int kPerLane>

@@ -21,72 +21,82 @@ GD_DEVICE Place locate(const DecodeParams& p, uint32_t cta) {
 // are: four lanes read neighbouring columns of one row.
 template <class Config>
 struct Tile {
+  static constexpr bool kRowsOfK = Config::kLayout == GD_STATE_VK;
   static constexpr int kPerLane = Config::kPerLane, kColumns = Config::kColumns, kVector = Config::kVector;
+  static constexpr int kAccess = kRowsOfK ? kVector : kColumns;  // numbers
+  static constexpr int kAccesses = kColumns * kPerLane / kAccess;
 
   int share;   // index among the lanes of a column
   int column;  // first column of this lane
+  Raw<kAccess> raw[kAccesses];
   float s[kColumns][kPerLane];
 
   GD_DEVICE Tile(int thread, int part) {
     const int lane = thread % 32;
-    const int group = Config::kLayout == GD_STATE_VK ? lane / kLanesPerColumn : lane % kColumnGroups;
-    share = Config::kLayout == GD_STATE_VK ? lane % kLanesPerColumn : lane / kColumnGroups;
+    const int group = kRowsOfK ? lane / kLanesPerColumn : lane % kColumnGroups;
+    share = kRowsOfK ? lane % kLanesPerColumn : lane / kColumnGroups;
     column = part * Config::kCtaColumns + (thread / 32 * kColumnGroups + group) * kColumns;
   }
 
+  // To `raw`: zeros, or the matrix that begins at `state`, with zeros past K.
   GD_DEVICE void clear() {
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c)
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) s[c][i] = 0;
+    for (int i = 0; i < kAccesses; ++i) raw[i].clear();
   }
-
-  // `state`: the first number of the matrix. Numbers past K are 0.
-  template <class T>
-  GD_DEVICE void load(const T* state, int key_dim, int value_dim, bool aligned) {
-    clear();
-    for_each_access(key_dim, value_dim, [&](int c, int i, int at) {
-      if constexpr (Config::kLayout == GD_STATE_VK) {
-        load_numbers<kVector>(&s[c][i], state + at, aligned);
-      } else {
-        float x[kColumns];
-        load_numbers<kColumns>(x, state + at, aligned);
+  GD_DEVICE void load(const char* state, gd_dtype dtype, int key_dim, int value_dim, bool aligned) {
+    if (key_dim < Config::kMaxKeyDim) clear();
+    with_load(dtype, aligned, [&](gd_dtype type, bool whole) {
+      for_each_access(key_dim, value_dim, [&](int i, int at) { raw[i].load(element(state, type, at), type, whole); });
+    });
+  }
+  // From `raw` to `s`.
+  GD_DEVICE void widen(gd_dtype dtype) {
+    with_dtype(dtype, [&](gd_dtype type) {
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) s[j][i] = x[j];
+      for (int i = 0; i < kAccesses; ++i) {
+        float x[kAccess];
+        raw[i].widen(x, type);
+#pragma unroll
+        for (int j = 0; j < kAccess; ++j) number(i, j) = x[j];
       }
     });
   }
-  template <bool kStreaming = false, class T>
-  GD_DEVICE void store(T* state, int key_dim, int value_dim, bool aligned) const {
-    for_each_access(key_dim, value_dim, [&](int c, int i, int at) {
-      if constexpr (Config::kLayout == GD_STATE_VK) {
-        store_numbers<kVector, kStreaming>(state + at, &s[c][i], aligned);
-      } else {
-        float x[kColumns];
+  // From `s` to memory.
+  template <bool kStreaming = false>
+  GD_DEVICE void store(char* state, gd_dtype dtype, int key_dim, int value_dim, bool aligned) {
+    with_dtype(dtype, [&](gd_dtype type) {
+      for_each_access(key_dim, value_dim, [&](int i, int at) {
+        float x[kAccess];
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) x[j] = s[j][i];
-        store_numbers<kColumns>(state + at, x, aligned);
-      }
+        for (int j = 0; j < kAccess; ++j) x[j] = number(i, j);
+        store_numbers<kAccess, kStreaming>(const_cast<char*>(element(state, type, at)), type, x, aligned);
+      });
     });
   }
 
  private:
-  // Calls f(column, number, offset) for the first number of every access; there is none past K. The offset of the first
-  // access is opaque: otherwise the compiler keeps all of them in registers while tokens go by.
+  // Number j of access i.
+  GD_DEVICE float& number(int i, int j) {
+    if constexpr (kRowsOfK) return s[i / (kPerLane / kVector)][i % (kPerLane / kVector) * kVector + j];
+    return s[j][i];
+  }
+
+  // Calls f(access, offset); there is no access past K. The first offset is opaque: otherwise the compiler keeps all
+  // offsets in registers while tokens go by.
   template <class F>
   GD_DEVICE void for_each_access(int key_dim, int value_dim, const F& f) const {
-    if constexpr (Config::kLayout == GD_STATE_VK) {
+    if constexpr (kRowsOfK) {
       const int first = opaque(column * key_dim + share * kVector);
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c)
-#pragma unroll
-        for (int i = 0; i < kPerLane; i += kVector)
-          if (i * kLanesPerColumn + share * kVector < key_dim) f(c, i, first + c * key_dim + i * kLanesPerColumn);
+      for (int i = 0; i < kAccesses; ++i) {
+        const int c = i / (kPerLane / kVector), begin = i % (kPerLane / kVector) * kVector * kLanesPerColumn;
+        if (begin + share * kVector < key_dim) f(i, first + c * key_dim + begin);
+      }
     } else {
       int at = opaque(share * kVector * value_dim + column);
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        if ((i / kVector * kLanesPerColumn + share) * kVector < key_dim) f(0, i, at);
+      for (int i = 0; i < kAccesses; ++i) {
+        if ((i / kVector * kLanesPerColumn + share) * kVector < key_dim) f(i, at);
         at += (i % kVector == kVector - 1 ? (kLanesPerColumn - 1) * kVector + 1 : 1) * value_dim;
       }
     }

@@ -21,45 +21,83 @@ GD_DEVICE float sum_of_lanes(float x) {
 GD_DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 GD_DEVICE float sigmoid(float x) { return __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-x))); }
 
-// e^g. A gate of -inf gives 0.
-GD_DEVICE float decay_of(const Layer& in, int64_t batch, int64_t token, int head) {
-  float g = load_number(in.g.data, in.g.dtype, in.g.offset(batch, token, head));
-  if (in.gate == GD_GATE_RAW) {
-    if (in.dt_bias) g = __fadd_rn(g, load_number(in.dt_bias.data, in.dt_bias.dtype, head * in.dt_bias.stride));
-    const float rate = expf(load_number(in.A_log.data, in.A_log.dtype, head * in.A_log.stride));
-    g = -__fmul_rn(rate, softplus(g));
-  }
-  return expf(g);
-}
+// What the gate from raw `a` has of a head.
+struct HeadGate {
+  Scalar A_log, dt_bias;
 
-GD_DEVICE float write_strength_of(const Layer& in, int64_t batch, int64_t token, int head) {
-  const float x = load_number(in.beta.data, in.beta.dtype, in.beta.offset(batch, token, head));
+  GD_DEVICE void load(const Layer& in, int head) {
+    if (in.gate != GD_GATE_RAW) return;
+    A_log.load(in.A_log.data, in.A_log.dtype, head * in.A_log.stride);
+    if (in.dt_bias) dt_bias.load(in.dt_bias.data, in.dt_bias.dtype, head * in.dt_bias.stride);
+  }
+  // e^g. A gate of -inf gives 0.
+  GD_DEVICE float decay(const Layer& in, float g) const {
+    if (in.gate == GD_GATE_RAW) {
+      if (in.dt_bias) g = __fadd_rn(g, dt_bias.value());
+      g = -__fmul_rn(expf(A_log.value()), softplus(g));
+    }
+    return expf(g);
+  }
+};
+
+GD_DEVICE float write_strength(const Layer& in, float x) {
   if (in.beta_kind == GD_BETA_VALUE) return x;
   const float y = sigmoid(x);
   return in.beta_kind == GD_BETA_LOGIT ? y : __fmul_rn(2.0f, y);
 }
 
+// A token's numbers on their way from memory: this lane's share of k and q, and its columns of v.
+template <class Config>
+struct RawToken {
+  static constexpr int kVectors = Config::kPerLane / Config::kVector;
+  Raw<Config::kVector> k[kVectors], q[kVectors];
+  Raw<Config::kColumns> v;
+  Scalar g, beta;
+
+  // `share` is the lane's index among the eight of a column, `column` its first column. `dtype` is that of q, k and v.
+  GD_DEVICE void load(const Layer& in, gd_dtype dtype, int64_t batch, int64_t token, int head, int key_head, int share,
+                      int column, int key_dim, bool aligned) {
+    const char* const k_row = element(in.k.data, dtype, in.k.offset(batch, token, key_head));
+    const char* const q_row = element(in.q.data, dtype, in.q.offset(batch, token, key_head));
+    with_load(dtype, aligned, [&](gd_dtype type, bool whole) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const int begin = (i * kLanesPerColumn + share) * Config::kVector;
+        if (begin < key_dim) {
+          k[i].load(element(k_row, type, begin), type, whole);
+          q[i].load(element(q_row, type, begin), type, whole);
+        } else {
+          k[i].clear();
+          q[i].clear();
+        }
+      }
+    });
+    v.load(element(in.v.data, dtype, in.v.offset(batch, token, head) + column), dtype, aligned);
+    g.load(in.g.data, in.g.dtype, in.g.offset(batch, token, head));
+    beta.load(in.beta.data, in.beta.dtype, in.beta.offset(batch, token, head));
+  }
+};
+
 template <class Config>
 struct Token {
-  static constexpr int kPerLane = Config::kPerLane, kColumns = Config::kColumns, kVector = Config::kVector;
+  static constexpr int kPerLane = Config::kPerLane, kColumns = Config::kColumns;
 
-  float k[kPerLane], q[kPerLane];  // this lane's share; 0 past K
+  float k[kPerLane], q[kPerLane];  // 0 past K
   float v[kColumns];
   float alpha, beta, kq;
 
-  // `share` is the lane's index among the eight of a column, `column` its first column.
-  GD_DEVICE void load(const Layer& in, int64_t batch, int64_t token, int head, int key_head, int share, int column,
-                      int key_dim, bool aligned) {
-    load_row(k, in.k, in.k.offset(batch, token, key_head), share, key_dim, aligned);
-    load_row(q, in.q, in.q.offset(batch, token, key_head), share, key_dim, aligned);
-    with_elements(in.v.data, in.v.dtype, in.v.offset(batch, token, head) + column,
-                  [&](const auto* from) { load_numbers<kColumns>(v, from, aligned); });
-    alpha = decay_of(in, batch, token, head);
-    beta = write_strength_of(in, batch, token, head);
-  }
-
-  GD_DEVICE void prepare(bool l2norm) {
-    if (l2norm) {
+  GD_DEVICE Token(const RawToken<Config>& raw, const Layer& in, gd_dtype dtype, const HeadGate& gate) {
+    with_dtype(dtype, [&](gd_dtype type) {
+#pragma unroll
+      for (int i = 0; i < RawToken<Config>::kVectors; ++i) {
+        raw.k[i].widen(k + i * Config::kVector, type);
+        raw.q[i].widen(q + i * Config::kVector, type);
+      }
+      raw.v.widen(v, type);
+    });
+    alpha = gate.decay(in, raw.g.value());
+    beta = write_strength(in, raw.beta.value());
+    if (in.l2norm) {
       normalise(k);
       normalise(q);
     }
@@ -95,21 +133,6 @@ struct Token {
   }
 
  private:
-  GD_DEVICE static void load_row(float (&x)[kPerLane], const TokenRows& rows, int64_t at, int share, int key_dim,
-                                 bool aligned) {
-    with_elements(rows.data, rows.dtype, at, [&](const auto* from) {
-#pragma unroll
-      for (int i = 0; i < kPerLane; i += kVector) {
-        const int begin = i * kLanesPerColumn + share * kVector;
-        if (begin < key_dim) {
-          load_numbers<kVector>(x + i, from + begin, aligned);
-        } else {
-#pragma unroll
-          for (int j = 0; j < kVector; ++j) x[i + j] = 0;
-        }
-      }
-    });
-  }
   GD_DEVICE static float dot(const float (&x)[kPerLane], const float (&y)[kPerLane]) {
     float sum = 0;
 #pragma unroll

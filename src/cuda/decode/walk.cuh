@@ -12,8 +12,8 @@ template <class Config>
 GD_DEVICE void store_output(const TokenRows& o, int64_t batch, int64_t token, int head, const Tile<Config>& tile,
                             const float* x, bool aligned) {
   if (tile.share != 0) return;
-  with_elements(o.data, o.dtype, o.offset(batch, token, head) + tile.column,
-                [&](auto* to) { store_numbers<Config::kColumns>(to, x, aligned); });
+  const char* const to = element(o.data, o.dtype, o.offset(batch, token, head) + tile.column);
+  store_numbers<Config::kColumns>(const_cast<char*>(to), o.dtype, x, aligned);
 }
 
 // What a padded row has of outputs, and what tokens past the last offset have.
@@ -27,15 +27,15 @@ GD_DEVICE void clear_outputs(const DecodeParams& p, const SequenceSpan& span, in
 }
 
 template <class Config>
-GD_DEVICE void store_state(const DecodeParams& p, const StateRows& rows, int64_t at, const Tile<Config>& tile) {
+GD_DEVICE void store_state(const DecodeParams& p, const StateRows& rows, int64_t at, Tile<Config>& tile) {
   const Layer& in = p.problem.in;
-  with_elements(rows.data, rows.dtype, at,
-                [&](auto* to) { tile.store(to, in.key_dim, in.value_dim, p.states_aligned); });
+  tile.store(const_cast<char*>(element(rows.data, rows.dtype, at)), rows.dtype, in.key_dim, in.value_dim,
+             p.states_aligned);
 }
 
 // The state after a token, to its buffer or slot.
 template <class Config>
-GD_DEVICE void store_step(const DecodeParams& p, int64_t batch, int64_t token, int head, const Tile<Config>& tile) {
+GD_DEVICE void store_step(const DecodeParams& p, int64_t batch, int64_t token, int head, Tile<Config>& tile) {
   const StateRows& rows = p.problem.step_states;
   int64_t at = batch * p.problem.step_batch_stride + token * p.problem.step_token_stride + head * rows.head_stride;
   if (rows.indices) {
@@ -47,7 +47,8 @@ GD_DEVICE void store_step(const DecodeParams& p, int64_t batch, int64_t token, i
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 3) walk_kernel(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
+    walk_kernel(const __grid_constant__ DecodeParams p) {
   const RecurrentProblem& problem = p.problem;
   const Layer& in = problem.in;
   const Place place = locate(p, blockIdx.x);
@@ -68,27 +69,36 @@ __global__ void __launch_bounds__(Config::kThreads, 3) walk_kernel(const __grid_
     const int64_t length = problem.accept_lengths[n];
     accepted = length < 0 ? 0 : length < accepted ? length : accepted;
   }
+  const bool in_place = problem.final.data == in.initial.data && write_slot == read_slot;
   if (read_slot < 0) {
     tile.clear();
   } else {
-    with_elements(in.initial.data, in.initial.dtype, in.initial.offset(read_slot, head),
-                  [&](const auto* from) { tile.load(from, in.key_dim, in.value_dim, p.states_aligned); });
+    tile.load(element(in.initial.data, in.initial.dtype, in.initial.offset(read_slot, head)), in.initial.dtype,
+              in.key_dim, in.value_dim, p.states_aligned);
   }
+  HeadGate gate;
+  gate.load(in, head);
+  RawToken<Config> raw;
+  const auto load_token = [&](int64_t t) {
+    raw.load(in, in.q.dtype, span.batch, span.begin + t, head, place.key_head, tile.share, tile.column, in.key_dim,
+             p.rows_aligned);
+  };
+  if (span.length > 0) load_token(0);
+  tile.widen(in.initial.dtype);
 
-  const bool in_place = problem.final.data == in.initial.data && write_slot == read_slot;
 #pragma unroll 1
   for (int64_t done = 0;; ++done) {
     if (done > 0 && problem.step_states) store_step(p, span.batch, span.begin + done - 1, head, tile);
     if (done == accepted && write_slot >= 0 && !(done == 0 && in_place))
       store_state(p, problem.final, problem.final.offset(write_slot, head), tile);
     if (done == span.length) break;
-    Token<Config> token;
-    token.load(in, span.batch, span.begin + done, head, place.key_head, tile.share, tile.column, in.key_dim,
-               p.rows_aligned);
-    token.prepare(in.l2norm);
+    const Token<Config> token(raw, in, in.q.dtype, gate);
+    const bool is_last = done + 1 == span.length;
+    if (Config::kPrefetch && !is_last) load_token(done + 1);
     float o[Config::kColumns];
     token.advance(tile.s, in.scale, o);
     if (problem.o) store_output(problem.o, span.batch, span.begin + done, head, tile, o, p.rows_aligned);
+    if (!Config::kPrefetch && !is_last) load_token(done + 1);
   }
 }
 

@@ -62,6 +62,7 @@ TEST_F(DecodePlan, WalkTakesTheRest) {
   p.in.key_dim = 64, expect_walk("K");
   p.in.value_dim = 64, expect_walk("V");
   p.in.layout = GD_STATE_KV, expect_walk("layout");
+  p.in.q.dtype = GD_F32, expect_walk("fp32 inputs");
   p.final.dtype = GD_BF16, expect_walk("two types of states");
   p.step_states = states(6, GD_F32), expect_walk("per-step states");
   p.accept_lengths.present = true, expect_walk("accept lengths");
