@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Reads the machine code of the sm_90a kernels out of an object or library that nvcc built, and fails where it is not
-what the kernels were written to be. Needs no disassembler: opcodes alone are counted.
+"""Reads the machine code of the sm_90 and sm_90a kernels out of an object or library that nvcc built, and fails where
+it is not what the kernels were written to be. Needs no disassembler: opcodes alone are counted.
 
 usage: sass.py LIBRARY [--json FILE] [--compare RECORD]
 

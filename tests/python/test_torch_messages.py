@@ -166,7 +166,10 @@ def test_messages_about_cuda():
             _lib.size_query(query, args)
         return str(caught.value)
 
-    assert not C_NAMES.search(refusal(_lib.RecurrentArgs(), "gd_recurrent_workspace"))
+    args = _lib.RecurrentArgs()
+    args.inputs.cu_seqlens = _ops._describe(torch.empty(1 << 27, dtype=torch.int32, device="meta"), "cu_seqlens")
+    message = refusal(args, "gd_recurrent_workspace")
+    assert message.startswith("N * Hv is 134217727 * 2, must be at most") and not C_NAMES.search(message)
     args = _lib.ForwardArgs()
     args.saved_bytes = 1
     args.inputs.initial_indices = args.final_indices = _ops._describe(torch.tensor([0]), "initial_indices")

@@ -4,6 +4,7 @@
 #include "cuda/decode/step.cuh"
 #include "cuda/decode/walk.cuh"
 #include "cuda/host/device.cuh"
+#include "cuda/host/launch.cuh"
 
 namespace gatedelta::cuda {
 
@@ -14,8 +15,7 @@ cudaError_t launch(void (*kernel)(DecodeParams), const RecurrentProblem& problem
   const DecodeParams params = decode_params(problem, Config::kCtaColumns);
   const int64_t ctas = decode_pairs(problem.in) * params.parts.divisor;
   if (ctas == 0) return cudaSuccess;
-  kernel<<<static_cast<unsigned>(ctas), Config::kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_kernel(false, kernel, ctas, Config::kThreads, 0, stream, params);
 }
 template <class Config>
 cudaError_t launch_walk(const RecurrentProblem& problem, cudaStream_t stream) {
