@@ -24,9 +24,9 @@ from typing import NamedTuple
 OPCODES = {
     0x1F0: "HGMMA",  # wgmma
     0x03C: "HMMA",  # mma of a warp
-    0x1B4: "UTMALDG",  # copy engine, tensor to shared memory
+    0x1B4: "UTMALDG",  # TMA, tensor to shared memory
     0x1B5: "UTMASTG",  # and back
-    0x1BA: "UBLKCP",  # copy engine, plain bytes
+    0x1BA: "UBLKCP",  # bulk copy
     0x03B: "LDSM",
     0x044: "STSM",
     0x1A7: "SYNCS",  # mbarrier: arrive, try_wait

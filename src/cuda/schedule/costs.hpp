@@ -1,4 +1,4 @@
-// Costs of the pieces of work on one CTA.
+// What chunks, work items, merges and cuts cost on one CTA.
 #pragma once
 
 #include "cuda/host_device.hpp"
