@@ -50,10 +50,12 @@ struct WalkVk : TileConfig<GD_STATE_VK, kVector, kPerLane, 32 / kPerLane, 4> {};
 template <int kPerLane>
 struct WalkKv : TileConfig<GD_STATE_KV, 4, kPerLane, 64 / kPerLane, 4> {};
 
-// `step`: one token, K = V = 128, [V, K], 16-bit inputs. A state in 16 bits leaves registers for a second column.
+// `step`: one token, K = V = 128, [V, K], 16-bit inputs. fp32 states are bound by memory: one column per lane keeps the
+// most loads in flight. 16-bit states are bound by instructions: four columns share the work on q, k and the gates.
 constexpr int kStepDim = 128;
 template <int kVector>
-struct StepVk : TileConfig<GD_STATE_VK, kVector, kStepDim / kLanesPerColumn, kVector / 4, 2> {};
+struct StepVk
+    : TileConfig<GD_STATE_VK, kVector, kStepDim / kLanesPerColumn, kVector == 4 ? 1 : 4, kVector == 4 ? 2 : 1> {};
 template <class State>
 using StepOf = StepVk<16 / sizeof(State)>;
 
