@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(StepOf<State>::kThreads) step_kernel(const __g
   constexpr gd_dtype kState = kDtype<State>, kInput = kDtype<Input>;
   const RecurrentProblem& problem = p.problem;
   const Layer& in = problem.in;
-  const Place place = locate(p, blockIdx.x);
+  const CtaPlace place = locate(p, blockIdx.x);
   const int n = place.sequence, head = place.head;
   Tile<Config> tile(static_cast<int>(threadIdx.x), place.part);
 

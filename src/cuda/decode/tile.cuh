@@ -7,10 +7,10 @@
 namespace gatedelta::cuda {
 
 // What a CTA computes: some value columns of one head of one sequence.
-struct Place {
+struct CtaPlace {
   int sequence, head, key_head, part;
 };
-GD_DEVICE Place locate(const DecodeParams& p, uint32_t cta) {
+GD_DEVICE CtaPlace locate(const DecodeParams& p, uint32_t cta) {
   const uint32_t pair = p.parts.quotient(cta), sequence = p.heads.quotient(pair);
   const uint32_t head = p.heads.remainder(pair, sequence);
   return {static_cast<int>(sequence), static_cast<int>(head), static_cast<int>(p.group.quotient(head)),

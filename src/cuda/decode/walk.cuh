@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     walk_kernel(const __grid_constant__ DecodeParams p) {
   const RecurrentProblem& problem = p.problem;
   const Layer& in = problem.in;
-  const Place place = locate(p, blockIdx.x);
+  const CtaPlace place = locate(p, blockIdx.x);
   const int n = place.sequence, head = place.head;
   Tile<Config> tile(static_cast<int>(threadIdx.x), place.part);
   if (tile.column >= in.value_dim) return;  // V is a multiple of a warp's columns, so whole warps leave
