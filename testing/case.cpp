@@ -73,7 +73,10 @@ const Names kKeys = {{"random", int(KeyKind::random)},
                      {"correlated", int(KeyKind::correlated)},
                      {"repeated", int(KeyKind::repeated)},
                      {"loose", int(KeyKind::loose)}};
-const Names kSteps = {{"none", int(StepKind::none)}, {"dense", int(StepKind::dense)}, {"pool", int(StepKind::pool)}};
+const Names kSteps = {{"none", int(StepKind::none)},
+                      {"dense", int(StepKind::dense)},
+                      {"pool", int(StepKind::pool)},
+                      {"rows", int(StepKind::rows)}};
 
 int parse_name(const Names& names, std::string_view key, std::string_view text) {
   std::string choices;
@@ -161,13 +164,15 @@ const std::vector<Key>& keys() {
       boolean("ht", &Case::ht, "0: no final state"),
       boolean("dht", &Case::dht, "0: no gradient of the final state"),
       boolean("pool", &Case::pool, "states in a pool, found by indices"),
+      integer("first_slot", &Case::first_slot, "slots of the pool below it are nobody"),
       boolean("inplace", &Case::inplace, "final state replaces the initial state"),
       boolean("i64", &Case::i64, "int64 offsets and indices"),
       boolean("strided", &Case::strided, "gaps in every tensor"),
       integer("every", &Case::every, "checkpoint interval in tokens (a multiple of 64)"),
       integer("segment", &Case::segment, "chunks of a segment, if sequences are to be cut (CUDA)"),
       boolean("accept", &Case::accept, "recurrent: accept lengths"),
-      choice("steps", &Case::steps, kSteps, "recurrent: per-step states: none dense pool"),
+      integer("picked", &Case::picked, "recurrent: slots in a sequence's row of initial_indices, of which one is read"),
+      choice("steps", &Case::steps, kSteps, "recurrent: per-step states: none dense pool rows"),
       integer("seed", &Case::seed, "of the random numbers"),
   };
   return all;
@@ -234,6 +239,9 @@ void check_case(const Case& c) {
   if (c.lengths.empty() && c.pad) refuse("pad needs packed lengths");
   if (!c.lengths.empty() && c.B != 1) refuse("packed lengths need B=1");
   if (c.inplace && !(c.h0 && c.ht)) refuse("inplace needs h0 and ht");
+  if (c.first_slot < 0 || c.picked < 0) refuse("first_slot and picked must not be negative");
+  if ((c.first_slot || c.picked) && !(c.pool && c.h0)) refuse("first_slot and picked need pool and h0");
+  if (c.steps == StepKind::rows && c.lengths.empty()) refuse("steps=rows needs packed lengths");
   constexpr int64_t limit = int64_t{1} << 34;  // bytes of one tensor: catches slips of the keyboard
   if (c.lengths.size() > 1'000'000) refuse("more than a million sequences");
   for (const int64_t length : c.lengths) {
@@ -250,7 +258,9 @@ void check_case(const Case& c) {
   if (c.pad > limit) fits({c.pad});
   const int64_t tokens = c.total_tokens();
   fits({c.B, tokens, std::max(c.Hk, c.Hv), std::max(c.K, c.V)});
-  fits({c.pool ? 2 * c.sequences() + 3 : c.sequences(), c.Hv, c.K, c.V});
+  if (c.first_slot > limit || c.picked > limit) fits({c.first_slot, c.picked});
+  fits({c.pool ? 2 * c.sequences() + 3 + c.first_slot : c.sequences(), c.Hv, c.K, c.V});
+  fits({c.sequences(), c.picked});
   if (c.every > 0) fits({c.B, tokens / c.every, c.Hv, c.K, c.V});
   if (c.steps != StepKind::none) fits({c.B, tokens, c.Hv, c.K, c.V});
 }

@@ -39,7 +39,12 @@ enum class KeyKind {
   repeated,    // the same unit vector in runs of 40 tokens
   loose        // not normalised: |k| about 0.2 .. 1.3 (with l2norm: any length from 1e-3 to 1e2, some rows all zero)
 };
-enum class StepKind { none, dense, pool };  // per-step states of a recurrent call
+enum class StepKind {  // per-step states of a recurrent call
+  none,
+  dense,
+  pool,  // slots by token, [B, T]
+  rows   // slots by sequence, [N, S]
+};
 
 struct Case {
   int64_t B = 1, T = 64;
@@ -59,12 +64,14 @@ struct Case {
   std::optional<float> scale;
   bool h0 = true, ht = true, dht = true;  // initial state, final state, gradient of the final state
   bool pool = false;                      // states live in a pool and are found by read and write indices
+  int64_t first_slot = 0;                 // with a pool: slots below are nobody
   bool inplace = false;                   // the final state goes where the initial state came from
   bool i64 = false;                       // int64 offsets and indices instead of int32
-  bool strided = false;                   // gaps in every tensor, gates stored head first
+  bool strided = false;                   // gaps in every tensor but cu_seqlens, gates stored head first
   int64_t every = 0;                      // checkpoint interval, 0 = none
   int64_t segment = 0;                    // chunks of a segment, if sequences are to be cut
   bool accept = false;                    // recurrent: accept lengths
+  int64_t picked = 0;                     // recurrent, with a pool: the slot read is one of so many in a row
   StepKind steps = StepKind::none;        // recurrent: per-step states
   uint64_t seed = 1;
 

@@ -149,7 +149,8 @@ struct CallOf<gd_recurrent_args> {
                        &a.final_indices,
                        &a.accept_lengths,
                        &a.step_states,
-                       &a.step_indices};
+                       &a.step_indices,
+                       &a.previous_accept_lengths};
   }
 };
 

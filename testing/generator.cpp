@@ -108,6 +108,8 @@ void fill(const gd_tensor& t, const std::function<double(int64_t)>& value) {
 
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
+constexpr int kNoSuchSlot = 1 << 30;
+
 }  // namespace
 
 gd_tensor Problem::make(const std::string& name, Role role, gd_dtype dtype, const std::vector<int64_t>& shape) {
@@ -123,10 +125,23 @@ gd_tensor Problem::make(const std::string& name, Role role, gd_dtype dtype, cons
   return entries_.back().tensor;
 }
 
-gd_tensor Problem::make_indices(const std::string& name, const std::vector<int64_t>& values) {
-  const gd_tensor t = make(name, Role::input, spec.i64 ? GD_I64 : GD_I32, {static_cast<int64_t>(values.size())});
-  for (size_t i = 0; i < values.size(); ++i) store(t.data, t.dtype, static_cast<int64_t>(i), double(values[i]));
-  return t;
+gd_tensor Problem::make_indices(const std::string& name, const std::vector<int64_t>& values, int64_t columns) {
+  const auto count = static_cast<int64_t>(values.size());
+  const std::vector<int64_t> shape = columns ? std::vector{count / columns, columns} : std::vector{count};
+  std::vector<int64_t> stride = columns ? std::vector{columns, int64_t{1}} : std::vector{int64_t{1}};
+  if (spec.strided && name != "cu_seqlens")
+    stride = columns ? std::vector{2 * columns + 3, int64_t{2}} : std::vector{int64_t{3}};
+  Entry e{name, describe_tensor(spec.i64 ? GD_I64 : GD_I32, shape, stride), Role::input, {}, 0, {}, {}};
+  const int64_t size = extent(e.tensor);
+  e.buffer = Buffer(static_cast<size_t>(size * element_bytes(e.tensor.dtype)));
+  e.tensor.data = e.buffer.data();
+  // What no stride leads to is a slot no pool has.
+  for (int64_t i = 0; i < size; ++i) store(e.tensor.data, e.tensor.dtype, i, kNoSuchSlot);
+  for_each_element(e.tensor, [&](int64_t offset, int64_t i) {
+    store(e.tensor.data, e.tensor.dtype, offset, double(values[static_cast<size_t>(i)]));
+  });
+  entries_.push_back(std::move(e));
+  return entries_.back().tensor;
 }
 
 Problem::Entry& Problem::entry(const gd_tensor& t) {
@@ -168,10 +183,11 @@ Problem::Problem(const Case& c) : spec((check_case(c), c)) {
     in.cu_seqlens = make_indices("cu_seqlens", offsets);
   }
 
-  // Pools have twice the slots needed and three more, in a scrambled order; what no index names stays NaN.
-  const int64_t slots = c.pool ? 2 * N + 3 : N;
-  std::vector<int64_t> scrambled(slots);
-  std::iota(scrambled.begin(), scrambled.end(), 0);
+  // Pools have twice the slots needed and three more, in a scrambled order, after those that are nobody; what no index
+  // names stays NaN.
+  const int64_t first = c.first_slot, slots = c.pool ? first + 2 * N + 3 : N;
+  std::vector<int64_t> scrambled(slots - first);
+  std::iota(scrambled.begin(), scrambled.end(), first);
   if (c.pool) {
     std::sort(scrambled.begin(), scrambled.end(), [&](int64_t a, int64_t b) {
       return bits_at(c.seed, sSlots, static_cast<uint64_t>(a)) < bits_at(c.seed, sSlots, static_cast<uint64_t>(b));
@@ -182,13 +198,15 @@ Problem::Problem(const Case& c) : spec((check_case(c), c)) {
       c.inplace || !c.pool ? read : std::vector<int64_t>(scrambled.begin() + N, scrambled.begin() + 2 * N);
   if (c.pool) {  // of every five sequences one starts from zero, one is not stored, one is a padded row
     for (int64_t n = 0; n < N; ++n) {
-      if (n % 5 == 1 || n % 5 == 4) read[n] = n % 5 == 1 ? -1 : -7;
-      if (n % 5 == 2 || n % 5 == 4) write[n] = -1;
+      if (n % 5 == 1 || n % 5 == 4) read[n] = n % 5 == 1 ? first - 1 : -7;
+      if (n % 5 == 2 || n % 5 == 4) write[n] = n % 5 == 2 ? -1 : first - 1;
     }
+    in.first_slot = first;
   }
-  const auto named = [](const std::vector<int64_t>& indices) {
+  const auto named = [&](const std::vector<int64_t>& indices) {
     std::vector<int64_t> result;
-    std::copy_if(indices.begin(), indices.end(), std::back_inserter(result), [](int64_t i) { return i >= 0; });
+    std::copy_if(indices.begin(), indices.end(), std::back_inserter(result),
+                 [&](int64_t i) { return i >= first && i != kNoSuchSlot; });
     return result;
   };
 
@@ -216,8 +234,8 @@ Problem::Problem(const Case& c) : spec((check_case(c), c)) {
     int64_t count = 0;
     for (int64_t n = 0; n < N; ++n) count += (c.lengths.empty() ? T : c.lengths[n]) / c.every;
     std::vector<int64_t> place(count);
-    for (int64_t i = 0; i < count; ++i) place[i] = c.pool ? (i % 4 == 3 ? -1 : count + 1 - i) : i;
-    forward.checkpoints = make("checkpoints", Role::pool, c.state, matrix({c.pool ? count + 2 : count}));
+    for (int64_t i = 0; i < count; ++i) place[i] = c.pool ? (i % 4 == 3 ? first - 1 : first + count + 1 - i) : i;
+    forward.checkpoints = make("checkpoints", Role::pool, c.state, matrix({c.pool ? first + count + 2 : count}));
     if (c.pool) forward.checkpoint_indices = make_indices("checkpoint_indices", place);
     entry(forward.checkpoints).written_slots = named(place);
     forward.checkpoint_every = c.every;
@@ -247,16 +265,33 @@ Problem::Problem(const Case& c) : spec((check_case(c), c)) {
     for (int64_t n = 0; n < N; ++n) lengths[n] = n % ((c.lengths.empty() ? T : c.lengths[n]) + 1);
     recurrent.accept_lengths = make_indices("accept_lengths", lengths);
   }
+  if (c.picked > 0) {  // lengths from 0 to two beyond the last column; other columns name slots that are NaN
+    std::vector<int64_t> lengths(N), rows(N * c.picked);
+    for (int64_t i = 0; i < N * c.picked; ++i) rows[i] = scrambled[2 * N + i % 3];
+    for (int64_t n = 0; n < N; ++n) {
+      lengths[n] = n % (c.picked + 3);
+      rows[n * c.picked + std::clamp<int64_t>(lengths[n] - 1, 0, c.picked - 1)] = read[n];
+    }
+    recurrent.in.initial_indices = make_indices("initial_indices", rows, c.picked);
+    recurrent.previous_accept_lengths = make_indices("previous_accept_lengths", lengths);
+  }
   if (c.steps == StepKind::dense) {
     recurrent.step_states = make("step_states", Role::output, c.state, matrix({B, T}));
   } else if (c.steps == StepKind::pool) {
-    recurrent.step_states = make("step_states", Role::pool, c.state, matrix({B * T + 2}));
+    recurrent.step_states = make("step_states", Role::pool, c.state, matrix({first + B * T + 2}));
     std::vector<int64_t> place(B * T);
-    for (int64_t i = 0; i < B * T; ++i) place[i] = i % 3 == 2 ? -1 : B * T + 1 - i;
-    recurrent.step_indices = make_indices("step_indices", place);
-    recurrent.step_indices.rank = 2;
+    for (int64_t i = 0; i < B * T; ++i) place[i] = i % 3 == 2 ? first - 1 : first + B * T + 1 - i;
+    recurrent.step_indices = make_indices("step_indices", place, std::max<int64_t>(T, 1));
     recurrent.step_indices.shape[0] = B, recurrent.step_indices.shape[1] = T;
-    recurrent.step_indices.stride[0] = T, recurrent.step_indices.stride[1] = 1;
+    entry(recurrent.step_states).written_slots = named(place);
+  } else if (c.steps == StepKind::rows) {  // one column more than the longest sequence has tokens
+    recurrent.step_states = make("step_states", Role::pool, c.state, matrix({first + T + 2}));
+    const int64_t columns = *std::max_element(c.lengths.begin(), c.lengths.end()) + 1;
+    std::vector<int64_t> place(N * columns, kNoSuchSlot);
+    for (int64_t n = 0, token = 0; n < N; ++n)
+      for (int64_t t = 0; t < c.lengths[n]; ++t, ++token)
+        place[n * columns + t] = token % 3 == 2 ? first - 1 : first + T + 1 - token;
+    recurrent.step_indices = make_indices("step_indices", place, columns);
     entry(recurrent.step_states).written_slots = named(place);
   }
   for (const gd_tensor* t : {&in.q, &in.k, &in.v, &in.g, &in.beta, &backward.d_o}) poison_tail(*t, T - c.pad);

@@ -61,7 +61,8 @@ class Problem {
     std::vector<int64_t> written_slots;  // of a pool
   };
   gd_tensor make(const std::string& name, Role role, gd_dtype dtype, const std::vector<int64_t>& shape);
-  gd_tensor make_indices(const std::string& name, const std::vector<int64_t>& values);
+  // [values], or with columns > 0 rows of so many.
+  gd_tensor make_indices(const std::string& name, const std::vector<int64_t>& values, int64_t columns = 0);
   Entry& entry(const gd_tensor& t);
   void fill_inputs(const gd_inputs& in);
   void fill_states(const gd_tensor& t, uint64_t stream, const std::vector<int64_t>& slots);

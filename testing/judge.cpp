@@ -144,7 +144,8 @@ void Judge::judge_entries(Judgement& result, Quantity quantity, Compute compute,
 std::vector<int64_t> Judge::final_slots(const gd_tensor& final_indices) const {
   std::vector<int64_t> slots(problem_.spec.sequences());
   for (size_t n = 0; n < slots.size(); ++n) {
-    slots[n] = final_indices.dtype == GD_DTYPE_NONE ? int64_t(n) : index_at(final_indices, int64_t(n));
+    slots[n] =
+        final_indices.dtype == GD_DTYPE_NONE ? int64_t(n) : slot_at(problem_.forward.in, final_indices, int64_t(n));
   }
   return slots;
 }
@@ -175,7 +176,7 @@ Judgement Judge::forward(Compute compute, const std::function<std::string(const 
       for (int64_t i = 0; i < spans[n].length / args.checkpoint_every; ++i) {
         const auto entry = static_cast<int64_t>(slots.size());
         const int64_t slot =
-            args.checkpoint_indices.dtype == GD_DTYPE_NONE ? entry : index_at(args.checkpoint_indices, entry);
+            args.checkpoint_indices.dtype == GD_DTYPE_NONE ? entry : slot_at(args.in, args.checkpoint_indices, entry);
         slots.push_back(is_padding(args, int64_t(n)) ? -1 : slot);
       }
     }
@@ -244,10 +245,7 @@ Judgement Judge::recurrent(const std::function<std::string(const gd_recurrent_ar
       if (is_padding(args, int64_t(n))) continue;
       for (int64_t t = 0; t < spans[n].length; ++t) {
         const int64_t token = spans[n].batch * T + spans[n].begin + t;
-        // make() stores [B, T] indices contiguously
-        gd_tensor flat = args.step_indices;
-        flat.stride[0] = 1;
-        slots[token] = flat.dtype == GD_DTYPE_NONE ? token : index_at(flat, token);
+        slots[token] = args.step_indices.dtype == GD_DTYPE_NONE ? token : step_slot(args, int64_t(n), spans[n], t);
       }
     }
     judge_entries(result, Quantity::step_states, compute, args.step_states, truth.step_states, slots);

@@ -14,6 +14,30 @@ int64_t index_at(const gd_tensor& indices, int64_t i) {
                                  : static_cast<const int32_t*>(indices.data)[i * indices.stride[0]];
 }
 
+int64_t slot_at(const gd_inputs& in, const gd_tensor& indices, int64_t row, int64_t column) {
+  gd_tensor of_row = indices;
+  of_row.data = static_cast<char*>(indices.data) + row * indices.stride[0] * element_bytes(indices.dtype);
+  of_row.stride[0] = indices.rank == 2 ? indices.stride[1] : 0;
+  const int64_t slot = index_at(of_row, column);
+  return slot < in.first_slot ? -1 : slot;
+}
+
+int64_t read_slot(const gd_inputs& in, int64_t n) {
+  return in.initial_indices.dtype == GD_DTYPE_NONE ? n : slot_at(in, in.initial_indices, n);
+}
+
+int64_t read_slot(const gd_recurrent_args& args, int64_t n) {
+  const gd_inputs& in = args.in;
+  if (args.previous_accept_lengths.dtype == GD_DTYPE_NONE) return read_slot(in, n);
+  const int64_t last = index_at(args.previous_accept_lengths, n) - 1;
+  return slot_at(in, in.initial_indices, n, std::clamp<int64_t>(last, 0, in.initial_indices.shape[1] - 1));
+}
+
+int64_t step_slot(const gd_recurrent_args& args, int64_t n, const Span& span, int64_t t) {
+  if (args.step_indices.shape[0] == 1) return slot_at(args.in, args.step_indices, 0, span.begin + t);
+  return slot_at(args.in, args.step_indices, n, t);
+}
+
 std::vector<Span> sequence_spans(const gd_inputs& in) {
   std::vector<Span> spans;
   if (in.cu_seqlens.dtype == GD_DTYPE_NONE) {
@@ -31,19 +55,21 @@ namespace {
 
 bool is_given(const gd_tensor& t) { return t.dtype != GD_DTYPE_NONE; }
 
-// The read slot is negative, and so is the write slot; `otherwise` where the call has no write slots.
-bool is_padding(const gd_inputs& in, const gd_tensor& final_indices, int64_t n, bool otherwise) {
-  if (!is_given(in.initial_indices) || index_at(in.initial_indices, n) >= 0) return false;
-  return is_given(final_indices) ? index_at(final_indices, n) < 0 : otherwise;
+// The read slot is nobody, and so is the write slot; `otherwise` where the call has no write slots.
+bool is_padding(const gd_inputs& in, int64_t read, const gd_tensor& final_indices, int64_t n, bool otherwise) {
+  if (!is_given(in.initial_indices) || read >= 0) return false;
+  return is_given(final_indices) ? slot_at(in, final_indices, n) < 0 : otherwise;
 }
 
 }  // namespace
 
-bool is_padding(const gd_forward_args& args, int64_t n) { return is_padding(args.in, args.final_indices, n, false); }
+bool is_padding(const gd_forward_args& args, int64_t n) {
+  return is_padding(args.in, read_slot(args.in, n), args.final_indices, n, false);
+}
 
 bool is_padding(const gd_recurrent_args& args, int64_t n) {
   const bool stores_states = is_given(args.final_state) || is_given(args.step_states);
-  return is_padding(args.in, args.final_indices, n, !stores_states);
+  return is_padding(args.in, read_slot(args, n), args.final_indices, n, !stores_states);
 }
 
 namespace {
@@ -185,11 +211,6 @@ struct StateShape {
   }
 };
 
-Vector initial_state(const gd_inputs& in, const StateShape& shape, int64_t n, int64_t head) {
-  const int64_t slot = in.initial_indices.dtype == GD_DTYPE_NONE ? n : index_at(in.initial_indices, n);
-  return shape.take(in.initial_state, slot, head);
-}
-
 // Runs work(n, key head) for every sequence and selected key head.
 template <class Work>
 void for_each_group(const gd_inputs& in, int64_t sequences, const ReferenceOptions& options, Work&& work) {
@@ -228,7 +249,7 @@ ForwardTruth reference_forward(const gd_forward_args& args, const ReferenceOptio
     Token x;
     for (int64_t h = key_head * group; h < (key_head + 1) * group; ++h) {
       Stream stream(in, span, h);
-      Vector S = initial_state(in, shape, n, h);
+      Vector S = shape.take(in.initial_state, read_slot(in, n), h);
       for (int64_t t = 0; t < span.length; ++t) {
         stream.read(t, x);
         stream.step(x, S, &truth.o[((span.batch * T + span.begin + t) * H + h) * V]);
@@ -261,7 +282,7 @@ RecurrentTruth reference_recurrent(const gd_recurrent_args& args, const Referenc
     Token x;
     for (int64_t h = key_head * group; h < (key_head + 1) * group; ++h) {
       Stream stream(in, span, h);
-      Vector S = initial_state(in, shape, n, h);
+      Vector S = shape.take(in.initial_state, read_slot(args, n), h);
       if (accept == 0) shape.put(S, truth.final_state, n, h);
       for (int64_t t = 0; t < span.length; ++t) {
         const int64_t token = span.batch * T + span.begin + t;
@@ -400,7 +421,8 @@ BackwardTruth reference_backward(const gd_backward_args& args, const ReferenceOp
     for (int64_t h = key_head * (H / Hk); h < (key_head + 1) * (H / Hk); ++h) {
       Adjoint adjoint{in, args.d_o, truth, T, Hk, H, K, V};
       Vector dS = shape.take(args.d_final_state, n, h);
-      adjoint.run(spans[n], h, initial_state(in, shape, n, h), dS, dA_log[n * H + h], d_dt_bias[n * H + h]);
+      adjoint.run(spans[n], h, shape.take(in.initial_state, read_slot(in, n), h), dS, dA_log[n * H + h],
+                  d_dt_bias[n * H + h]);
       shape.put(dS, truth.d_initial_state, n, h);
     }
   });

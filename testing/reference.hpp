@@ -47,6 +47,13 @@ struct Span {
 };
 std::vector<Span> sequence_spans(const gd_inputs& in);
 int64_t index_at(const gd_tensor& indices, int64_t i);
+// A slot of a pool by its place in an index tensor; -1 if it is nobody.
+int64_t slot_at(const gd_inputs& in, const gd_tensor& indices, int64_t row, int64_t column = 0);
+// The slot sequence n starts from; -1 if none. A recurrent call may pick it from a row.
+int64_t read_slot(const gd_inputs& in, int64_t n);
+int64_t read_slot(const gd_recurrent_args& args, int64_t n);
+// With a pool of step states, the slot for the state after token t of sequence n, which is at `span`; -1 if none.
+int64_t step_slot(const gd_recurrent_args& args, int64_t n, const Span& span, int64_t t);
 // Whether sequence n is a padded row: it is skipped, its outputs are 0 and no state of it is stored.
 bool is_padding(const gd_forward_args& args, int64_t n);
 bool is_padding(const gd_recurrent_args& args, int64_t n);

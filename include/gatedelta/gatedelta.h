@@ -128,7 +128,7 @@ typedef struct gd_inputs {
   gd_tensor dt_bias;       /* [Hv]           GD_GATE_RAW only, optional (absent = 0) */
   gd_tensor cu_seqlens;    /* [N + 1]        int32 or int64, optional: packed sequences, then B = 1 */
   gd_tensor initial_state; /* [N, Hv, K, V] or [N, Hv, V, K], optional (absent = 0); a pool [slots, ...] with indices */
-  gd_tensor initial_indices; /* [N]          int32 or int64, optional: slot a sequence starts from; negative: it
+  gd_tensor initial_indices; /* [N]          int32 or int64, optional: slot a sequence starts from; nobody: it
                                 starts from zero, or is a padded row (see final_indices) */
   int32_t gate;              /* gd_gate */
   int32_t beta_kind;         /* gd_beta */
@@ -136,7 +136,9 @@ typedef struct gd_inputs {
   int32_t l2norm;            /* nonzero: q and k are divided by sqrt(sum of squares + 1e-6) first */
   int32_t has_scale;         /* nonzero: `scale` is used as given, also 0; otherwise K^-1/2 */
   float scale;
-  uint64_t reserved[4];
+  int64_t first_slot; /* slots below it are nobody, in every index tensor of the call: they are neither read nor
+                         written. 0: the negative ones; 1 where a pool's block 0 is nobody. Only with indices */
+  uint64_t reserved[3];
 } gd_inputs;
 
 /* Chunked forward. */
@@ -146,12 +148,12 @@ typedef struct gd_forward_args {
   gd_inputs in;
   gd_tensor o;                  /* [B, T, Hv, V]  bf16, fp16 or fp32; 0 for tokens of no sequence */
   gd_tensor final_state;        /* [N, Hv, ., .]  optional; may be the very tensor initial_state is (in place) */
-  gd_tensor final_indices;      /* [N]            optional: slot each final state goes to, negative = not stored.
-                                   A sequence with a negative slot in both initial_indices and final_indices is a
-                                   padded row: it is not read, its rows of o are 0 and no state of it is stored */
+  gd_tensor final_indices;      /* [N]            optional: slot each final state goes to, nobody = not stored.
+                                   A sequence with nobody's slot in both initial_indices and final_indices is a padded
+                                   row: it is not read, its rows of o are 0 and no state of it is stored */
   gd_tensor checkpoints;        /* [C, Hv, ., .]  optional: state after every checkpoint_every tokens of each sequence,
                                    packed sequence by sequence: sum of floor(length / checkpoint_every) entries */
-  gd_tensor checkpoint_indices; /* [C]            optional: slot of each packed entry, negative = not stored */
+  gd_tensor checkpoint_indices; /* [C]            optional: slot of each packed entry, nobody = not stored */
   int64_t checkpoint_every;     /* a multiple of GD_CHUNK; required with checkpoints */
   void* saved;                  /* optional: for the backward, gd_forward_saved_size() bytes, 64-byte aligned; not with
                                    a padded row; on CUDA neither with checkpoints nor with both initial_indices and
@@ -194,12 +196,16 @@ typedef struct gd_recurrent_args {
   gd_inputs in;
   gd_tensor o;              /* [B, T, Hv, V]  optional: absent = only states are written (a commit) */
   gd_tensor final_state;    /* as in gd_forward_args; the same tensor as initial_state = in place */
-  gd_tensor final_indices;  /* as in gd_forward_args. In a call with neither final_state nor step_states, a negative
+  gd_tensor final_indices;  /* as in gd_forward_args. In a call with neither final_state nor step_states, nobody's
                                slot in initial_indices alone makes a padded row */
   gd_tensor accept_lengths; /* [N]            optional int32 or int64: the final state is the one after this many tokens
                                of the sequence (0 = the initial state); outputs are those of all tokens */
   gd_tensor step_states;    /* [B, T, Hv, ., .] optional: the state after each token; or a pool [slots, Hv, ., .] */
-  gd_tensor step_indices;   /* [B, T]         with a pool: slot for the state after each token, negative = not stored */
+  gd_tensor step_indices;   /* [B, T]         with a pool: slot for the state after each token, nobody = not stored.
+                               Packed sequences: [1, T], or [N, S], a row for each with the slots of its tokens */
+  gd_tensor previous_accept_lengths; /* [N]   optional int32 or int64, with in.initial_indices [N, S]: how many tokens
+                                        of its last draft a sequence has kept. It starts from the slot of the last one,
+                                        column previous_accept_lengths - 1, the nearest where there is none */
   uint64_t reserved[4];
 } gd_recurrent_args;
 

@@ -85,7 +85,8 @@ class Inputs(ctypes.Structure):
         ("l2norm", c_int32),
         ("has_scale", c_int32),
         ("scale", c_float),
-        _RESERVED,
+        ("first_slot", c_int64),
+        ("reserved", c_uint64 * 3),
     ]
 
 
@@ -151,6 +152,7 @@ class RecurrentArgs(_Args):
         ("accept_lengths", Tensor),
         ("step_states", Tensor),
         ("step_indices", Tensor),
+        ("previous_accept_lengths", Tensor),
         _RESERVED,
     ]
 

@@ -24,7 +24,8 @@ struct Layer {
   Sequences sequences;
   TokenRows q, k, v, g, beta;
   HeadVector A_log, dt_bias;
-  StateRows initial;  // a sequence without a slot starts from zero
+  StateRows initial;       // a sequence without a slot starts from zero
+  int64_t first_slot = 0;  // of all index tensors, see StateRows
   gd_gate gate = GD_GATE_LOG;
   gd_beta beta_kind = GD_BETA_VALUE;
   gd_state_layout layout = GD_STATE_KV;
@@ -37,12 +38,16 @@ struct OutputProblem {
   Layer in;
   TokenRows o;                      // optional in a recurrent step, and in a forward that only saves states
   StateRows final;                  // of a sequence without a slot it is not stored
-  bool pads_by_read_index = false;  // a negative read index alone makes a padded row
+  bool pads_by_read_index = false;  // a read index that is nobody alone makes a padded row
 
+  GD_ALWAYS_INLINE int64_t read_slot(int64_t n) const { return in.initial.slot(n); }
   // A padded row is skipped: its rows of o are zero, nothing of it is read or stored.
-  GD_ALWAYS_INLINE bool is_padding(int64_t n) const {
-    if (!in.initial.indices || in.initial.indices[n] >= 0) return false;
-    return final.indices ? final.indices[n] < 0 : pads_by_read_index;
+  GD_ALWAYS_INLINE bool is_padding(int64_t n) const { return is_padding(n, read_slot(n)); }
+
+ protected:
+  GD_ALWAYS_INLINE bool is_padding(int64_t n, int64_t read_slot) const {
+    if (!in.initial.indices || read_slot >= 0) return false;
+    return final.indices ? final.slot(n) < 0 : pads_by_read_index;
   }
 };
 
@@ -71,9 +76,27 @@ struct BackwardProblem {
 };
 
 struct RecurrentProblem : OutputProblem {
-  IndexVector accept_lengths;
-  StateRows step_states;  // a pool with indices [B, T]; otherwise addressed by step_batch_stride / step_token_stride
+  IndexRows accept_lengths;
+  IndexRows previous_accept_lengths;  // picks a sequence's read index from its row
+  StateRows step_states;              // a pool with indices; otherwise addressed by the two strides below
+  bool steps_by_token = false;        // columns of the indices are tokens of the pack, not of a sequence
   int64_t step_batch_stride = 0, step_token_stride = 0;
+
+  GD_ALWAYS_INLINE int64_t read_column(int64_t n) const {
+    if (!previous_accept_lengths) return 0;
+    const int64_t column = previous_accept_lengths[n] - 1, last = in.initial.indices.columns - 1;
+    return column < 0 ? 0 : column < last ? column : last;
+  }
+  GD_ALWAYS_INLINE int64_t read_slot(int64_t n) const {
+    if (!previous_accept_lengths) return in.initial.slot(n);
+    return in.initial.named(in.initial.indices(n, read_column(n)));
+  }
+  GD_ALWAYS_INLINE bool is_padding(int64_t n) const { return OutputProblem::is_padding(n, read_slot(n)); }
+  // Slot for the state after token t of sequence n, which begins at `begin`; negative = none.
+  GD_ALWAYS_INLINE int64_t step_slot(int64_t n, int64_t begin, int64_t t) const {
+    const int64_t column = steps_by_token ? begin + t : t;
+    return column < step_states.indices.columns ? step_states.named(step_states.indices(n, column)) : -1;
+  }
 };
 
 }  // namespace gatedelta

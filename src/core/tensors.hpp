@@ -52,7 +52,7 @@ struct HeadVector {
   GD_ALWAYS_INLINE explicit operator bool() const { return dtype != GD_DTYPE_NONE; }
 };
 
-// Contiguous int32 or int64 indices.
+// Contiguous int32 or int64 numbers: the offsets of packed sequences.
 struct IndexVector {
   const void* data = nullptr;
   bool is_int64 = false;
@@ -64,16 +64,38 @@ struct IndexVector {
   }
 };
 
+// int32 or int64 numbers, one or a row of them for each sequence: [N] or [N, S] with any strides.
+struct IndexRows {
+  const void* data = nullptr;
+  bool is_int64 = false;
+  bool present = false;
+  int64_t stride = 0, column_stride = 0;
+  int64_t columns = 1;
+
+  GD_ALWAYS_INLINE explicit operator bool() const { return present; }
+  GD_ALWAYS_INLINE int64_t operator()(int64_t row, int64_t column) const {
+    return at(row * stride + column * column_stride);
+  }
+  GD_ALWAYS_INLINE int64_t operator[](int64_t n) const { return at(n * stride); }
+
+ private:
+  GD_ALWAYS_INLINE int64_t at(int64_t i) const {
+    return is_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  }
+};
+
 // [slots, H, K, V] or [slots, H, V, K]; each matrix is contiguous.
 struct StateRows {
   void* data = nullptr;
   gd_dtype dtype = GD_DTYPE_NONE;
   int64_t slots = 0, slot_stride = 0, head_stride = 0;
-  IndexVector indices;  // absent = sequence n has slot n
+  IndexRows indices;       // absent = sequence n has slot n
+  int64_t first_slot = 0;  // indices below it are nobody
 
   GD_ALWAYS_INLINE explicit operator bool() const { return dtype != GD_DTYPE_NONE; }
   // Slot of sequence n; negative = none.
-  GD_ALWAYS_INLINE int64_t slot(int64_t n) const { return !*this ? -1 : indices ? indices[n] : n; }
+  GD_ALWAYS_INLINE int64_t slot(int64_t n) const { return !*this ? -1 : indices ? named(indices[n]) : n; }
+  GD_ALWAYS_INLINE int64_t named(int64_t index) const { return index < first_slot ? -1 : index; }
   GD_ALWAYS_INLINE int64_t offset(int64_t slot, int64_t head) const { return slot * slot_stride + head * head_stride; }
 };
 

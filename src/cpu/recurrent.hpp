@@ -120,9 +120,10 @@ class Recurrent {
     }
     const int64_t accepted = problem_.accept_lengths ? problem_.accept_lengths[n] : span.length;
     float* const place = direct(problem_.final, problem_.final.slot(n), head);
-    const float* S = direct(in_.initial, in_.initial.slot(n), head);
+    const int64_t read_slot = problem_.read_slot(n);
+    const float* S = direct(in_.initial, read_slot, head);
     if (!S) {
-      load_state(w.state, in_.initial, in_.initial.slot(n), head);
+      load_state(w.state, in_.initial, read_slot, head);
       S = w.state;
     }
     if (accepted == 0 && S != place) store_columns(problem_.final, problem_.final.slot(n), head, S, 0, V_);
@@ -142,7 +143,7 @@ class Recurrent {
           const bool wanted = kept || t + 1 < count || done == accepted;
           step(from, wanted ? next : nullptr, token(w, t), first, columns);
           from = next;
-          if (problem_.step_states) store_step(span.batch, span.begin + begin + t, head, next, first, columns);
+          if (problem_.step_states) store_step(n, span, begin + t, head, next, first, columns);
           if (done == accepted && next != place)
             store_columns(problem_.final, problem_.final.slot(n), head, next, first, columns);
         }
@@ -155,14 +156,15 @@ class Recurrent {
     }
   }
 
-  void store_step(int64_t batch, int64_t token, int64_t head, const float* S, int first, int count) const {
+  void store_step(int64_t n, const SequenceSpan& span, int64_t t, int64_t head, const float* S, int first,
+                  int count) const {
     StateRows rows = problem_.step_states;
     if (rows.indices) {
-      store_columns(rows, rows.indices[batch * in_.sequences.tokens + token], head, S, first, count);
+      store_columns(rows, problem_.step_slot(n, span.begin, t), head, S, first, count);
     } else {
       rows.slot_stride = 1;  // the slot is the element offset of the token's state
-      store_columns(rows, batch * problem_.step_batch_stride + token * problem_.step_token_stride, head, S, first,
-                    count);
+      store_columns(rows, span.batch * problem_.step_batch_stride + (span.begin + t) * problem_.step_token_stride, head,
+                    S, first, count);
     }
   }
 

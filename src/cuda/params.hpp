@@ -47,7 +47,7 @@ struct CallParams {
   GD_HOST_DEVICE int main_blocks() const { return limits.entries < limits.blocks ? limits.entries : limits.blocks; }
   GD_HOST_DEVICE bool is_padding(int n) const {
     if (n == sequences.count) return true;
-    return initial.indices && final.indices && initial.indices[n] < 0 && final.indices[n] < 0;
+    return initial.indices && final.indices && initial.slot(n) < 0 && final.slot(n) < 0;
   }
   GD_HOST_DEVICE uint8_t* prepared_chunk(int64_t chunk_index, int head) const {
     return prepared + (chunk_index * value_heads + head) * prepared_bytes;

@@ -146,10 +146,15 @@ class Caller {
     if (!bytes_.sometimes()) args.o = tensor({B_, T_, Hv_, V_}, float_of(), Kind::output);
     final_states(args);
     if (bytes_.sometimes()) args.accept_lengths = indices({sequences_}, 0, T_ + 1);
+    if (args.in.initial_indices.dtype != GD_DTYPE_NONE && bytes_.sometimes()) {
+      args.in.initial_indices = slots({sequences_, bytes_.pick<int64_t>({3, 1, 2, 0})});
+      if (!bytes_.rarely()) args.previous_accept_lengths = indices({sequences_}, -1, 5);
+    }
     if (bytes_.sometimes()) {
       if (bytes_.sometimes()) {
         args.step_states = bytes_.sometimes() ? args.in.initial_state : state(T_ * B_ + 1, Kind::output);
-        args.step_indices = indices({B_, T_}, -1, T_ * B_ + 1);
+        const bool rows = packed_ && bytes_.sometimes();
+        args.step_indices = indices({rows ? sequences_ : B_, rows ? T_ / 2 + 1 : T_}, -1, T_ * B_ + 1);
       } else {
         args.step_states = tensor({B_, T_, Hv_, vk_ ? V_ : K_, vk_ ? K_ : V_}, float_of(), Kind::output);
       }
@@ -165,7 +170,7 @@ class Caller {
   template <class Args>
   void common(Args& args) {
     gd_inputs& in = args.in;
-    const bool packed = bytes_.sometimes();
+    const bool packed = packed_ = bytes_.sometimes();
     if (packed) B_ = 1;
     sequences_ = packed ? bytes_.pick<int64_t>({2, 1, 4, 0}) : B_;
     vk_ = bytes_.next() & 1;
@@ -188,8 +193,10 @@ class Caller {
       const bool pool = bytes_.sometimes();
       in.initial_state = state(pool ? sequences_ + 3 : sequences_, Kind::input);
       if (pool) in.initial_indices = slots({sequences_});
+      if (pool && bytes_.sometimes()) in.first_slot = bytes_.pick<int64_t>({1, 2, 100, -1});
     }
-    if (bytes_.rarely()) in.reserved[bytes_.next() % 4] = 1;
+    if (bytes_.rarely()) in.first_slot = bytes_.next() - 1;
+    if (bytes_.rarely()) in.reserved[bytes_.next() % 3] = 1;
 
     gd_exec& exec = args.exec;
     exec.isa = bytes_.sometimes() ? bytes_.next() % 10 : 0;
@@ -388,7 +395,7 @@ class Caller {
   std::list<Block> blocks_;
   int64_t B_ = 0, T_ = 0, Hk_ = 0, Hv_ = 0, K_ = 0, V_ = 0, sequences_ = 0;
   int32_t float_ = GD_F32;
-  bool vk_ = false, accepted_ = false;
+  bool vk_ = false, packed_ = false, accepted_ = false;
   size_t bytes_seed_ = 0;
 };
 

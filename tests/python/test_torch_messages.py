@@ -123,7 +123,7 @@ def test_overlap():
         ({"accept_lengths": torch.tensor([1])}, "^accept_lengths is given without final_state$"),
         (
             {"step_states": POOL, "step_indices": torch.tensor([[4] * 3])},
-            r"^step_indices\[0\] is 4, but",
+            r"^step_indices\[0, 0\] is 4, but",
         ),
         ({"step_states": state(1, 3, 2, 32, 16), "accept_lengths": torch.tensor([0.5])}, "^accept_lengths"),
     ],

@@ -83,8 +83,11 @@ gd_status check_enum(const char* name, int32_t value, int32_t last) {
   return invalid("%s is %" PRId32 ", must be from 0 to %" PRId32, name, value, last);
 }
 
-gd_status check_reserved(const char* name, const uint64_t (&reserved)[4], int32_t flags) {
-  if (flags == 0 && std::all_of(reserved, reserved + 4, [](uint64_t word) { return word == 0; })) return GD_OK;
+Shape per_sequence(const Layer& l) { return {"[N]", 1, {l.sequences.count}}; }
+
+gd_status check_reserved(const char* name, std::span<const uint64_t> reserved, int32_t flags) {
+  if (flags == 0 && std::all_of(reserved.begin(), reserved.end(), [](uint64_t word) { return word == 0; }))
+    return GD_OK;
   return invalid("%s: reserved fields must be zero", name);
 }
 
@@ -106,10 +109,21 @@ gd_status Checker::gate_vector(const char* name, const gd_tensor& t, const Layer
   return GD_OK;
 }
 
-gd_status Checker::indices(const char* name, const gd_tensor& t, const Shape& shape, IndexVector& out) {
+gd_status Checker::offsets(const char* name, const gd_tensor& t, IndexVector& out) {
   if (is_absent(t)) return GD_OK;
-  GD_TRY(tensor(name, t, shape, kIntegers, shape.rank, Role::input));
+  GD_TRY(tensor(name, t, {"[N + 1]", 1, {kAny}}, kIntegers, 1, Role::input));
   out = {address(t), t.dtype == GD_I64, true};
+  return GD_OK;
+}
+
+gd_status Checker::indices(const char* name, const gd_tensor& t, const Shape& shape, Role of, IndexRows& out) {
+  if (is_absent(t)) return GD_OK;
+  GD_TRY(tensor(name, t, shape, kIntegers, 0, Role::input));
+  for (int d = 0; of == Role::output && d < t.rank; ++d)
+    if (t.shape[d] > 1 && t.stride[d] == 0)
+      return invalid("%s: stride[%d] is 0, must be positive: no slot may be written more than once", name, d);
+  const bool rows = t.rank == 2;
+  out = {address(t), t.dtype == GD_I64, true, stride_of(t, 0), rows ? stride_of(t, 1) : 0, rows ? t.shape[1] : 1};
   return GD_OK;
 }
 
@@ -121,14 +135,15 @@ gd_status Checker::states(const char* name, const gd_tensor& t, const Layer& lay
       kv ? (pool ? "[slots, Hv, K, V]" : "[N, Hv, K, V]") : (pool ? "[slots, Hv, V, K]" : "[N, Hv, V, K]");
   const Shape shape = {text, 4, {slots, layer.value_heads, rows_of(layer), columns_of(layer)}};
   GD_TRY(tensor(name, t, shape, kFloats, 2, role, may_share));
-  out = {address(t), static_cast<gd_dtype>(t.dtype), t.shape[0], stride_of(t, 0), stride_of(t, 1), out.indices};
+  out = {address(t),      static_cast<gd_dtype>(t.dtype), t.shape[0], stride_of(t, 0), stride_of(t, 1), out.indices,
+         layer.first_slot};
   return GD_OK;
 }
 
 gd_status Checker::indexed_states(const char* name, const gd_tensor& t, const char* index_name, const gd_tensor& index,
-                                  const Layer& layer, Role role, StateRows& out) {
+                                  const Shape& index_shape, const Layer& layer, Role role, StateRows& out) {
   if (is_absent(t) && !is_absent(index)) return invalid("%s is given without %s", index_name, name);
-  GD_TRY(indices(index_name, index, {"[N]", 1, {layer.sequences.count}}, out.indices));
+  GD_TRY(indices(index_name, index, index_shape, role, out.indices));
   return states(name, t, layer, out.indices ? kAny : layer.sequences.count, role, out, true);
 }
 
@@ -173,7 +188,7 @@ gd_status Checker::tensor(const char* name, const gd_tensor& t, const Shape& sha
   for (int d = t.rank - 1; d >= t.rank - contiguous_dims; expected *= t.shape[d--])
     if (t.shape[d] > 1 && t.stride[d] != expected)
       return invalid("%s: stride[%d] is %" PRId64 ", must be %" PRId64 " (%s)", name, d, t.stride[d], expected,
-                     contiguous_dims == t.rank ? "indices must be contiguous"
+                     contiguous_dims == t.rank ? "offsets must be contiguous"
                      : contiguous_dims == 1    ? "rows must be contiguous"
                                                : "each state matrix must be contiguous");
   if (empty) return GD_OK;

@@ -1,6 +1,8 @@
 // Checks the tensors of one call, one rule and one message at a time, and describes them for a problem.
 #pragma once
 
+#include <span>
+
 #include "api/error.hpp"
 #include "api/validate.hpp"
 #include "core/problem.hpp"
@@ -22,6 +24,7 @@ struct Shape {
 Shape key_rows(const Layer& layer);       // [B, T, Hk, K]
 Shape value_rows(const Layer& layer);     // [B, T, Hv, V]
 Shape value_scalars(const Layer& layer);  // [B, T, Hv]
+Shape per_sequence(const Layer& layer);   // [N]
 
 enum class Need { required, optional };
 enum class Role { input, output };
@@ -31,7 +34,7 @@ bool is_absent(const gd_tensor& tensor);
 int64_t stride_of(const gd_tensor& tensor, int d);
 
 gd_status check_enum(const char* name, int32_t value, int32_t last);
-gd_status check_reserved(const char* name, const uint64_t (&reserved)[4], int32_t flags = 0);
+gd_status check_reserved(const char* name, std::span<const uint64_t> reserved, int32_t flags = 0);
 
 // Remembers where tensors lie, to find outputs that overlap something at the end. A query looks at no address, and the
 // descriptions it gets have none.
@@ -44,14 +47,16 @@ class Checker {
   // [Hv], an input or gradient of the gate from raw `a`.
   gd_status gate_vector(const char* name, const gd_tensor& t, const Layer& layer, Need need, Role role,
                         HeadVector& out);
-  // Contiguous.
-  gd_status indices(const char* name, const gd_tensor& t, const Shape& shape, IndexVector& out);
+  // [N + 1], contiguous.
+  gd_status offsets(const char* name, const gd_tensor& t, IndexVector& out);
+  // [N] or [N, S] with any strides; those of slots that are written must not put several entries in one place.
+  gd_status indices(const char* name, const gd_tensor& t, const Shape& shape, Role of, IndexRows& out);
   // One state per sequence, or a pool when the slots are indexed (slots = kAny).
   gd_status states(const char* name, const gd_tensor& t, const Layer& layer, int64_t slots, Role role, StateRows& out,
                    bool may_share = false);
   // A state tensor and the array of its slots, which says whether it is a pool.
   gd_status indexed_states(const char* name, const gd_tensor& t, const char* index_name, const gd_tensor& index,
-                           const Layer& layer, Role role, StateRows& out);
+                           const Shape& index_shape, const Layer& layer, Role role, StateRows& out);
   gd_status tensor(const char* name, const gd_tensor& t, const Shape& shape, unsigned dtypes, int contiguous_dims,
                    Role role, bool may_share = false);
   // What a forward saves, or a backward gets.

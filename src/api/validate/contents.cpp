@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cinttypes>
+#include <cstdio>
 
 #include "api/error.hpp"
 #include "api/validate.hpp"
@@ -30,89 +31,118 @@ gd_status check_offsets(const Sequences& sequences) {
   return GD_OK;
 }
 
-gd_status check_range(const char* name, const IndexVector& indices, int64_t count, const char* pool, int64_t slots) {
-  if (!indices) return GD_OK;
-  for (int64_t i = 0; i < count; ++i)
-    if (indices[i] >= slots)
-      return invalid("%s[%" PRId64 "] is %" PRId64 ", but %s has %" PRId64 " slots", name, i, indices[i], pool, slots);
-  return GD_OK;
-}
+// Where an index stands, as messages name it: "step_indices[1, 3]".
+struct IndexPlace {
+  const char* array;
+  int64_t row, column;  // column: negative in an array of one dimension
 
-// The states a call writes: one per sequence at its end, and a series of them, one for every `every` tokens.
-// The series (checkpoints or steps) is packed sequence by sequence.
-struct StateWrites {
-  const StateRows& final;
-  const char* series_name;
-  const StateRows& series;
-  const char* series_index_name;
-  int64_t every;
-
-  int64_t entries(const Layer& in, int64_t n) const { return every ? in.sequences[n].length / every : 0; }
+  struct Text {
+    char text[96];
+  };
+  Text name() const {
+    Text t;
+    if (column < 0) {
+      std::snprintf(t.text, sizeof t.text, "%s[%" PRId64 "]", array, row);
+    } else {
+      std::snprintf(t.text, sizeof t.text, "%s[%" PRId64 ", %" PRId64 "]", array, row, column);
+    }
+    return t;
+  }
 };
 
-StateWrites writes_of(const ForwardProblem& p) {
-  return {p.final, "checkpoints", p.checkpoints, "checkpoint_indices", p.checkpoint_every};
+gd_status check_range(const IndexPlace& place, int64_t slot, const char* pool, int64_t slots) {
+  if (slot < slots) return GD_OK;
+  return invalid("%s is %" PRId64 ", but %s has %" PRId64 " slots", place.name().text, slot, pool, slots);
 }
-StateWrites writes_of(const RecurrentProblem& p) { return {p.final, "step_states", p.step_states, "step_indices", 1}; }
 
-int64_t count_entries(const Layer& in, const StateWrites& writes) {
-  if (!in.sequences.offsets) return in.sequences.count * (in.sequences.tokens / writes.every);
-  int64_t entries = 0;
-  for (int64_t n = 0; n < in.sequences.count; ++n) entries += writes.entries(in, n);
-  return entries;
+// Besides one state per sequence at its end, a call writes a series of them: checkpoints or steps.
+struct Series {
+  const char* name;
+  const StateRows& states;
+};
+Series series_of(const ForwardProblem& p) { return {"checkpoints", p.checkpoints}; }
+Series series_of(const RecurrentProblem& p) { return {"step_states", p.step_states}; }
+
+int64_t series_length(const ForwardProblem& p, int64_t n) {
+  return p.checkpoint_every ? p.in.sequences[n].length / p.checkpoint_every : 0;
+}
+int64_t series_length(const RecurrentProblem& p, int64_t n) { return p.in.sequences[n].length; }
+
+// Where the slot of entry i of sequence n stands. `before`: entries of all sequences before.
+IndexPlace series_place(const ForwardProblem&, int64_t, int64_t before, int64_t i) {
+  return {"checkpoint_indices", before + i, -1};
+}
+IndexPlace series_place(const RecurrentProblem& p, int64_t n, int64_t before, int64_t i) {
+  if (p.steps_by_token) return {"step_indices", 0, before + i};
+  return {"step_indices", n, i};
+}
+
+IndexPlace read_place(const ForwardProblem&, int64_t n) { return {"initial_indices", n, -1}; }
+IndexPlace read_place(const RecurrentProblem& p, int64_t n) {
+  return {"initial_indices", n, p.previous_accept_lengths ? p.read_column(n) : -1};
 }
 
 template <class Problem>
 size_t bitmap_bytes(const Problem& p) {
-  const StateWrites w = writes_of(p);
-  if (!p.in.initial.indices && !w.final.indices && !w.series.indices) return 0;
-  const int64_t slots = std::max(w.final.slots, w.series.indices ? w.series.slots : 0);
+  const StateRows& series = series_of(p).states;
+  if (!p.in.initial.indices && !p.final.indices && !series.indices) return 0;
+  const int64_t slots = std::max(p.final.slots, series.indices ? series.slots : 0);
   return static_cast<size_t>((slots + 511) / 512) * 64;
+}
+
+// body(n, before) for every sequence that is no padded row.
+template <class Problem, class Body>
+gd_status each_sequence(const Problem& p, Body&& body) {
+  for (int64_t n = 0, before = 0; n < p.in.sequences.count; before += series_length(p, n++))
+    if (!p.is_padding(n)) GD_TRY(body(n, before));
+  return GD_OK;
+}
+// visit(place, slot) for every slot of the series that sequence n writes.
+template <class Problem, class Visit>
+gd_status each_of_series(const Problem& p, int64_t n, int64_t before, Visit&& visit) {
+  const StateRows& states = series_of(p).states;
+  for (int64_t i = 0, length = series_length(p, n); i < length; ++i) {
+    const IndexPlace place = series_place(p, n, before, i);
+    const int64_t slot = states.named(states.indices(place.row, place.column < 0 ? 0 : place.column));
+    if (slot >= 0) GD_TRY(visit(place, slot));
+  }
+  return GD_OK;
 }
 
 // No slot of `pool` is written twice, and none that one sequence reads is written by another.
 // Several sequences may read one slot, and a sequence may overwrite the slot it starts from.
 template <class Problem>
 gd_status check_slots(const Problem& p, const StateRows& pool, uint64_t* bitmap) {
-  const StateWrites writes = writes_of(p);
-  const Layer& in = p.in;
-  const bool reads = same_pool(pool, in.initial), finals = same_pool(pool, writes.final);
-  const bool series = writes.series.indices && same_pool(pool, writes.series);
+  const StateRows& states = series_of(p).states;
+  const bool reads = same_pool(pool, p.in.initial), finals = same_pool(pool, p.final);
+  const bool series = states.indices && same_pool(pool, states);
   const auto word = [&](int64_t slot) -> uint64_t& { return bitmap[slot / 64]; };
   const auto bit = [](int64_t slot) { return uint64_t{1} << slot % 64; };
 
-  // visit(array, position, slot) for every slot sequence n writes in this pool; its series starts at `entry`.
-  const auto each_write = [&](int64_t n, int64_t entry, auto&& visit) -> gd_status {
-    if (finals && p.final.slot(n) >= 0) GD_TRY(visit("final_indices", n, p.final.slot(n)));
-    for (int64_t i = entry; series && i < entry + writes.entries(in, n); ++i)
-      if (writes.series.indices[i] >= 0) GD_TRY(visit(writes.series_index_name, i, writes.series.indices[i]));
-    return GD_OK;
-  };
-  // body(n, entry) for every sequence that is no padded row.
-  const auto each_sequence = [&](auto&& body) -> gd_status {
-    for (int64_t n = 0, entry = 0; n < in.sequences.count; entry += writes.entries(in, n++))
-      if (!p.is_padding(n)) GD_TRY(body(n, entry));
-    return GD_OK;
+  // visit(place, slot) for every slot sequence n writes in this pool.
+  const auto each_write = [&](int64_t n, int64_t before, auto&& visit) -> gd_status {
+    if (finals && p.final.slot(n) >= 0) GD_TRY(visit({"final_indices", n, -1}, p.final.slot(n)));
+    return series ? each_of_series(p, n, before, visit) : GD_OK;
   };
 
   // Clears only the words it will look at: a call uses a few slots of a pool that may have millions.
-  GD_TRY(each_sequence([&](int64_t n, int64_t entry) {
-    if (reads && in.initial.slot(n) >= 0) word(in.initial.slot(n)) = 0;
-    return each_write(n, entry, [&](const char*, int64_t, int64_t slot) { return word(slot) = 0, GD_OK; });
+  GD_TRY(each_sequence(p, [&](int64_t n, int64_t before) {
+    if (reads && p.read_slot(n) >= 0) word(p.read_slot(n)) = 0;
+    return each_write(n, before, [&](const IndexPlace&, int64_t slot) { return word(slot) = 0, GD_OK; });
   }));
-  GD_TRY(each_sequence([&](int64_t n, int64_t entry) {
-    return each_write(n, entry, [&](const char* array, int64_t i, int64_t slot) {
+  GD_TRY(each_sequence(p, [&](int64_t n, int64_t before) {
+    return each_write(n, before, [&](const IndexPlace& place, int64_t slot) {
       if (word(slot) & bit(slot))
-        return invalid("%s[%" PRId64 "]: slot %" PRId64 " is written more than once", array, i, slot);
+        return invalid("%s: slot %" PRId64 " is written more than once", place.name().text, slot);
       word(slot) |= bit(slot);
       return GD_OK;
     });
   }));
-  return each_sequence([&](int64_t n, int64_t entry) {
-    const int64_t slot = reads ? in.initial.slot(n) : -1;
+  return each_sequence(p, [&](int64_t n, int64_t before) {
+    const int64_t slot = reads ? p.read_slot(n) : -1;
     if (slot < 0 || !(word(slot) & bit(slot))) return GD_OK;
     bool own = false;
-    each_write(n, entry, [&](const char*, int64_t, int64_t written) { return own |= written == slot, GD_OK; });
+    each_write(n, before, [&](const IndexPlace&, int64_t written) { return own |= written == slot, GD_OK; });
     if (own) return GD_OK;
     return invalid("sequence %" PRId64 " starts from slot %" PRId64 ", which another sequence writes in place", n,
                    slot);
@@ -121,15 +151,20 @@ gd_status check_slots(const Problem& p, const StateRows& pool, uint64_t* bitmap)
 
 template <class Problem>
 gd_status check_states(const Problem& p, uint64_t* bitmap) {
-  const StateWrites w = writes_of(p);
-  const int64_t sequences = p.in.sequences.count;
-  GD_TRY(check_range("initial_indices", p.in.initial.indices, sequences, "initial_state", p.in.initial.slots));
-  GD_TRY(check_range("final_indices", w.final.indices, sequences, "final_state", w.final.slots));
-  if (w.series.indices)
-    GD_TRY(check_range(w.series_index_name, w.series.indices, count_entries(p.in, w), w.series_name, w.series.slots));
+  const Series series = series_of(p);
+  for (int64_t n = 0; p.in.initial.indices && n < p.in.sequences.count; ++n)
+    GD_TRY(check_range(read_place(p, n), p.read_slot(n), "initial_state", p.in.initial.slots));
+  for (int64_t n = 0; p.final.indices && n < p.in.sequences.count; ++n)
+    GD_TRY(check_range({"final_indices", n, -1}, p.final.slot(n), "final_state", p.final.slots));
+  if (series.states.indices)
+    GD_TRY(each_sequence(p, [&](int64_t n, int64_t before) {
+      return each_of_series(p, n, before, [&](const IndexPlace& place, int64_t slot) {
+        return check_range(place, slot, series.name, series.states.slots);
+      });
+    }));
   if (!bitmap) return GD_OK;
-  if (w.final) GD_TRY(check_slots(p, w.final, bitmap));
-  if (w.series.indices && !same_pool(w.series, w.final)) GD_TRY(check_slots(p, w.series, bitmap));
+  if (p.final) GD_TRY(check_slots(p, p.final, bitmap));
+  if (series.states.indices && !same_pool(series.states, p.final)) GD_TRY(check_slots(p, series.states, bitmap));
   return GD_OK;
 }
 
@@ -137,7 +172,12 @@ gd_status check_states(const Problem& p, uint64_t* bitmap) {
 
 gd_status check_checkpoint_count(const ForwardProblem& p) {
   if (!p.checkpoints) return GD_OK;
-  const int64_t entries = count_entries(p.in, writes_of(p));
+  int64_t entries = 0;
+  if (!p.in.sequences.offsets) {
+    entries = p.in.sequences.count * (p.in.sequences.tokens / p.checkpoint_every);
+  } else {
+    for (int64_t n = 0; n < p.in.sequences.count; ++n) entries += series_length(p, n);
+  }
   const char* name = p.checkpoints.indices ? "checkpoint_indices" : "checkpoints";
   if (entries <= p.checkpoint_room) return GD_OK;
   return invalid("%s has %" PRId64 " entries, but the sequences have %" PRId64 " checkpoints", name, p.checkpoint_room,
@@ -155,15 +195,16 @@ gd_status validate_contents(const ForwardProblem& p, uint64_t* bitmap) {
   // A backward could not tell which parts of `saved` the forward left out.
   for (int64_t n = 0; p.saved && n < p.in.sequences.count; ++n)
     if (p.is_padding(n))
-      return invalid("saved is given, but sequence %" PRId64 " is a padded row (its read and write slots are negative)",
+      return invalid("saved is given, but sequence %" PRId64 " is a padded row (its read and write slots are nobody)",
                      n);
   return GD_OK;
 }
 
 gd_status validate_contents(const BackwardProblem& p, uint64_t*) {
   GD_TRY(check_offsets(p.in.sequences));
-  return check_range("initial_indices", p.in.initial.indices, p.in.sequences.count, "initial_state",
-                     p.in.initial.slots);
+  for (int64_t n = 0; p.in.initial.indices && n < p.in.sequences.count; ++n)
+    GD_TRY(check_range({"initial_indices", n, -1}, p.in.initial.slot(n), "initial_state", p.in.initial.slots));
+  return GD_OK;
 }
 
 gd_status validate_contents(const RecurrentProblem& p, uint64_t* bitmap) {
@@ -174,6 +215,11 @@ gd_status validate_contents(const RecurrentProblem& p, uint64_t* bitmap) {
       return invalid("accept_lengths[%" PRId64 "] is %" PRId64 ", must be from 0 to the sequence's %" PRId64 " tokens",
                      n, accepted, length);
   }
+  const IndexRows& steps = p.step_states.indices;
+  for (int64_t n = 0; steps && !p.steps_by_token && n < p.in.sequences.count; ++n)
+    if (!p.is_padding(n) && p.in.sequences[n].length > steps.columns)
+      return invalid("step_indices has rows of %" PRId64 " slots, but sequence %" PRId64 " has %" PRId64 " tokens",
+                     steps.columns, n, p.in.sequences[n].length);
   return check_states(p, bitmap);
 }
 

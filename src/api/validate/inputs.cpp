@@ -20,7 +20,7 @@ gd_status check_head_dim(const char* name, int64_t size) {
 
 }  // namespace
 
-gd_status validate_layer(Checker& check, const gd_inputs& in, Layer& layer) {
+gd_status validate_layer(Checker& check, const gd_inputs& in, Layer& layer, bool picked) {
   GD_TRY(check_reserved("in", in.reserved));
   GD_TRY(check_enum("gate", in.gate, GD_GATE_RAW));
   GD_TRY(check_enum("beta_kind", in.beta_kind, GD_BETA_LOGIT_DOUBLED));
@@ -29,6 +29,8 @@ gd_status validate_layer(Checker& check, const gd_inputs& in, Layer& layer) {
   layer.beta_kind = static_cast<gd_beta>(in.beta_kind);
   layer.layout = static_cast<gd_state_layout>(in.state_layout);
   layer.l2norm = in.l2norm != 0;
+  if (in.first_slot < 0) return invalid("first_slot is %" PRId64 ", must not be negative", in.first_slot);
+  layer.first_slot = in.first_slot;
 
   GD_TRY(check.rows("q", in.q, {"[B, T, Hk, K]", 4, {kAny, kAny, kAny, kAny}}, Need::required, Role::input, layer.q));
   GD_TRY(check_head_dim("K", in.q.shape[3]));
@@ -59,7 +61,7 @@ gd_status validate_layer(Checker& check, const gd_inputs& in, Layer& layer) {
   GD_TRY(check.gate_vector("A_log", in.A_log, layer, Need::required, Role::input, layer.A_log));
   GD_TRY(check.gate_vector("dt_bias", in.dt_bias, layer, Need::optional, Role::input, layer.dt_bias));
 
-  GD_TRY(check.indices("cu_seqlens", in.cu_seqlens, {"[N + 1]", 1, {kAny}}, sequences.offsets));
+  GD_TRY(check.offsets("cu_seqlens", in.cu_seqlens, sequences.offsets));
   sequences.count = sequences.batch;
   if (sequences.offsets) {
     if (in.cu_seqlens.shape[0] < 1) return invalid("cu_seqlens is empty, must hold N + 1 offsets");
@@ -77,13 +79,23 @@ gd_status validate_layer(Checker& check, const gd_inputs& in, Layer& layer) {
                    " heads are too many to compute",
                    sequences.count, sequences.batch, sequences.tokens, layer.value_heads);
 
-  GD_TRY(check.indexed_states("initial_state", in.initial_state, "initial_indices", in.initial_indices, layer,
-                              Role::input, layer.initial));
+  const Shape rows_of_slots = {"[N, S]", 2, {sequences.count, kAny}};
+  GD_TRY(check.indexed_states("initial_state", in.initial_state, "initial_indices", in.initial_indices,
+                              picked ? rows_of_slots : per_sequence(layer), layer, Role::input, layer.initial));
+  if (picked && in.initial_indices.shape[1] == 0)
+    return invalid("initial_indices is [N, S] with S = 0, must have a slot for each sequence");
 
   if (!in.has_scale && in.scale != 0) return invalid("scale is %g, but has_scale is 0", static_cast<double>(in.scale));
   if (!std::isfinite(in.scale)) return invalid("scale is %g, must be finite", static_cast<double>(in.scale));
   layer.scale = in.has_scale ? in.scale : 1.0f / std::sqrt(static_cast<float>(layer.key_dim));
   return GD_OK;
+}
+
+gd_status check_first_slot(const Layer& layer, std::initializer_list<const StateRows*> others) {
+  if (layer.first_slot == 0 || layer.initial.indices) return GD_OK;
+  for (const StateRows* states : others)
+    if (states->indices) return GD_OK;
+  return invalid("first_slot is %" PRId64 ", but the call has no indices", layer.first_slot);
 }
 
 }  // namespace gatedelta::api

@@ -1,9 +1,14 @@
 #pragma once
 
+#include <initializer_list>
+
 #include "api/validate/checker.hpp"
 
 namespace gatedelta::api {
 
-gd_status validate_layer(Checker& check, const gd_inputs& in, Layer& layer);
+// `picked`: initial_indices is [N, S], and something picks a column for each sequence.
+gd_status validate_layer(Checker& check, const gd_inputs& in, Layer& layer, bool picked = false);
+// first_slot says something about indices, so there must be some.
+gd_status check_first_slot(const Layer& layer, std::initializer_list<const StateRows*> others);
 
 }  // namespace gatedelta::api

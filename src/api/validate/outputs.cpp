@@ -21,6 +21,31 @@ gd_status check_segments(const Args& args) {
   return GD_OK;
 }
 
+// Rows of slots and what picks from them go together.
+gd_status check_picked(const gd_tensor& initial_indices, bool picked) {
+  if (!picked && !is_absent(initial_indices) && initial_indices.rank == 2)
+    return invalid("initial_indices: rank is 2, must be 1: [N]; rows of slots [N, S] need previous_accept_lengths");
+  if (picked && is_absent(initial_indices)) return invalid("previous_accept_lengths is given without initial_indices");
+  if (picked && initial_indices.rank != 2)
+    return invalid("previous_accept_lengths is given, but initial_indices has rank %" PRId32
+                   ", must have 2: rows of slots [N, S]",
+                   initial_indices.rank);
+  return GD_OK;
+}
+
+// Slots of a batch are [B, T]. Those of packed sequences are [1, T], by the tokens of the pack, or [N, S], a row for
+// each sequence; with one sequence both are the same.
+gd_status check_step_indices(Checker& check, const gd_tensor& indices, RecurrentProblem& p) {
+  const Sequences& s = p.in.sequences;
+  const bool rows = s.offsets && indices.rank == 2 && indices.shape[0] == s.count;
+  const Shape by_sequence = {"[N, S]", 2, {s.count, kAny}};
+  const Shape by_token = {s.offsets ? "[N, S] or [B, T]" : "[B, T]", 2, {s.batch, s.tokens}};
+  GD_TRY(check.indices("step_indices", indices, rows ? by_sequence : by_token, Role::output, p.step_states.indices));
+  p.steps_by_token = s.offsets && !rows;
+  if (p.steps_by_token) p.step_states.indices.stride = 0;  // there is one row
+  return GD_OK;
+}
+
 }  // namespace
 
 gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProblem& p) {
@@ -30,8 +55,8 @@ gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProbl
   GD_TRY(check_segments(args));
   GD_TRY(validate_layer(check, args.in, p.in));
   GD_TRY(check.rows("o", args.o, value_rows(in), Need::required, Role::output, p.o));
-  GD_TRY(check.indexed_states("final_state", args.final_state, "final_indices", args.final_indices, in, Role::output,
-                              p.final));
+  GD_TRY(check.indexed_states("final_state", args.final_state, "final_indices", args.final_indices, per_sequence(in),
+                              in, Role::output, p.final));
 
   if (is_absent(args.checkpoints)) {
     if (!is_absent(args.checkpoint_indices)) return invalid("checkpoint_indices is given without checkpoints");
@@ -42,12 +67,14 @@ gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProbl
       return invalid("checkpoint_every is %" PRId64 ", must be a positive multiple of %d", args.checkpoint_every,
                      kChunk);
     p.checkpoint_every = args.checkpoint_every;
-    GD_TRY(check.indices("checkpoint_indices", args.checkpoint_indices, {"[C]", 1, {kAny}}, p.checkpoints.indices));
+    GD_TRY(check.indices("checkpoint_indices", args.checkpoint_indices, {"[C]", 1, {kAny}}, Role::output,
+                         p.checkpoints.indices));
     GD_TRY(check.states("checkpoints", args.checkpoints, in, kAny, Role::output, p.checkpoints,
                         static_cast<bool>(p.checkpoints.indices)));
     p.checkpoint_room = p.checkpoints.indices ? args.checkpoint_indices.shape[0] : p.checkpoints.slots;
     if (!in.sequences.offsets) GD_TRY(check_checkpoint_count(p));
   }
+  GD_TRY(check_first_slot(in, {&p.final, &p.checkpoints}));
 
   p.context_parallel = args.context_parallel == GD_CP_AUTO;
   p.batch_invariant = args.batch_invariant != 0;
@@ -63,6 +90,7 @@ gd_status validate_shapes(const gd_backward_args& args, Stage stage, BackwardPro
   GD_TRY(check_segments(args));
   GD_TRY(validate_layer(check, args.in, p.in));
   GD_TRY(check.rows("d_o", args.d_o, value_rows(in), Need::required, Role::input, p.d_o));
+  GD_TRY(check_first_slot(in, {}));
   GD_TRY(check.states("d_final_state", args.d_final_state, in, in.sequences.count, Role::input, p.d_final));
 
   GD_TRY(check.rows("dq", args.dq, key_rows(in), Need::optional, Role::output, p.dq));
@@ -88,16 +116,20 @@ gd_status validate_shapes(const gd_recurrent_args& args, Stage stage, RecurrentP
   Checker check(stage);
   const Layer& in = p.in;
   GD_TRY(check_reserved("gd_recurrent_args", args.reserved));
-  GD_TRY(validate_layer(check, args.in, p.in));
+  const bool picked = !is_absent(args.previous_accept_lengths);
+  GD_TRY(check_picked(args.in.initial_indices, picked));
+  GD_TRY(validate_layer(check, args.in, p.in, picked));
+  GD_TRY(check.indices("previous_accept_lengths", args.previous_accept_lengths, per_sequence(in), Role::input,
+                       p.previous_accept_lengths));
   const int64_t B = in.sequences.batch, T = in.sequences.tokens;
   GD_TRY(check.rows("o", args.o, value_rows(in), Need::optional, Role::output, p.o));
-  GD_TRY(check.indexed_states("final_state", args.final_state, "final_indices", args.final_indices, in, Role::output,
-                              p.final));
+  GD_TRY(check.indexed_states("final_state", args.final_state, "final_indices", args.final_indices, per_sequence(in),
+                              in, Role::output, p.final));
   if (!p.final && !is_absent(args.accept_lengths)) return invalid("accept_lengths is given without final_state");
-  GD_TRY(check.indices("accept_lengths", args.accept_lengths, {"[N]", 1, {in.sequences.count}}, p.accept_lengths));
+  GD_TRY(check.indices("accept_lengths", args.accept_lengths, per_sequence(in), Role::input, p.accept_lengths));
 
   const gd_tensor& steps = args.step_states;
-  GD_TRY(check.indices("step_indices", args.step_indices, {"[B, T]", 2, {B, T}}, p.step_states.indices));
+  GD_TRY(check_step_indices(check, args.step_indices, p));
   if (p.step_states.indices) {
     if (is_absent(steps)) return invalid("step_indices is given without step_states");
     GD_TRY(check.states("step_states", steps, in, kAny, Role::output, p.step_states, true));
@@ -115,6 +147,7 @@ gd_status validate_shapes(const gd_recurrent_args& args, Stage stage, RecurrentP
     return invalid("nothing to compute: o, final_state and step_states are absent");
   // A call that stores no state has no write slots: padded rows show in the read slots alone.
   p.pads_by_read_index = !p.final && !p.step_states;
+  GD_TRY(check_first_slot(in, {&p.final, &p.step_states}));
   return check.finish(args.exec);
 }
 

@@ -35,11 +35,13 @@ GD_DEVICE void store_state(const DecodeParams& p, const StateRows& rows, int64_t
 
 // The state after a token, to its buffer or slot.
 template <class Config>
-GD_DEVICE void store_step(const DecodeParams& p, int64_t batch, int64_t token, int head, Tile<Config>& tile) {
+GD_DEVICE void store_step(const DecodeParams& p, int n, const SequenceSpan& span, int64_t t, int head,
+                          Tile<Config>& tile) {
   const StateRows& rows = p.problem.step_states;
-  int64_t at = batch * p.problem.step_batch_stride + token * p.problem.step_token_stride + head * rows.head_stride;
+  int64_t at = span.batch * p.problem.step_batch_stride + (span.begin + t) * p.problem.step_token_stride +
+               head * rows.head_stride;
   if (rows.indices) {
-    const int64_t slot = rows.indices[batch * p.problem.in.sequences.tokens + token];
+    const int64_t slot = p.problem.step_slot(n, span.begin, t);
     if (slot < 0) return;
     at = rows.offset(slot, head);
   }
@@ -63,7 +65,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   const SequenceSpan span = in.sequences[n];
   if (problem.is_padding(n)) return clear_outputs(p, span, head, tile);
 
-  const int64_t read_slot = in.initial.slot(n), write_slot = problem.final.slot(n);
+  const int64_t read_slot = problem.read_slot(n), write_slot = problem.final.slot(n);
   int64_t accepted = span.length;
   if (problem.accept_lengths) {  // not validated on the device: the state of a length that is none is the nearest one
     const int64_t length = problem.accept_lengths[n];
@@ -88,7 +90,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
 #pragma unroll 1
   for (int64_t done = 0;; ++done) {
-    if (done > 0 && problem.step_states) store_step(p, span.batch, span.begin + done - 1, head, tile);
+    if (done > 0 && problem.step_states) store_step(p, n, span, done - 1, head, tile);
     if (done == accepted && write_slot >= 0 && !(done == 0 && in_place))
       store_state(p, problem.final, problem.final.offset(write_slot, head), tile);
     if (done == span.length) break;

@@ -47,7 +47,8 @@ AT(gd_inputs, state_layout, 968);
 AT(gd_inputs, l2norm, 972);
 AT(gd_inputs, has_scale, 976);
 AT(gd_inputs, scale, 980);
-AT(gd_inputs, reserved, 984);
+AT(gd_inputs, first_slot, 984);
+AT(gd_inputs, reserved, 992);
 
 static_assert(sizeof(gd_forward_args) == 1664);
 AT(gd_forward_args, struct_size, 0);
@@ -89,7 +90,7 @@ AT(gd_backward_args, batch_invariant, 2096);
 AT(gd_backward_args, small_workspace, 2100);
 AT(gd_backward_args, reserved, 2104);
 
-static_assert(sizeof(gd_recurrent_args) == 1720);
+static_assert(sizeof(gd_recurrent_args) == 1816);
 AT(gd_recurrent_args, struct_size, 0);
 AT(gd_recurrent_args, exec, 8);
 AT(gd_recurrent_args, in, 96);
@@ -99,7 +100,8 @@ AT(gd_recurrent_args, final_indices, 1304);
 AT(gd_recurrent_args, accept_lengths, 1400);
 AT(gd_recurrent_args, step_states, 1496);
 AT(gd_recurrent_args, step_indices, 1592);
-AT(gd_recurrent_args, reserved, 1688);
+AT(gd_recurrent_args, previous_accept_lengths, 1688);
+AT(gd_recurrent_args, reserved, 1784);
 
 static_assert(sizeof(gd_info) == 80);
 AT(gd_info, struct_size, 0);

@@ -284,7 +284,7 @@ RULE(OffsetsNotContiguous) {
   c.pack({0, 0, 140, 140});
   c.in.cu_seqlens.shape[0] = 2;
   c.in.cu_seqlens.stride[0] = 2;
-  EXPECT_TRUE(c.invalid("cu_seqlens: stride[0] is 2, must be 1 (indices must be contiguous)"));
+  EXPECT_TRUE(c.invalid("cu_seqlens: stride[0] is 2, must be 1 (offsets must be contiguous)"));
 }
 
 RULE(OffsetsWithBatch) {

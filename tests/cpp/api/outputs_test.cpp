@@ -622,19 +622,19 @@ TEST(Recurrent, StepPoolShape) {
 TEST(Recurrent, StepIndicesShape) {
   Drafts c;
   c.step_indices.shape[1] = 6;
-  EXPECT_TRUE(c.invalid("step_indices: shape is [1, 6], must be [B, T] = [1, 8]"));
+  EXPECT_TRUE(c.invalid("step_indices: shape is [1, 6], must be [N, S] or [B, T] = [1, 8]"));
 }
 
 TEST(Recurrent, StepIndexPastPool) {
   Drafts c;
   c.steps({1, 2, 3, 7, 8, 12, 99, 99});
-  EXPECT_TRUE(c.invalid("step_indices[5] is 12, but step_states has 12 slots"));
+  EXPECT_TRUE(c.invalid("step_indices[0, 5] is 12, but step_states has 12 slots"));
 }
 
 TEST(Recurrent, StepSlotTwice) {
   Drafts c;
   c.steps({1, 2, 1, 7, 8, 9, 0, 0});
-  EXPECT_TRUE(c.invalid("step_indices[2]: slot 1 is written more than once"));
+  EXPECT_TRUE(c.invalid("step_indices[0, 2]: slot 1 is written more than once"));
   c.steps({1, 2, -1, 7, 8, -1, 0, 0});
   EXPECT_TRUE(c.accepts());
 }

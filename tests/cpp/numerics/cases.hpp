@@ -114,7 +114,8 @@ inline Specs pack_cases() {
 inline Specs state_cases() {
   Specs all = cross(
       cross({"lengths=70+0+64+1+129+30+20 pad=4 Hk=1 Hv=2 K=48 V=16"}, {"state=fp32", "state=bf16", "state=fp16"}),
-      cross({"layout=kv", "layout=vk"}, {"pool=0", "pool=1", "pool=1 i64 strided", "h0=0", "ht=0", "dht=0"}));
+      cross({"layout=kv", "layout=vk"},
+            {"pool=0", "pool=1", "pool=1 i64 strided", "pool=1 first_slot=2", "h0=0", "ht=0", "dht=0"}));
   for (std::string& spec : all) spec += " " + kDtypeSpecs[(&spec - all.data()) % 3];
   return all;
 }

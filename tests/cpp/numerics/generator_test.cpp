@@ -8,6 +8,7 @@
 #include "testing/compare.hpp"
 #include "testing/generator.hpp"
 #include "testing/number.hpp"
+#include "testing/reference.hpp"
 #include "testing/tolerance.hpp"
 
 namespace gatedelta::testing {
@@ -62,7 +63,8 @@ TEST(Spec, RoundTrips) {
        {"T=130 Hk=2 Hv=4 K=64 V=32 dtype=bf16 gate=strong beta=two keys=correlated l2norm seed=9",
         "lengths=3x64+0+130 pad=5 Hk=1 Hv=8 K=16 V=256 dtype=fp16 state=bf16 layout=vk pool inplace i64 strided",
         "B=3 T=8 Hk=1 Hv=1 K=16 V=16 dtype=fp32 odtype=bf16 gdtype=fp16 accept steps=pool scale=0.5 h0=0 ht=0 "
-        "every=64"}) {
+        "every=64",
+        "lengths=3+1 Hk=1 Hv=1 K=16 V=16 dtype=fp32 pool first_slot=2 picked=4 steps=rows"}) {
     const Case c = parse_case(text);
     EXPECT_EQ(describe(parse_case(describe(c))), describe(c));
   }
@@ -73,8 +75,9 @@ TEST(Spec, RoundTrips) {
        {"T=x", "T=", "dtype=fp8", "nonsense=1", "l2norm=2", "lengths=a", "scale=big", "T=9999999999999999999"}) {
     EXPECT_THROW(parse_case(bad), std::invalid_argument) << bad;
   }
-  for (const char* bad : {"Hk=2 Hv=3", "T=-1", "pad=3", "lengths=1 B=2", "inplace h0=0", "K=0", "lengths=-4",
-                          "T=1000000000000 Hv=64 K=256"}) {
+  for (const char* bad :
+       {"Hk=2 Hv=3", "T=-1", "pad=3", "lengths=1 B=2", "inplace h0=0", "K=0", "lengths=-4",
+        "T=1000000000000 Hv=64 K=256", "first_slot=1", "picked=2 pool h0=0", "steps=rows", "pool picked=-1"}) {
     EXPECT_THROW(Problem{parse_case(bad)}, std::invalid_argument) << bad;
   }
 }
@@ -126,16 +129,16 @@ TEST(Generator, FindsDamage) {
   EXPECT_EQ(damaged(spec,
                     [](Problem& p) {
                       const gd_tensor& pool = p.forward.final_state;
-                      const int32_t slot = static_cast<int32_t*>(p.forward.final_indices.data)[0];
+                      const auto slot = index_at(p.forward.final_indices, 0);
                       static_cast<float*>(pool.data)[slot * pool.stride[0]] = 1;
                     }),
             0u);
   EXPECT_EQ(damaged(spec,
                     [](Problem& p) {
                       const gd_tensor& pool = p.forward.final_state;
-                      const auto* used = static_cast<int32_t*>(p.forward.final_indices.data);
-                      int32_t slot = 0;
-                      while (slot == used[0] || slot == used[1]) ++slot;
+                      const gd_tensor& used = p.forward.final_indices;
+                      int64_t slot = 0;
+                      while (slot == index_at(used, 0) || slot == index_at(used, 1)) ++slot;
                       static_cast<float*>(pool.data)[slot * pool.stride[0]] = 1;
                     }),
             1u);

@@ -54,6 +54,20 @@ TEST(Recurrent, PaddedRowsWithoutStoredStates) {
               {"dtype=fp32", "dtype=bf16 i64 layout=vk state=bf16", "steps=dense", "steps=pool strided"}));
 }
 
+// Block tables of engines: some slots are nobody, columns and rows have strides, and the slot a draft starts from is
+// the one of the last token kept of the draft before.
+TEST(Recurrent, SlotsOfEngines) {
+  check(cross(cross({"B=11 T=1 Hk=1 Hv=2 K=32 V=16 pool", "B=11 T=4 Hk=1 Hv=2 K=16 V=32 pool",
+                     "lengths=3+0+1+8+2+5+4+1+7+2 pad=2 Hk=1 Hv=2 K=16 V=32 pool"},
+                    {"first_slot=1", "first_slot=3 inplace accept strided", "picked=1", "picked=3 strided i64",
+                     "picked=4 first_slot=1 inplace", "picked=2 ht=0"}),
+              {"dtype=fp32", "dtype=bf16 state=bf16 layout=vk", "steps=pool strided"}));
+  check(cross(
+      {"lengths=3+0+1+8+2+5+4 pad=2 Hk=1 Hv=2 K=32 V=16 steps=rows", "lengths=6 pad=3 Hk=1 Hv=2 K=16 V=16 steps=rows"},
+      {"pool=0", "pool ht=0", "pool first_slot=2 strided", "pool picked=4 first_slot=1 i64 ht=0",
+       "pool inplace accept layout=vk state=fp16"}));
+}
+
 // A commit moves the states and nothing else.
 TEST(Recurrent, CommitWithoutOutput) {
   for (const gd_isa isa : usable_isas()) {

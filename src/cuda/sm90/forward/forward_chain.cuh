@@ -136,8 +136,7 @@ struct ForwardChain : Chain<Elem, Pass::kForward> {
     const int64_t done = chunk.token - item.origin;
     if (chunk.tokens_left < 0 || done % p.checkpoint_every != 0) return;
     const int64_t entry = p.first_checkpoint[item.sequence] + done / p.checkpoint_every - 1;
-    this->store_state(p.checkpoints, p.checkpoints.indices ? p.checkpoints.indices[entry] : entry, chunk.head,
-                      this->half_of(chunk, math_wg), s);
+    this->store_state(p.checkpoints, p.checkpoints.slot(entry), chunk.head, this->half_of(chunk, math_wg), s);
   }
 };
 
