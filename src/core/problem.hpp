@@ -43,8 +43,6 @@ struct OutputProblem {
   GD_ALWAYS_INLINE int64_t read_slot(int64_t n) const { return in.initial.slot(n); }
   // A padded row is skipped: its rows of o are zero, nothing of it is read or stored.
   GD_ALWAYS_INLINE bool is_padding(int64_t n) const { return is_padding(n, read_slot(n)); }
-
- protected:
   GD_ALWAYS_INLINE bool is_padding(int64_t n, int64_t read_slot) const {
     if (!in.initial.indices || read_slot >= 0) return false;
     return final.indices ? final.slot(n) < 0 : pads_by_read_index;
@@ -91,7 +89,8 @@ struct RecurrentProblem : OutputProblem {
     if (!previous_accept_lengths) return in.initial.slot(n);
     return in.initial.named(in.initial.indices(n, read_column(n)));
   }
-  GD_ALWAYS_INLINE bool is_padding(int64_t n) const { return OutputProblem::is_padding(n, read_slot(n)); }
+  using OutputProblem::is_padding;
+  GD_ALWAYS_INLINE bool is_padding(int64_t n) const { return is_padding(n, read_slot(n)); }
   // Slot for the state after token t of sequence n, which begins at `begin`; negative = none.
   GD_ALWAYS_INLINE int64_t step_slot(int64_t n, int64_t begin, int64_t t) const {
     const int64_t column = steps_by_token ? begin + t : t;

@@ -97,7 +97,7 @@ inline bool takes_step(const RecurrentProblem& p) {
   const bool one_type = !in.initial || !p.final || in.initial.dtype == p.final.dtype;
   return in.sequences.tokens == 1 && !in.sequences.offsets && in.key_dim == kStepDim && in.value_dim == kStepDim &&
          in.layout == GD_STATE_VK && one_type && (in.initial || p.final) && !p.step_states && !p.accept_lengths &&
-         rows_aligned(p) && states_aligned(p);
+         !p.previous_accept_lengths && rows_aligned(p) && states_aligned(p);
 }
 
 // Pairs of sequence and value head, counting the tokens past the last offset as one more sequence.

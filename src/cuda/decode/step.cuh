@@ -16,10 +16,10 @@ __global__ void __launch_bounds__(StepOf<State>::kThreads) step_kernel(const __g
   const int n = place.sequence, head = place.head;
   Tile<Config> tile(static_cast<int>(threadIdx.x), place.part);
 
-  const int64_t read_slot = problem.read_slot(n);
+  const int64_t read_slot = in.initial.slot(n);
   if (read_slot >= 0) {
     tile.load(element(in.initial.data, kState, in.initial.offset(read_slot, head)), kState, kStepDim, kStepDim, true);
-  } else if (problem.is_padding(n)) {
+  } else if (problem.is_padding(n, read_slot)) {
     return clear_outputs(p, {n, 0, 1}, head, tile);
   } else {
     tile.clear();

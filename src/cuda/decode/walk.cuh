@@ -33,14 +33,15 @@ GD_DEVICE void store_state(const DecodeParams& p, const StateRows& rows, int64_t
              p.states_aligned);
 }
 
-// The state after a token, to its buffer or slot.
+// The state after token t, to its buffer or slot. The sequence is located again: its number would otherwise stay in a
+// register while tokens go by.
 template <class Config>
-GD_DEVICE void store_step(const DecodeParams& p, int n, const SequenceSpan& span, int64_t t, int head,
-                          Tile<Config>& tile) {
+GD_DEVICE void store_step(const DecodeParams& p, const SequenceSpan& span, int64_t t, int head, Tile<Config>& tile) {
   const StateRows& rows = p.problem.step_states;
   int64_t at = span.batch * p.problem.step_batch_stride + (span.begin + t) * p.problem.step_token_stride +
                head * rows.head_stride;
   if (rows.indices) {
+    const int n = locate(p, opaque(static_cast<int>(blockIdx.x))).sequence;
     const int64_t slot = p.problem.step_slot(n, span.begin, t);
     if (slot < 0) return;
     at = rows.offset(slot, head);
@@ -63,9 +64,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     return clear_outputs(p, {0, used, in.sequences.tokens - used}, head, tile);
   }
   const SequenceSpan span = in.sequences[n];
-  if (problem.is_padding(n)) return clear_outputs(p, span, head, tile);
-
   const int64_t read_slot = problem.read_slot(n), write_slot = problem.final.slot(n);
+  if (problem.is_padding(n, read_slot)) return clear_outputs(p, span, head, tile);
+
   int64_t accepted = span.length;
   if (problem.accept_lengths) {  // not validated on the device: the state of a length that is none is the nearest one
     const int64_t length = problem.accept_lengths[n];
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
 #pragma unroll 1
   for (int64_t done = 0;; ++done) {
-    if (done > 0 && problem.step_states) store_step(p, n, span, done - 1, head, tile);
+    if (done > 0 && problem.step_states) store_step(p, span, done - 1, head, tile);
     if (done == accepted && write_slot >= 0 && !(done == 0 && in_place))
       store_state(p, problem.final, problem.final.offset(write_slot, head), tile);
     if (done == span.length) break;
