@@ -73,6 +73,8 @@ bool quantity_from(const std::string& name, Quantity& quantity) {
   return false;
 }
 
+Tolerance fp32_tolerance(gd_dtype stored) { return {std::hypot(kFp32, rounding(stored)), 0}; }
+
 Compute chunk_compute(gd_dtype inputs, gd_isa isa) {
   const bool bf16_products =
       isa == GD_ISA_AUTO || isa == GD_ISA_AVX512_BF16 || isa == GD_ISA_AMX || isa == GD_ISA_NEON_BF16;

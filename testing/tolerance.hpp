@@ -48,4 +48,7 @@ InputClass class_of(const Case& c);
 // `stored` is the dtype of the tensor compared; its own rounding is part of the bound.
 Tolerance tolerance(Quantity quantity, Compute compute, gd_dtype stored, const Case& c);
 
+// Of an operation that is computed in fp32 throughout and whose sums are short: the gated norm.
+Tolerance fp32_tolerance(gd_dtype stored);
+
 }  // namespace gatedelta::testing

@@ -217,6 +217,47 @@ GD_API gd_status gd_backward_workspace(const gd_backward_args* args, size_t* byt
 GD_API gd_status gd_recurrent(const gd_recurrent_args* args);
 GD_API gd_status gd_recurrent_workspace(const gd_recurrent_args* args, size_t* bytes);
 
+/* Gated RMSNorm, what follows the rule in a layer: y = weight * x / sqrt(mean of x^2 over D + eps) * act(z). */
+typedef enum gd_norm_activation {
+  GD_NORM_SILU = 0,   /* act(z) = z * sigmoid(z) */
+  GD_NORM_SIGMOID = 1 /* act(z) = sigmoid(z) */
+} gd_norm_activation;
+
+typedef struct gd_gated_norm_args {
+  size_t struct_size;
+  gd_exec exec;
+  gd_tensor x; /* [B, T, H, D]  bf16, fp16 or fp32, as each tensor here; last stride 1; D a multiple of 16, 16..512 */
+  gd_tensor z; /* [B, T, H, D]  optional: absent = no gate, act(z) is 1 */
+  gd_tensor weight;          /* [D]           optional: absent = 1; contiguous */
+  gd_tensor y;               /* [B, T, H, D] */
+  int32_t activation;        /* gd_norm_activation, of z */
+  int32_t round_before_gate; /* nonzero: the normalised row is rounded to x's dtype, and so is its product with a weight
+                                of that dtype, before the gate is applied; 0: only y is rounded */
+  int32_t has_eps;           /* nonzero: `eps` is used as given, also 0; otherwise 1e-6 */
+  float eps;
+  uint64_t reserved[4];
+} gd_gated_norm_args;
+
+/* Its gradients, each optional (absent = not wanted). The norm is computed again: the forward saves nothing. */
+typedef struct gd_gated_norm_backward_args {
+  size_t struct_size;
+  gd_exec exec;
+  gd_tensor x, z, weight; /* as in the forward */
+  gd_tensor d_y;          /* [B, T, H, D]  gradient of y */
+  gd_tensor dx, dz;       /* [B, T, H, D] */
+  gd_tensor dweight;      /* [D]           summed over all rows; contiguous */
+  int32_t activation;     /* this and the next three as in the forward; gradients pass roundings unchanged */
+  int32_t round_before_gate;
+  int32_t has_eps;
+  float eps;
+  uint64_t reserved[4];
+} gd_gated_norm_backward_args;
+
+GD_API gd_status gd_gated_norm(const gd_gated_norm_args* args);
+GD_API gd_status gd_gated_norm_workspace(const gd_gated_norm_args* args, size_t* bytes);
+GD_API gd_status gd_gated_norm_backward(const gd_gated_norm_backward_args* args);
+GD_API gd_status gd_gated_norm_backward_workspace(const gd_gated_norm_backward_args* args, size_t* bytes);
+
 /* Version, build and machine. */
 typedef struct gd_info {
   size_t struct_size;
@@ -263,6 +304,8 @@ constexpr Struct gd_initial() {
 #define GD_FORWARD_ARGS_INIT GD_INITIAL(gd_forward_args)
 #define GD_BACKWARD_ARGS_INIT GD_INITIAL(gd_backward_args)
 #define GD_RECURRENT_ARGS_INIT GD_INITIAL(gd_recurrent_args)
+#define GD_GATED_NORM_ARGS_INIT GD_INITIAL(gd_gated_norm_args)
+#define GD_GATED_NORM_BACKWARD_ARGS_INIT GD_INITIAL(gd_gated_norm_backward_args)
 #define GD_INFO_INIT GD_INITIAL(gd_info)
 
 #endif

@@ -104,6 +104,12 @@ struct BackwardArgs : gd_backward_args {
 struct RecurrentArgs : gd_recurrent_args {
   RecurrentArgs() noexcept : gd_recurrent_args(GD_RECURRENT_ARGS_INIT) {}
 };
+struct GatedNormArgs : gd_gated_norm_args {
+  GatedNormArgs() noexcept : gd_gated_norm_args(GD_GATED_NORM_ARGS_INIT) {}
+};
+struct GatedNormBackwardArgs : gd_gated_norm_backward_args {
+  GatedNormBackwardArgs() noexcept : gd_gated_norm_backward_args(GD_GATED_NORM_BACKWARD_ARGS_INIT) {}
+};
 
 inline std::size_t workspace_size(const gd_forward_args& args) {
   std::size_t bytes = 0;
@@ -120,6 +126,16 @@ inline std::size_t workspace_size(const gd_recurrent_args& args) {
   check(gd_recurrent_workspace(&args, &bytes));
   return bytes;
 }
+inline std::size_t workspace_size(const gd_gated_norm_args& args) {
+  std::size_t bytes = 0;
+  check(gd_gated_norm_workspace(&args, &bytes));
+  return bytes;
+}
+inline std::size_t workspace_size(const gd_gated_norm_backward_args& args) {
+  std::size_t bytes = 0;
+  check(gd_gated_norm_backward_workspace(&args, &bytes));
+  return bytes;
+}
 // Bytes of `saved` that let the backward skip recomputing the forward.
 inline std::size_t saved_size(const gd_forward_args& args) {
   std::size_t bytes = 0;
@@ -130,6 +146,8 @@ inline std::size_t saved_size(const gd_forward_args& args) {
 inline void forward(const gd_forward_args& args) { check(gd_forward(&args)); }
 inline void backward(const gd_backward_args& args) { check(gd_backward(&args)); }
 inline void recurrent(const gd_recurrent_args& args) { check(gd_recurrent(&args)); }
+inline void gated_norm(const gd_gated_norm_args& args) { check(gd_gated_norm(&args)); }
+inline void gated_norm_backward(const gd_gated_norm_backward_args& args) { check(gd_gated_norm_backward(&args)); }
 
 // 64-byte aligned memory that grows on demand: for exec.workspace, and for `saved`.
 class Workspace {
@@ -191,6 +209,14 @@ inline void backward(gd_backward_args& args, Workspace& workspace) {
 inline void recurrent(gd_recurrent_args& args, Workspace& workspace) {
   attach(args, workspace);
   recurrent(args);
+}
+inline void gated_norm(gd_gated_norm_args& args, Workspace& workspace) {
+  attach(args, workspace);
+  gated_norm(args);
+}
+inline void gated_norm_backward(gd_gated_norm_backward_args& args, Workspace& workspace) {
+  attach(args, workspace);
+  gated_norm_backward(args);
 }
 
 class ThreadPool {

@@ -26,6 +26,9 @@ static_assert(std::size(kIsaNames) == GD_ISA_COUNT);
 const Backend<ForwardProblem>* const kForwardBackends[] = {&cpu::forward_backend, &cuda::sm90_forward_backend};
 const Backend<BackwardProblem>* const kBackwardBackends[] = {&cpu::backward_backend, &cuda::sm90_backward_backend};
 const Backend<RecurrentProblem>* const kRecurrentBackends[] = {&cpu::recurrent_backend, &cuda::recurrent_backend};
+const Backend<GatedNormProblem>* const kGatedNormBackends[] = {&cpu::gated_norm_backend, &cuda::gated_norm_backend};
+const Backend<GatedNormBackwardProblem>* const kGatedNormBackwardBackends[] = {&cpu::gated_norm_backward_backend,
+                                                                               &cuda::gated_norm_backward_backend};
 
 // An entry point's operation: its names in messages, and its backends.
 template <class Problem>
@@ -37,6 +40,9 @@ struct Operation {
 const Operation<ForwardProblem> kForward = {"gd_forward_args", "chunked forward", kForwardBackends};
 const Operation<BackwardProblem> kBackward = {"gd_backward_args", "chunked backward", kBackwardBackends};
 const Operation<RecurrentProblem> kRecurrent = {"gd_recurrent_args", "recurrent step", kRecurrentBackends};
+const Operation<GatedNormProblem> kGatedNorm = {"gd_gated_norm_args", "gated norm", kGatedNormBackends};
+const Operation<GatedNormBackwardProblem> kGatedNormBackward = {"gd_gated_norm_backward_args", "gated norm's backward",
+                                                                kGatedNormBackwardBackends};
 
 // Fields a newer ABI appends are fine as long as they are unused, that is zero.
 template <class Args>
@@ -193,6 +199,17 @@ gd_status gd_backward_workspace(const gd_backward_args* args, size_t* bytes) {
 
 gd_status gd_recurrent_workspace(const gd_recurrent_args* args, size_t* bytes) {
   return query_workspace(kRecurrent, args, bytes);
+}
+
+gd_status gd_gated_norm(const gd_gated_norm_args* args) { return run_operation(kGatedNorm, args); }
+gd_status gd_gated_norm_backward(const gd_gated_norm_backward_args* args) {
+  return run_operation(kGatedNormBackward, args);
+}
+gd_status gd_gated_norm_workspace(const gd_gated_norm_args* args, size_t* bytes) {
+  return query_workspace(kGatedNorm, args, bytes);
+}
+gd_status gd_gated_norm_backward_workspace(const gd_gated_norm_backward_args* args, size_t* bytes) {
+  return query_workspace(kGatedNormBackward, args, bytes);
 }
 
 gd_status gd_forward_saved_size(const gd_forward_args* args, size_t* bytes) {

@@ -18,6 +18,8 @@ gd_status validate_exec(const gd_exec& exec);
 gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProblem& problem);
 gd_status validate_shapes(const gd_backward_args& args, Stage stage, BackwardProblem& problem);
 gd_status validate_shapes(const gd_recurrent_args& args, Stage stage, RecurrentProblem& problem);
+gd_status validate_shapes(const gd_gated_norm_args& args, Stage stage, GatedNormProblem& problem);
+gd_status validate_shapes(const gd_gated_norm_backward_args& args, Stage stage, GatedNormBackwardProblem& problem);
 
 // Scratch memory of validate_contents: one bit per slot of the largest pool that is written, when slots are given.
 size_t slot_bitmap_bytes(const ForwardProblem& problem);
@@ -27,5 +29,11 @@ size_t slot_bitmap_bytes(const RecurrentProblem& problem);
 gd_status validate_contents(const ForwardProblem& problem, uint64_t* bitmap);
 gd_status validate_contents(const BackwardProblem& problem, uint64_t* bitmap);
 gd_status validate_contents(const RecurrentProblem& problem, uint64_t* bitmap);
+
+// The gated norm has neither offsets nor indices.
+inline size_t slot_bitmap_bytes(const GatedNormProblem&) { return 0; }
+inline size_t slot_bitmap_bytes(const GatedNormBackwardProblem&) { return 0; }
+inline gd_status validate_contents(const GatedNormProblem&, uint64_t*) { return GD_OK; }
+inline gd_status validate_contents(const GatedNormBackwardProblem&, uint64_t*) { return GD_OK; }
 
 }  // namespace gatedelta::api

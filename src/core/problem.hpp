@@ -98,4 +98,32 @@ struct RecurrentProblem : OutputProblem {
   }
 };
 
+// Inputs of the gated RMSNorm, common to its forward and backward.
+struct GatedNorm {
+  int64_t batch = 0, tokens = 0, heads = 0;  // B, T, H
+  int dim = 0;                               // D
+  TokenRows x, z;                            // z is optional
+  HeadVector weight;                         // [D], contiguous; optional
+  gd_norm_activation activation = GD_NORM_SILU;
+  bool round_before_gate = false;
+  float eps = 0;
+
+  GD_ALWAYS_INLINE int64_t rows() const { return batch * tokens * heads; }
+  // What the product with the weight is rounded to before the gate; fp32 = it is not.
+  GD_ALWAYS_INLINE gd_dtype product_dtype() const {
+    return round_before_gate && weight && weight.dtype == x.dtype ? x.dtype : GD_F32;
+  }
+};
+
+struct GatedNormProblem {
+  GatedNorm in;
+  TokenRows y;
+};
+
+struct GatedNormBackwardProblem {
+  GatedNorm in;
+  TokenRows d_y, dx, dz;
+  HeadVector dweight;
+};
+
 }  // namespace gatedelta

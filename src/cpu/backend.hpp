@@ -8,6 +8,8 @@ namespace gatedelta::cpu {
 extern const Backend<ForwardProblem> forward_backend;
 extern const Backend<BackwardProblem> backward_backend;
 extern const Backend<RecurrentProblem> recurrent_backend;
+extern const Backend<GatedNormProblem> gated_norm_backend;
+extern const Backend<GatedNormBackwardProblem> gated_norm_backward_backend;
 
 // Bits of gd_isa values that are in this build / that this machine can also run.
 int compiled_isas();

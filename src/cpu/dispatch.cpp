@@ -119,4 +119,31 @@ const Backend<RecurrentProblem> recurrent_backend = {
     },
 };
 
+const Backend<GatedNormProblem> gated_norm_backend = {
+    GD_CPU,
+    [](const GatedNormProblem&, const gd_exec& exec) { return check_isa(exec); },
+    [](const GatedNormProblem&, const gd_exec&) { return size_t{0}; },
+    nullptr,
+    [](const GatedNormProblem& p, const gd_exec& exec, char* workspace) {
+      const Context context = context_of(exec, workspace);
+      kernels_of(context.isa).gated_norm(p, context);
+      return Outcome{};
+    },
+};
+
+const Backend<GatedNormBackwardProblem> gated_norm_backward_backend = {
+    GD_CPU,
+    [](const GatedNormBackwardProblem&, const gd_exec& exec) { return check_isa(exec); },
+    [](const GatedNormBackwardProblem& p, const gd_exec& exec) {
+      const Context context = context_of(exec);
+      return kernels_of(context.isa).gated_norm_backward_workspace(p, context);
+    },
+    nullptr,
+    [](const GatedNormBackwardProblem& p, const gd_exec& exec, char* workspace) {
+      const Context context = context_of(exec, workspace);
+      kernels_of(context.isa).gated_norm_backward(p, context);
+      return Outcome{};
+    },
+};
+
 }  // namespace gatedelta::cpu

@@ -4,6 +4,7 @@
 
 #include "cpu/backward.hpp"
 #include "cpu/forward.hpp"
+#include "cpu/gated_norm.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/recurrent.hpp"
 
@@ -30,6 +31,9 @@ const Kernels kernels = {
     },
     [](const RecurrentProblem& p, const Context& c) { return Recurrent(p, c).workspace(); },
     [](const RecurrentProblem& p, const Context& c) { Recurrent(p, c).run(); },
+    [](const GatedNormProblem& p, const Context& c) { GatedNormForward(p, c).run(); },
+    [](const GatedNormBackwardProblem& p, const Context& c) { return GatedNormBackward(p, c).workspace(); },
+    [](const GatedNormBackwardProblem& p, const Context& c) { GatedNormBackward(p, c).run(); },
 };
 
 }  // namespace gatedelta::cpu::GD_ISA

@@ -12,6 +12,9 @@ struct Kernels {
   void (*backward)(const BackwardProblem&, const Context&);
   size_t (*recurrent_workspace)(const RecurrentProblem&, const Context&);
   void (*recurrent)(const RecurrentProblem&, const Context&);
+  void (*gated_norm)(const GatedNormProblem&, const Context&);
+  size_t (*gated_norm_backward_workspace)(const GatedNormBackwardProblem&, const Context&);
+  void (*gated_norm_backward)(const GatedNormBackwardProblem&, const Context&);
 };
 
 #define GD_DECLARE_ISA(name)    \

@@ -1,6 +1,7 @@
 // The part of the CUDA backend that needs no CUDA: limits, sizes, and in a build without CUDA the refusal to run.
 #include "cuda/backend.hpp"
 
+#include "cuda/gated_norm/config.hpp"
 #include "cuda/limits.hpp"
 #include "cuda/workspace/backward.hpp"
 
@@ -42,6 +43,26 @@ const Backend<RecurrentProblem> recurrent_backend = {
     },
 };
 
+const Backend<GatedNormProblem> gated_norm_backend = {
+    GD_CUDA,
+    [](const GatedNormProblem& p, const gd_exec&) { return check_limits(p.in); },
+    [](const GatedNormProblem&, const gd_exec&) { return size_t{0}; },
+    nullptr,
+    [](const GatedNormProblem& p, const gd_exec& exec, char* workspace) {
+      return gated_norm(p, context_of(exec, workspace));
+    },
+};
+
+const Backend<GatedNormBackwardProblem> gated_norm_backward_backend = {
+    GD_CUDA,
+    [](const GatedNormBackwardProblem& p, const gd_exec&) { return check_limits(p.in); },
+    [](const GatedNormBackwardProblem& p, const gd_exec&) { return norm_backward_workspace(p); },
+    nullptr,
+    [](const GatedNormBackwardProblem& p, const gd_exec& exec, char* workspace) {
+      return gated_norm_backward(p, context_of(exec, workspace));
+    },
+};
+
 #if !GD_CUDA_COMPILED
 namespace {
 Outcome not_compiled() { return refusal(GD_UNSUPPORTED, "device is cuda, but this build has no CUDA backend"); }
@@ -52,6 +73,8 @@ int usable_devices() { return 0; }
 Outcome forward(const ForwardProblem&, const Context&) { return not_compiled(); }
 Outcome backward(const BackwardProblem&, const Context&) { return not_compiled(); }
 Outcome recurrent(const RecurrentProblem&, const Context&) { return not_compiled(); }
+Outcome gated_norm(const GatedNormProblem&, const Context&) { return not_compiled(); }
+Outcome gated_norm_backward(const GatedNormBackwardProblem&, const Context&) { return not_compiled(); }
 #endif
 
 }  // namespace gatedelta::cuda

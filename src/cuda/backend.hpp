@@ -9,6 +9,8 @@ namespace gatedelta::cuda {
 extern const Backend<ForwardProblem> sm90_forward_backend;
 extern const Backend<BackwardProblem> sm90_backward_backend;
 extern const Backend<RecurrentProblem> recurrent_backend;
+extern const Backend<GatedNormProblem> gated_norm_backend;
+extern const Backend<GatedNormBackwardProblem> gated_norm_backward_backend;
 
 bool is_compiled();
 // Devices every operation runs on, those of compute capability 9.0; 0 where there is no driver.
@@ -24,5 +26,7 @@ struct Context {
 Outcome forward(const ForwardProblem&, const Context&);
 Outcome backward(const BackwardProblem&, const Context&);
 Outcome recurrent(const RecurrentProblem&, const Context&);
+Outcome gated_norm(const GatedNormProblem&, const Context&);
+Outcome gated_norm_backward(const GatedNormBackwardProblem&, const Context&);
 
 }  // namespace gatedelta::cuda

@@ -6,6 +6,7 @@
 
 #include "core/names.hpp"
 #include "cuda/decode/config.hpp"
+#include "cuda/gated_norm/config.hpp"
 #include "cuda/workspace/backward.hpp"
 
 namespace gatedelta::cuda {
@@ -113,6 +114,12 @@ Outcome check_limits(const RecurrentProblem& p) {
   return refusal(GD_UNSUPPORTED, "N * Hv is %" PRId64 " * %" PRId64 ", must be at most %" PRId64 "%s on CUDA",
                  p.in.sequences.count, p.in.value_heads, kMaxDecodePairs,
                  p.in.sequences.offsets ? " (and with cu_seqlens N counts one more)" : "");
+}
+
+Outcome check_limits(const GatedNorm& in) {
+  if (in.rows() <= kMaxNormRows) return {};
+  return refusal(GD_UNSUPPORTED, "B * T * H is %" PRId64 ", must be at most %" PRId64 " on CUDA", in.rows(),
+                 kMaxNormRows);
 }
 
 }  // namespace gatedelta::cuda

@@ -9,5 +9,6 @@ namespace gatedelta::cuda {
 Outcome check_limits(const ForwardProblem& problem);
 Outcome check_limits(const BackwardProblem& problem);
 Outcome check_limits(const RecurrentProblem& problem);
+Outcome check_limits(const GatedNorm& in);
 
 }  // namespace gatedelta::cuda

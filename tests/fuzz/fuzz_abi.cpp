@@ -75,9 +75,11 @@ class Caller {
     K_ = bytes_.pick<int64_t>({16, 32, 48, 80});
     V_ = bytes_.pick<int64_t>({16, 32, 48, 144});
     float_ = bytes_.pick<int32_t>({GD_F32, GD_BF16, GD_F16});
-    switch (bytes_.next() % 3) {
+    switch (bytes_.next() % 5) {
       case 0: return forward();
       case 1: return backward();
+      case 2: return gated_norm();
+      case 3: return gated_norm_backward();
       default: return recurrent();
     }
   }
@@ -166,7 +168,43 @@ class Caller {
       check_filled(args.final_state);
   }
 
-  // What all operations take.
+  void gated_norm() {
+    gatedelta::GatedNormArgs args;
+    norm_inputs(args);
+    args.y = tensor({B_, T_, Hv_, V_}, float_of(), Kind::output);
+    call(args, gd_gated_norm_workspace, gd_gated_norm);
+    if (accepted_) check_filled(args.y);
+  }
+
+  void gated_norm_backward() {
+    gatedelta::GatedNormBackwardArgs args;
+    norm_inputs(args);
+    args.d_y = tensor({B_, T_, Hv_, V_}, float_of(), Kind::input);
+    if (!bytes_.sometimes()) args.dx = tensor({B_, T_, Hv_, V_}, float_of(), Kind::output);
+    if (!bytes_.sometimes() && (args.z.rank || bytes_.rarely()))
+      args.dz = tensor({B_, T_, Hv_, V_}, float_of(), Kind::output);
+    if (!bytes_.sometimes() && (args.weight.rank || bytes_.rarely()))
+      args.dweight = tensor({V_}, float_of(), Kind::output);
+    call(args, gd_gated_norm_backward_workspace, gd_gated_norm_backward);
+    if (!accepted_) return;
+    for (const gd_tensor* t : {&args.dx, &args.dz, &args.dweight}) check_filled(*t);
+  }
+
+  template <class Args>
+  void norm_inputs(Args& args) {
+    args.x = tensor({B_, T_, Hv_, V_}, float_, Kind::input);
+    if (!bytes_.sometimes()) args.z = tensor({B_, T_, Hv_, V_}, float_of(), Kind::input);
+    if (!bytes_.sometimes()) args.weight = tensor({V_}, float_of(), Kind::input);
+    args.activation = args.z.rank || bytes_.rarely() ? bytes_.pick({0, 1, 0, 1}) : 0;
+    if (bytes_.rarely()) args.activation = bytes_.next();
+    args.round_before_gate = bytes_.next() & 1;
+    args.has_eps = bytes_.next() & 1;
+    args.eps = args.has_eps || bytes_.rarely() ? 0.25f : 0.0f;
+    if (bytes_.rarely()) args.reserved[bytes_.next() % 4] = 1;
+    execution(args);
+  }
+
+  // What all operations of the rule take.
   template <class Args>
   void common(Args& args) {
     gd_inputs& in = args.in;
@@ -197,7 +235,11 @@ class Caller {
     }
     if (bytes_.rarely()) in.first_slot = bytes_.next() - 1;
     if (bytes_.rarely()) in.reserved[bytes_.next() % 3] = 1;
+    execution(args);
+  }
 
+  template <class Args>
+  void execution(Args& args) {
     gd_exec& exec = args.exec;
     exec.isa = bytes_.sometimes() ? bytes_.next() % 10 : 0;
     if (bytes_.sometimes()) {

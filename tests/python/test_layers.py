@@ -20,9 +20,12 @@ ROOMS = {
     "src/cpu": ["src/core", "src/cpu/backend.hpp"],
     # CUDA backend: what the API layer sees, and what needs no CUDA
     "src/cuda/backend.hpp": ["src/core"],
-    "src/cuda/backend.cpp": ["src/cuda/backend.hpp", "src/cuda/limits.hpp", "src/cuda/workspace"],
+    "src/cuda/backend.cpp": ["src/cuda/backend.hpp", "src/cuda/limits.hpp", "src/cuda/workspace", "src/cuda/gated_norm/config.hpp"],
     "src/cuda/limits.hpp": ["src/core"],
-    "src/cuda/limits.cpp": ["src/core", "src/cuda/limits.hpp", "src/cuda/workspace", "src/cuda/decode/config.hpp"],
+    "src/cuda/limits.cpp": [
+        "src/core", "src/cuda/limits.hpp", "src/cuda/workspace", "src/cuda/decode/config.hpp",
+        "src/cuda/gated_norm/config.hpp",
+    ],
     "src/cuda/workspace": ["src/core", "src/cuda/schedule", "src/cuda/sm90/prepare/config.hpp"],
     # what host and device share
     "src/cuda/host_device.hpp": [],
@@ -63,7 +66,15 @@ ROOMS = {
     ],
     # recurrent steps: kernels for more devices than sm90, so nothing of it
     "src/cuda/decode/config.hpp": ["src/core", "src/cuda/host_device.hpp"],
-    "src/cuda/decode": ["src/core", "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/decode/config.hpp"],
+    "src/cuda/decode/numbers.cuh": ["src/core"],
+    "src/cuda/decode": [
+        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/decode/config.hpp", "src/cuda/decode/numbers.cuh",
+    ],
+    # gated norm, for the same devices
+    "src/cuda/gated_norm/config.hpp": ["src/core", "src/cuda/decode/config.hpp"],
+    "src/cuda/gated_norm": [
+        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/decode/numbers.cuh", "src/cuda/gated_norm/config.hpp",
+    ],
     # callers of the C ABI
     "bindings/torch": [PUBLIC],
     "examples": [PUBLIC],
@@ -74,8 +85,8 @@ ROOMS = {
     "tests/cpp/numerics": [PUBLIC, "testing", "cli"],
     "tests/cpp/gpu": ["testing"],
     "tests/cpp/cuda": [
-        "src/cuda/workspace", "src/cuda/schedule", "src/cuda/decode/config.hpp", "src/cuda/sm90/tiles.hpp",
-        "src/cuda/sm90/chain",
+        "src/cuda/workspace", "src/cuda/schedule", "src/cuda/decode/config.hpp", "src/cuda/gated_norm/config.hpp",
+        "src/cuda/sm90/tiles.hpp", "src/cuda/sm90/chain",
     ],
     "tests/fuzz": [PUBLIC],
 }  # fmt: skip

@@ -188,9 +188,9 @@ gd_status Checker::tensor(const char* name, const gd_tensor& t, const Shape& sha
   for (int d = t.rank - 1; d >= t.rank - contiguous_dims; expected *= t.shape[d--])
     if (t.shape[d] > 1 && t.stride[d] != expected)
       return invalid("%s: stride[%d] is %" PRId64 ", must be %" PRId64 " (%s)", name, d, t.stride[d], expected,
-                     contiguous_dims == t.rank ? "offsets must be contiguous"
-                     : contiguous_dims == 1    ? "rows must be contiguous"
-                                               : "each state matrix must be contiguous");
+                     dtypes == kIntegers    ? "offsets must be contiguous"
+                     : contiguous_dims == 1 ? "rows must be contiguous"
+                                            : "each state matrix must be contiguous");
   if (empty) return GD_OK;
   if (role == Role::output && elements_collide(t))
     return invalid("%s is an output, but its strides %s put several elements in one place", name,

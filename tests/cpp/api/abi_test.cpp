@@ -103,6 +103,35 @@ AT(gd_recurrent_args, step_indices, 1592);
 AT(gd_recurrent_args, previous_accept_lengths, 1688);
 AT(gd_recurrent_args, reserved, 1784);
 
+static_assert(sizeof(gd_gated_norm_args) == 528);
+AT(gd_gated_norm_args, struct_size, 0);
+AT(gd_gated_norm_args, exec, 8);
+AT(gd_gated_norm_args, x, 96);
+AT(gd_gated_norm_args, z, 192);
+AT(gd_gated_norm_args, weight, 288);
+AT(gd_gated_norm_args, y, 384);
+AT(gd_gated_norm_args, activation, 480);
+AT(gd_gated_norm_args, round_before_gate, 484);
+AT(gd_gated_norm_args, has_eps, 488);
+AT(gd_gated_norm_args, eps, 492);
+AT(gd_gated_norm_args, reserved, 496);
+
+static_assert(sizeof(gd_gated_norm_backward_args) == 816);
+AT(gd_gated_norm_backward_args, struct_size, 0);
+AT(gd_gated_norm_backward_args, exec, 8);
+AT(gd_gated_norm_backward_args, x, 96);
+AT(gd_gated_norm_backward_args, z, 192);
+AT(gd_gated_norm_backward_args, weight, 288);
+AT(gd_gated_norm_backward_args, d_y, 384);
+AT(gd_gated_norm_backward_args, dx, 480);
+AT(gd_gated_norm_backward_args, dz, 576);
+AT(gd_gated_norm_backward_args, dweight, 672);
+AT(gd_gated_norm_backward_args, activation, 768);
+AT(gd_gated_norm_backward_args, round_before_gate, 772);
+AT(gd_gated_norm_backward_args, has_eps, 776);
+AT(gd_gated_norm_backward_args, eps, 780);
+AT(gd_gated_norm_backward_args, reserved, 784);
+
 static_assert(sizeof(gd_info) == 80);
 AT(gd_info, struct_size, 0);
 AT(gd_info, abi_version, 8);
@@ -129,11 +158,15 @@ static_assert(GD_GATE_LOG == 0 && GD_GATE_RAW == 1);
 static_assert(GD_BETA_VALUE == 0 && GD_BETA_LOGIT == 1 && GD_BETA_LOGIT_DOUBLED == 2);
 static_assert(GD_STATE_KV == 0 && GD_STATE_VK == 1);
 static_assert(GD_CP_AUTO == 0 && GD_CP_OFF == 1);
+static_assert(GD_NORM_SILU == 0 && GD_NORM_SIGMOID == 1);
 static_assert(GD_MAX_RANK == 5 && GD_CHUNK == 64);
 
 static_assert(std::is_standard_layout_v<gd_forward_args> && std::is_trivially_copyable_v<gd_forward_args>);
 static_assert(std::is_standard_layout_v<gd_backward_args> && std::is_trivially_copyable_v<gd_backward_args>);
 static_assert(std::is_standard_layout_v<gd_recurrent_args> && std::is_trivially_copyable_v<gd_recurrent_args>);
+static_assert(std::is_standard_layout_v<gd_gated_norm_args> && std::is_trivially_copyable_v<gd_gated_norm_args>);
+static_assert(std::is_standard_layout_v<gd_gated_norm_backward_args> &&
+              std::is_trivially_copyable_v<gd_gated_norm_backward_args>);
 
 // The same sizes, as the library saw them when it was compiled.
 TEST(Abi, LibraryAgrees) {

@@ -143,4 +143,35 @@ TEST(CppFace, OperationsAgree) {
   EXPECT_EQ(std::memcmp(dv.data(), dv_recomputed.data(), dv.size() * sizeof(float)), 0);
 }
 
+// Rows of equal numbers have the norm 1, and z = 0 halves them.
+TEST(CppFace, GatedNorm) {
+  constexpr std::int64_t kT = 3, kH = 2, kD = 16;
+  const std::vector<float> x(kT * kH * kD, 4.0f), z(x.size(), 0.0f), weight(kD, 6.0f);
+  std::vector<float> y(x.size()), dz(x.size()), dweight(kD);
+  Workspace workspace;
+  GatedNormArgs args;
+  args.x = tensor(x.data(), {1, kT, kH, kD});
+  args.z = tensor(z.data(), {1, kT, kH, kD});
+  args.weight = tensor(weight.data(), {kD});
+  args.y = tensor(y.data(), {1, kT, kH, kD});
+  args.activation = GD_NORM_SIGMOID;
+  gated_norm(args, workspace);
+  for (const float value : y) ASSERT_NEAR(value, 3.0f, 1e-5f);
+
+  GatedNormBackwardArgs gradient;
+  gradient.x = args.x;
+  gradient.z = args.z;
+  gradient.weight = args.weight;
+  gradient.activation = args.activation;
+  gradient.d_y = args.x;
+  gradient.dz = tensor(dz.data(), {1, kT, kH, kD});
+  gradient.dweight = tensor(dweight.data(), {kD});
+  gated_norm_backward(gradient, workspace);
+  EXPECT_GT(workspace.size(), 0u);
+  for (const float value : dz) ASSERT_NEAR(value, 4.0f * 6.0f * 0.25f, 1e-4f);
+  for (const float value : dweight) ASSERT_NEAR(value, 4.0f * 0.5f * (kT * kH), 1e-4f);
+  gradient.d_y.shape[1] = kT + 1;
+  EXPECT_THROW(gated_norm_backward(gradient), Error);
+}
+
 }  // namespace gatedelta::test
