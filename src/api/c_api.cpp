@@ -71,16 +71,18 @@ gd_status report(const Outcome& outcome) {
 template <class Problem>
 gd_status pick_backend(const Operation<Problem>& operation, const Problem& problem, const gd_exec& exec,
                        const Backend<Problem>*& picked) {
-  Outcome outcome =
-      refusal(GD_UNSUPPORTED, "there is no %s on device %s yet", operation.name, device_name(exec.device));
+  Outcome outcome;
+  bool found = false;
   for (const Backend<Problem>* backend : operation.backends) {
     if (backend->device != exec.device) continue;
+    found = true;
     outcome = backend->supports(problem, exec);
     if (outcome.status != GD_OK) continue;
     picked = backend;
     return GD_OK;
   }
-  return report(outcome);
+  if (found) return report(outcome);
+  return refuse(GD_UNSUPPORTED, "there is no %s on device %s yet", operation.name, device_name(exec.device));
 }
 
 // A call with valid shapes, and the backend that takes it. Where the host can read offsets and indices, the workspace
