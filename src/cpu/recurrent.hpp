@@ -17,25 +17,16 @@ class Recurrent {
   Recurrent(const RecurrentProblem& problem, const Context& context)
       : problem_(problem), context_(context), in_(problem.in), K_(problem.in.key_dim), V_(problem.in.value_dim) {}
 
-  size_t workspace() const {
-    Carver carve;
-    for (int lane = 0; lane < context_.lanes; ++lane) Lane(carve, *this);
-    return carve.used();
-  }
+  size_t workspace() const { return lane_bytes() * static_cast<size_t>(useful_lanes()); }
 
   void run() {
-    Carver measure;
-    Lane(measure, *this);
-    const size_t lane_bytes = measure.used();
+    const size_t lane_bytes = this->lane_bytes();
     const Sequences& sequences = in_.sequences;
     if (problem_.o && sequences.offsets)
       for (int64_t t = sequences.used_tokens(); t < sequences.tokens; ++t)
         for (int64_t h = 0; h < in_.value_heads; ++h) zero_row(0, t, h);
-    // Waking a lane for less state than this costs more time than it saves.
-    constexpr int64_t kLaneStates = 128 * 1024 / sizeof(float);
     Context context = context_;
-    const int64_t useful = sequences.tokens * sequences.batch * in_.value_heads * K_ * V_ / kLaneStates;
-    context.lanes = static_cast<int>(std::min<int64_t>(context.lanes, std::max<int64_t>(useful, 1)));
+    context.lanes = useful_lanes();
     const auto body = [&](int lane, int64_t item) {
       Carver carve(context_.workspace + lane_bytes * lane);
       run_item(Lane(carve, *this), item / in_.value_heads, item % in_.value_heads);
@@ -50,25 +41,39 @@ class Recurrent {
   }
 
  private:
-  static constexpr int kTokens = 16;  // tokens that pass a block together
+  static constexpr int kTokens = 16;  // the most tokens that pass a block together
 
   struct Lane {
-    float *k, *q;              // [kTokens][K]
-    float *v, *o;              // [kTokens][V]
-    float *alpha, *beta, *kq;  // [kTokens]
+    float *k, *q;              // [tokens][K], with as many tokens as pass a block together
+    float *v, *o;              // [tokens][V]
+    float *alpha, *beta, *kq;  // [tokens]
     float* state;              // [K][V] or [V][K]
 
     Lane(Carver& carve, const Recurrent& r) {
-      k = carve.take<float>(kTokens * r.K_);
-      q = carve.take<float>(kTokens * r.K_);
-      v = carve.take<float>(kTokens * r.V_);
-      o = carve.take<float>(kTokens * r.V_);
-      alpha = carve.take<float>(kTokens);
-      beta = carve.take<float>(kTokens);
-      kq = carve.take<float>(kTokens);
+      const int64_t tokens = std::min<int64_t>(kTokens, r.in_.sequences.tokens);
+      k = carve.take<float>(tokens * r.K_);
+      q = carve.take<float>(tokens * r.K_);
+      v = carve.take<float>(tokens * r.V_);
+      o = carve.take<float>(tokens * r.V_);
+      alpha = carve.take<float>(tokens);
+      beta = carve.take<float>(tokens);
+      kq = carve.take<float>(tokens);
       state = carve.take<float>(int64_t{r.K_} * r.V_);
     }
   };
+
+  size_t lane_bytes() const {
+    Carver measure;
+    Lane(measure, *this);
+    return measure.used();
+  }
+  // Waking a lane for less state than this costs more time than it saves.
+  int useful_lanes() const {
+    constexpr int64_t kLaneStates = 128 * 1024 / sizeof(float);
+    const Sequences& sequences = in_.sequences;
+    const int64_t useful = sequences.tokens * sequences.batch * in_.value_heads * K_ * V_ / kLaneStates;
+    return static_cast<int>(std::min<int64_t>(context_.lanes, std::max<int64_t>(useful, 1)));
+  }
 
   // One token's part of a lane.
   struct Token {
