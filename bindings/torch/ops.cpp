@@ -157,7 +157,7 @@ void recurrent(StableIValue* stack, uint64_t, uint64_t) {
   args.o = device.output(o, "o");
   Tensor final_state = inputs.empty_final_state(device);
   if (inputs.has(kFinalState)) args.final_state = device.output(final_state, "final_state");
-  run_with_workspace(args, device, gd_recurrent_workspace, gd_recurrent);
+  run_step(args, device);
   stack[0] = returned(std::move(o));
   stack[1] = returned(std::move(final_state));
 }
@@ -187,7 +187,7 @@ void recurrent_out(StableIValue* stack, uint64_t, uint64_t) {
   args.accept_lengths = device.indices(accept_lengths, "accept_lengths");
   args.step_states = device.output(step_states, "step_states");
   args.step_indices = device.indices(step_indices, "step_indices", 2);
-  run_with_workspace(args, device, gd_recurrent_workspace, gd_recurrent);
+  run_step(args, device);
 }
 
 // ---- registration --------------------------------------------------------------------------------------------------

@@ -78,12 +78,30 @@ void TorchThreads::parallel_for(void* context, int64_t count, gd_task_fn run, vo
   if (error != 0) static_cast<TorchThreads*>(context)->failed_ = true;
 }
 
-gd_exec cuda_exec(const Device& device) {
+gd_exec cuda_exec(int32_t device_index) {
   gd_exec exec{};
   exec.device = GD_CUDA;
-  exec.device_index = device.index;
-  exec.stream = current_stream(device.index);
+  exec.device_index = device_index;
+  exec.stream = current_stream(device_index);
   return exec;
+}
+
+gd_status run_step(gd_recurrent_args& args) {
+  constexpr size_t kAlign = 64;
+  gd_exec& exec = args.exec;
+  if (exec.device == GD_CUDA) return gd_recurrent(&args);
+  alignas(kAlign) char room[160 << 10];
+  exec.workspace = room;
+  exec.workspace_bytes = sizeof room;
+  gd_status status = gd_recurrent(&args);
+  if (status != GD_WORKSPACE_TOO_SMALL) return status;  // which is refused before anything is written
+  status = gd_recurrent_workspace(&args, &exec.workspace_bytes);
+  if (status != GD_OK) return status;
+  const size_t whole = (exec.workspace_bytes + kAlign - 1) / kAlign * kAlign;
+  const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(kAlign, whole), std::free);
+  if (!memory) fail("there is no memory for a workspace of " + std::to_string(whole) + " bytes");
+  exec.workspace = memory.get();
+  return gd_recurrent(&args);
 }
 
 }  // namespace gatedelta::binding

@@ -18,7 +18,7 @@ class TorchThreads {
   bool failed_ = false;
 };
 
-gd_exec cuda_exec(const Device& device);
+gd_exec cuda_exec(int32_t device_index);
 
 template <typename Args>
 Args new_args() {
@@ -33,11 +33,22 @@ template <typename Args>
 void run_with_workspace(Args& args, const Device& device, gd_status (*workspace)(const Args*, size_t*),
                         gd_status (*run)(const Args*)) {
   TorchThreads threads;
-  args.exec = device.is_cuda() ? cuda_exec(device) : threads.exec();
+  args.exec = device.is_cuda() ? cuda_exec(device.index) : threads.exec();
   check(workspace(&args, &args.exec.workspace_bytes));
   const Tensor memory = device.empty_bytes(args.exec.workspace_bytes);
   GD_TORCH(torch_get_mutable_data_ptr(memory.get(), &args.exec.workspace));
   check(run(&args));
+  threads.check();
+}
+
+// The recurrent step's way to do the same, for calls of few microseconds: on CUDA it has no workspace, and that of a
+// small call on the CPU fits on the stack. There is then one call of the library, and no allocation.
+gd_status run_step(gd_recurrent_args& args);
+
+inline void run_step(gd_recurrent_args& args, const Device& device) {
+  TorchThreads threads;
+  args.exec = device.is_cuda() ? cuda_exec(device.index) : threads.exec();
+  check(run_step(args));
   threads.check();
 }
 

@@ -61,6 +61,9 @@ int32_t aoti_torch_dtype_complex128();
 int32_t aoti_torch_device_type_cpu();
 int32_t aoti_torch_device_type_cuda();
 
+// The calling thread's grad mode.
+bool aoti_torch_grad_mode_is_enabled();
+
 // torch's own threads, so that torch.set_num_threads() holds for us too.
 AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain_size,
                                   void (*func)(int64_t begin, int64_t end, void* context), void* context);

@@ -61,6 +61,8 @@ int32_t gd_dtype_of(const Tensor& tensor, const char* name, Kind kind) {
        (kind == Kind::index ? "int32 or int64" : "float32, bfloat16 or float16"));
 }
 
+}  // namespace
+
 bool is_dense(const gd_tensor& tensor, int32_t dims) {
   int64_t stride = 1;
   for (int32_t i = tensor.rank - 1; i >= 0 && i >= tensor.rank - dims; --i) {
@@ -69,8 +71,6 @@ bool is_dense(const gd_tensor& tensor, int32_t dims) {
   }
   return true;
 }
-
-}  // namespace
 
 Device::Device(const Tensor& q) : type(q.device_type()), index(q.device_index()) {
   if (type != codes.cpu && !is_cuda()) fail("q is neither on the CPU nor on a CUDA device");

@@ -109,6 +109,9 @@ class Arguments {
 
 inline StableIValue returned(Tensor tensor) { return reinterpret_cast<StableIValue>(tensor.release()); }
 
+// Whether the last `dims` dimensions are contiguous.
+bool is_dense(const gd_tensor& tensor, int32_t dims);
+
 // Which dtypes an argument may have.
 enum class Kind { real, index };
 

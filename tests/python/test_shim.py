@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +40,35 @@ def test_declarations_agree_with_torchs_headers(root, tmp_path):
     ):
         text = shim.read_text().replace(right, wrong)
         assert text != shim.read_text() and compiles(text).returncode != 0
+
+
+def test_dlpack_declarations_agree_with_torchs_headers(root, tmp_path):
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    text = (root / "bindings" / "torch" / "python_shim.h").read_text()
+    structs = text[text.index("struct DLDevice") : text.rindex('}  // extern "C"')]
+    fields = ("data", "device", "ndim", "dtype", "shape", "strides", "byte_offset")
+    same = [f"offsetof(ours::DLTensor, {x}) == offsetof(DLTensor, {x})" for x in fields]
+    same += [f"ours::{x} == ::{x}" for x in ("kDLCPU", "kDLCUDA", "kDLInt", "kDLFloat", "kDLBfloat")]
+    for x in ("dltensor_from_py_object_no_sync", "current_work_stream"):
+        same.append(f"offsetof(ours::DLPackExchangeAPI, {x}) == offsetof(DLPackExchangeAPI, {x})")
+    same += [f"sizeof(ours::{x}) == sizeof({x})" for x in ("DLDevice", "DLDataType", "DLTensor", "DLPackExchangeAPI")]
+    source = tmp_path / "both.cpp"
+    asserts = "\n".join(f"static_assert({condition});" for condition in same)
+    source.write_text(f"#include <ATen/dlpack.h>\n#include <cstddef>\nnamespace ours {{\n{structs}}}\n{asserts}\n")
+    include = Path(torch.__file__).parent / "include"
+    command = [compiler, "-std=c++20", "-fsyntax-only", f"-I{include}", str(source)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_python_function_exists(root):
+    text = (root / "bindings" / "torch" / "python_shim.h").read_text()
+    names = re.findall(r"gnu::weak.*?(Py\w+)\(", text)
+    assert len(names) > 10
+    for name in names:
+        assert getattr(ctypes.pythonapi, name)
 
 
 def test_every_symbol_resolves(run_python):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _lib
-from . import _arguments, _ops
+from . import _arguments, _direct, _ops
 from ._autograd import GatedDeltaRule
 
 _CHUNK_TENSORS = (
@@ -210,6 +210,15 @@ def fused_recurrent_gated_delta_rule(
         Buffers that are written to have no gradient: with them, no other argument may require one, and neither may
         they.
     """
+    if _direct.recurrent is not None and not torch.compiler.is_dynamo_compiling():
+        results = _direct.recurrent(
+            q, k, v, g, gk, gv, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+            use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
+            transpose_state_layout, output_o, out, initial_state_indices, final_state, final_state_indices,
+            accept_lengths, step_states, step_indices,
+        )  # fmt: skip
+        if results is not None:
+            return results
     _arguments.check_tensors(
         _RECURRENT_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, initial_state_indices, out,
         final_state, final_state_indices, accept_lengths, step_states, step_indices,
