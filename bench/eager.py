@@ -14,7 +14,8 @@ import argparse
 from collections.abc import Callable
 from ctypes import byref, c_size_t
 
-import gpu  # first: finds the package
+import chain
+import gpu  # finds the package
 import segments
 import torch
 from gatedelta import _lib
@@ -65,7 +66,7 @@ def layers(device: str, batches: int) -> dict[str, float]:
     c = CCall(inputs)
 
     def us(call: Callable[[], object]) -> float:
-        return gpu.host_us(call, batches, synchronize)
+        return chain.host_us(call, batches, synchronize)
 
     def allocate() -> None:
         torch.empty_like(v), torch.empty_like(initial), torch.empty_like(c.workspace)
@@ -119,7 +120,7 @@ def main() -> None:
     options = parser.parse_args()
     with torch.no_grad():
         found = layers(options.device, options.batches)
-    batches = f"{options.batches} batches of {gpu.EAGER_CALLS} calls"
+    batches = f"{options.batches} batches of {chain.EAGER_CALLS} calls"
     print(f"host time of an eager call on {options.device}, us: median of {batches}")
     report(found)
 

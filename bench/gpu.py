@@ -21,7 +21,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ import gatedelta  # noqa: E402
 import ncu  # noqa: E402
 import ratios  # noqa: E402
 import records  # noqa: E402
+from chain import host_us  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
 from repo_files import stamp  # noqa: E402
 from rows import KINDS, name_of, of_kind, scaled_down, selected  # noqa: E402
@@ -305,20 +305,6 @@ def long_sequences(repeats: int) -> list[dict]:
 
 
 EAGER_ROW = {"hk": 2, "hv": 8, "lengths": [64]}
-EAGER_CALLS = 20  # between two synchronisations; too few to fill the launch queue, which would block the host
-
-
-def host_us(call: Callable[[], object], batches: int, synchronize: Callable[[], None]) -> float:
-    """Host time of one call, whatever the device does. Median of the batches after the first two."""
-    times = []
-    for _ in range(2 + batches):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(EAGER_CALLS):
-            call()
-        times.append((time.perf_counter() - start) * 1e6 / EAGER_CALLS)
-    synchronize()
-    return statistics.median(times[2:])
 
 
 def eager_call_us() -> float:

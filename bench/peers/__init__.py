@@ -1,6 +1,6 @@
 """Adapters for other implementations, one module each. The library knows nothing of them.
 
-An adapter has
+The adapter of transformers' torch code, which bench/cpu_vs_transformers.py uses, has
 
     NAME                      what tables call it
     version() -> str
@@ -9,4 +9,31 @@ An adapter has
 
 on torch tensors [B, T, H, D] with g the log decay and beta after its sigmoid, no l2norm, scale K^-1/2, gradients by
 autograd through `chunk`.
+
+The adapters of packages that serve on a GPU, which bench/decode.py and bench/packs.py use where they can be imported,
+have NAME, version() and
+
+    decode_calls(problem) -> {name: call}     the functions that can do this Problem of bench/decode.py. call(i) works
+                                              on the i-th set of slots and returns o and the tensor with the states,
+                                              or None if these were written in place
+    pack_calls(pack) -> {name: call}          likewise for a Pack of bench/packs.py
+    compile_in_parallel()                     called in each of several processes that compile kernels for later ones
 """
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+SERVING = ("fla_triton", "flashinfer_cute", "sglang_triton")
+
+
+def importable() -> list[ModuleType]:
+    """The adapters of serving packages that are installed here. Prints which are not."""
+    found = []
+    for name in SERVING:
+        try:
+            found.append(importlib.import_module(f"{__name__}.{name}"))
+        except Exception as error:  # a package may fail to import in any way it likes
+            print(f"peers: no {name} here: {type(error).__name__}: {str(error)[:200]}")
+    return found

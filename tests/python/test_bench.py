@@ -484,3 +484,156 @@ def test_segments_on_the_gpu(run_python, root, tmp_path):
     (row,) = result["rows"]
     assert row["auto_ms"] > 0 and row["off_ms"] > 0 and {"8", "16"} <= row["forced"].keys()
     assert row["best_ms"] == min(row["off_ms"], *row["forced"].values())
+
+
+def serving_row(batch: int = 1, tokens: int = 1, ms: float = 0.002, **more) -> dict:
+    kind, store = ("decode", "final") if tokens == 1 else ("verify", "none")
+    row = {"kind": kind, "hk": 16, "hv": 32, "batch": batch, "T": tokens, "state_dtype": "float32", "layout": "VK",
+           "store": store, "ms": ms}  # fmt: skip
+    return row | more
+
+
+def test_serving_rows(bench):
+    import serving
+
+    rows = serving.decode_rows() + serving.verify_rows()
+    names = {serving.name_of(row) for row in rows}
+    assert len(names) == len({serving.key(row) for row in rows}) == len(rows) == 220 + 164
+    gpu, recorded = serving.load_recorded()
+    assert gpu == "NVIDIA H200" and len(recorded) == 350
+    assert recorded.keys() <= {serving.key(row) for row in rows}
+    assert all(ms > 0 for times in recorded.values() for ms in times.values())
+    for row in serving.pack_rows():
+        assert min(row["lengths"]) > 0 and row["hv"] % row["hk"] == 0
+    assert len(serving.pack_rows()) == 6 and serving.pack_rows() == serving.pack_rows()
+
+
+def test_serving_bytes_and_chains(bench):
+    import serving
+
+    mib = 1 << 20
+    row = serving_row(tokens=4, batch=8, state_dtype="bfloat16")
+    assert serving.state_bytes(row) == 8 * mib and serving.chain_length(row) == 24
+    moved = {store: serving.moved_bytes(row | {"store": store}) // mib for store in serving.STORES}
+    assert moved == {"steps": 40, "none": 8, "final": 16, "accept": 16}
+    assert serving.chain_length(serving_row(hv=8)) == 256 and serving.chain_length(serving_row(512)) == 1
+
+
+def test_serving_ratios(bench):
+    """A time of the same run counts, not the recorded one of the same peer."""
+    import serving
+
+    row = serving_row(peers={"fla": 0.004})
+    recorded = {serving.key(row): {"fla": 0.001, "sglang": 0.003}}
+    found = serving.compared(row, recorded)
+    assert found["peers"] == {"fla": 0.004, "sglang (recorded)": 0.003} and found["speedup"] == pytest.approx(1.5)
+    alone = serving.compared(row, {})
+    assert alone["speedup"] == pytest.approx(2) and serving.compared(serving_row(), {}) == serving_row()
+    assert serving.summary([found, alone, serving_row()]) == {
+        "rows": 2, "geomean": pytest.approx(3**0.5), "worst": found, "recorded": 1,
+    }  # fmt: skip
+    assert serving.summary([serving_row()]) is None
+    pack = {"kind": "pack", "hk": 8, "hv": 32, "seq": "64 x 1", "ms": 0.1, "peers": {"flashinfer": 0.2}}
+    h100 = {"header": {"gpu": "NVIDIA H100"}, "rows": [pack, serving_row()]}
+    joined, other = serving.with_peers(h100)
+    assert joined["speedup"] == pytest.approx(2) and "peers" not in other
+
+
+def test_serving_bars(bench):
+    import serving
+
+    def verdicts(scale: float) -> dict[str, bool]:
+        rows = [serving_row(1, ms=scale * 0.003, hot_ms=scale * 0.0025, peers={"fla": 0.0035})]
+        rows += [serving_row(b, ms=scale * 0.0011 * b, peers={"fla": 0.0013 * b}) for b in serving.BATCHES[5:]]
+        rows += [serving_row(32, 4, store=store, ms=scale * 0.04, peers={"fla": 0.06}) for store in serving.STORES]
+        rows += [{"kind": "pack", "hk": 8, "hv": 32, "seq": "1 x 1", "ms": scale * 0.1, "peers": {"flashinfer": 0.15}}]
+        rows = [serving.compared(row, {}) for row in rows]
+        header = {"copy_bytes_per_s": 4e12, "decode_call_us": {"gatedelta": 10 * scale}}
+        assert serving.report(header, rows).count("MISSED") == sum(
+            not bar["passed"] for bar in serving.bars(header, rows)
+        )
+        return {bar["what"].partition(" (")[0]: bar["passed"] for bar in serving.bars(header, rows)}
+
+    good, bad = verdicts(1.0), verdicts(1.6)
+    assert good.keys() == bad.keys() and len(good) == 12
+    assert all(good.values())
+    assert {what for what, passed in bad.items() if passed} == {"T = 4 over T = 1, float32, batch 32 and more"}
+
+
+def test_slots_of_a_chain(bench):
+    torch = pytest.importorskip("torch")
+    import chain
+
+    rows = chain.index_rows(3, 17, "cpu")
+    assert rows.shape == (3, 32) and rows.dtype == torch.int32
+    assert torch.equal(rows[:, :17].flatten(), torch.arange(51, dtype=torch.int32))
+    assert torch.equal(chain.index_rows(3, 1, "cpu", 1), torch.arange(3, dtype=torch.int32)[:, None])
+
+
+@pytest.mark.parametrize("layout", ["VK", "KV"])
+@pytest.mark.parametrize("store", ["final", "steps", "none", "accept"])
+def test_errors_of_decode(bench, monkeypatch, store, layout):
+    """What bench/decode.py calls is what it compares with, for every kind of row: here on the CPU."""
+    pytest.importorskip("torch")
+    import decode
+
+    monkeypatch.setattr(decode, "DEVICE", "cpu")
+    for tokens, dtype, bound in ((1, "float32", 1e-6), (5, "float32", 1e-6), (3, "bfloat16", 3e-3)):
+        if tokens == 1 and store != "final":
+            continue
+        row = serving_row(5, tokens, store=store, hk=2, hv=4, layout=layout, state_dtype=dtype)
+        problem = decode.Problem(row, 2)
+        others = problem.states(1).clone()
+        call = decode.our_call(problem)
+        errors = decode.errors_of(problem, call)
+        assert errors.keys() == ({"err_o"} if store == "none" else {"err_o", "err_state"})
+        assert 0 < errors["err_o"] < 3e-3 and errors.get("err_state", 0) < bound
+        assert others.equal(problem.states(1))
+
+        def wrong(node: int, problem=problem, call=call):
+            o, states = call(node)
+            (problem.states(node) if states is None else states)[0, 0] += 1
+            return o, states
+
+        if store != "none":
+            assert decode.errors_of(problem, wrong)["err_state"] > 0.01
+
+
+def test_rows_that_share_kernels_are_compiled_together(bench):
+    pytest.importorskip("torch")
+    import decode
+
+    rows = [serving_row(b, t) for t in (1, 2) for b in (1, 8)]
+    assert decode.compiled_together(rows) == [rows[:2], rows[2:]]
+
+
+def test_missing_peers_are_named(run_python, root):
+    """Packages that cannot be imported are said, and left out."""
+    pytest.importorskip("torch")
+    code = (
+        f"import sys; sys.path.insert(0, {str(root / 'bench')!r})\n"
+        "for name in ('fla', 'flashinfer', 'sglang'): sys.modules[name] = None\n"
+        "import peers; print(peers.importable())"
+    )
+    *said, found = run_python("-c", code).stdout.splitlines()
+    assert found == "[]" and [line.split()[2] for line in said] == ["fla_triton", "flashinfer_cute", "sglang_triton"]
+
+
+@pytest.mark.parametrize("script", ["decode", "packs"])
+def test_serving_on_the_gpu(run_python, root, tmp_path, script):
+    torch = pytest.importorskip("torch")
+    import gatedelta
+
+    path, output = str(root / "bench" / f"{script}.py"), tmp_path / "rows.json"
+    if not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0:
+        refused = run_python(path, check=False)
+        assert refused.returncode == 1 and "needs a GPU" in refused.stderr
+        pytest.skip("no GPU, or none that is supported")
+    refused = run_python(path, "--only", "3/5", check=False)
+    assert refused.returncode == 2 and "no such row" in refused.stderr
+    some = ["--only", "2/8", "--batch", "8"] if script == "decode" else ["--only", "8/32"]
+    run_python(path, *some, "--peers", "none", "--repeats", "2", "--output", str(output))
+    result = json.loads(output.read_text())
+    assert {"gpu", "commit", "repeats", "seconds"} <= result["header"].keys()
+    assert len(result["rows"]) == (10 if script == "decode" else 1)
+    assert all(row["ms"] > 0 and 0 < row["err_o"] < 1e-2 for row in result["rows"])
