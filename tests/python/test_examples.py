@@ -23,6 +23,16 @@ def test_decode_pool(run_python, root):
     assert "bit for bit" in run(run_python, root, "decode_pool.py")
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_verify_drafts(run_python, root, device):
+    torch = pytest.importorskip("torch")
+    import gatedelta
+
+    if device == "cuda" and not (torch.cuda.is_available() and gatedelta.info()["cuda_compiled"]):
+        pytest.skip("no GPU, or no CUDA backend")
+    assert "of 40 single steps" in run(run_python, root, "verify_drafts.py", "--device", device)
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_train_layer(run_python, root, compiled):
     pytest.importorskip("torch")
@@ -79,7 +89,7 @@ def distance(ours: list[float], reference: list[float]) -> float:
 
 def test_all_are_tested(root):
     names = {path.name for path in (root / "examples" / "python").glob("*.py")}
-    assert names == {"numpy_forward.py", "decode_pool.py", "train_layer.py"}
+    assert names == {"numpy_forward.py", "decode_pool.py", "train_layer.py", "verify_drafts.py"}
     assert {path.name for path in (root / "examples" / "train").iterdir() if path.is_file()} == {
         "train.py", "reference.py", "plot.py",
     }  # fmt: skip
