@@ -17,6 +17,9 @@ constexpr struct {
     {"o", "out"},
     {"d_o", "do"},
     {"d_final_state", "dht"},
+    {"z", "gate"},
+    {"y", "out"},
+    {"d_y", "dy"},
     {"isa", "GATEDELTA_ISA"},
     {"gate is not raw", "use_gate_in_kernel is not True"},
 };

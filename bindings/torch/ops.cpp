@@ -8,6 +8,7 @@
 
 #include "gatedelta/gatedelta.h"
 #include "inputs.hpp"
+#include "operators.hpp"
 #include "run.hpp"
 #include "shim.h"
 #include "tensor.hpp"
@@ -192,12 +193,6 @@ void recurrent_out(StableIValue* stack, uint64_t, uint64_t) {
 
 // ---- registration --------------------------------------------------------------------------------------------------
 
-struct Operator {
-  const char* schema;
-  void (*kernel)(StableIValue*, uint64_t, uint64_t);
-
-  std::string name() const { return std::string(schema, std::strchr(schema, '(')); }
-};
 constexpr Operator kOperators[] = {
     {kChunkFwd, chunk_fwd}, {kChunkFwdSave, chunk_fwd}, {kChunkFwdOut, chunk_fwd_out},
     {kChunkBwd, chunk_bwd}, {kRecurrent, recurrent},    {kRecurrentOut, recurrent_out},
@@ -213,13 +208,18 @@ bool register_operators() {
   constexpr char kFile[] = "bindings/torch/ops.cpp";
   TorchLibraryHandle library = nullptr;
   if (aoti_torch_library_init_def("gatedelta", kFile, __LINE__, &library) != 0) return false;
-  for (const Operator& op : kOperators) {
-    if (aoti_torch_library_def(library, op.schema) != 0) return false;
+  const std::span<const Operator> files[] = {kOperators, gated_norm_operators()};
+  for (const auto& operators : files) {
+    for (const Operator& op : operators) {
+      if (aoti_torch_library_def(library, op.schema) != 0) return false;
+    }
   }
   for (const char* key : kDispatchKeys) {
     if (aoti_torch_library_init_impl("gatedelta", key, kFile, __LINE__, &library) != 0) return false;
-    for (const Operator& op : kOperators) {
-      if (torch_library_impl(library, op.name().c_str(), op.kernel, kOldestTorch) != 0) return false;
+    for (const auto& operators : files) {
+      for (const Operator& op : operators) {
+        if (torch_library_impl(library, op.name().c_str(), op.kernel, kOldestTorch) != 0) return false;
+      }
     }
   }
   return true;

@@ -72,8 +72,9 @@ bool is_dense(const gd_tensor& tensor, int32_t dims) {
   return true;
 }
 
-Device::Device(const Tensor& q) : type(q.device_type()), index(q.device_index()) {
-  if (type != codes.cpu && !is_cuda()) fail("q is neither on the CPU nor on a CUDA device");
+Device::Device(const Tensor& tensor, const char* name)
+    : type(tensor.device_type()), index(tensor.device_index()), first(name) {
+  if (type != codes.cpu && !is_cuda()) fail(std::string(first) + " is neither on the CPU nor on a CUDA device");
 }
 
 Tensor Device::empty(int64_t rank, const int64_t* sizes, int32_t dtype) const {
@@ -90,7 +91,7 @@ Tensor Device::empty(int64_t rank, const int64_t* sizes, int32_t dtype) const {
 
 void Device::check(const Tensor& tensor, const char* name) const {
   if (tensor.device_type() != type || tensor.device_index() != index) {
-    fail(std::string(name) + " is not on the device q is on");
+    fail(std::string(name) + " is not on the device " + first + " is on");
   }
 }
 

@@ -118,8 +118,9 @@ enum class Kind { real, index };
 // Device every tensor of a call must be on, and the place new ones go.
 struct Device {
   int32_t type, index;
+  const char* first;  // the tensor whose device it is
 
-  explicit Device(const Tensor& q);
+  explicit Device(const Tensor& tensor, const char* name = "q");
   bool is_cuda() const { return type == codes.cuda; }
 
   Tensor empty(int64_t rank, const int64_t* sizes, int32_t dtype) const;

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         cu_seqlens_from_positions,
         fused_recurrent_gated_delta_rule,
         recurrent_gated_delta_rule,
+        rms_norm_gated,
     )
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ _TORCH_NAMES = (
     "cu_seqlens_from_positions",
     "fused_recurrent_gated_delta_rule",
     "recurrent_gated_delta_rule",
+    "rms_norm_gated",
 )
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "info",
     "library_path",
     "recurrent_gated_delta_rule",
+    "rms_norm_gated",
 ]
 
 

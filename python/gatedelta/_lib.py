@@ -23,6 +23,7 @@ CPU, CUDA = 0, 1
 GATE_LOG, GATE_RAW = 0, 1
 BETA_VALUE, BETA_LOGIT, BETA_LOGIT_DOUBLED = 0, 1, 2
 STATE_KV, STATE_VK = 0, 1
+NORM_SILU, NORM_SIGMOID = 0, 1
 CP_AUTO, CP_OFF = 0, 1
 MAX_THREADS = 1024  # of one call
 
@@ -34,6 +35,9 @@ PYTHON_NAMES = {
     "o": "out",
     "d_o": "do",
     "d_final_state": "dht",
+    "z": "gate",
+    "y": "out",
+    "d_y": "dy",
     "isa": "GATEDELTA_ISA",
     "gate is not raw": "use_gate_in_kernel is not True",
 }
@@ -157,6 +161,41 @@ class RecurrentArgs(_Args):
     ]
 
 
+class GatedNormArgs(_Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("exec", Exec),
+        ("x", Tensor),
+        ("z", Tensor),
+        ("weight", Tensor),
+        ("y", Tensor),
+        ("activation", c_int32),
+        ("round_before_gate", c_int32),
+        ("has_eps", c_int32),
+        ("eps", c_float),
+        _RESERVED,
+    ]
+
+
+class GatedNormBackwardArgs(_Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("exec", Exec),
+        ("x", Tensor),
+        ("z", Tensor),
+        ("weight", Tensor),
+        ("d_y", Tensor),
+        ("dx", Tensor),
+        ("dz", Tensor),
+        ("dweight", Tensor),
+        ("activation", c_int32),
+        ("round_before_gate", c_int32),
+        ("has_eps", c_int32),
+        ("eps", c_float),
+        _RESERVED,
+    ]
+
+
 class Info(_Args):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -182,6 +221,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gd_backward_workspace": (c_int32, [POINTER(BackwardArgs), POINTER(c_size_t)]),
     "gd_recurrent": (c_int32, [POINTER(RecurrentArgs)]),
     "gd_recurrent_workspace": (c_int32, [POINTER(RecurrentArgs), POINTER(c_size_t)]),
+    "gd_gated_norm": (c_int32, [POINTER(GatedNormArgs)]),
+    "gd_gated_norm_workspace": (c_int32, [POINTER(GatedNormArgs), POINTER(c_size_t)]),
+    "gd_gated_norm_backward": (c_int32, [POINTER(GatedNormBackwardArgs)]),
+    "gd_gated_norm_backward_workspace": (c_int32, [POINTER(GatedNormBackwardArgs), POINTER(c_size_t)]),
     "gd_get_info": (c_int32, [POINTER(Info)]),
     "gd_isa_name": (c_char_p, [c_int32]),
     "gd_last_error": (c_char_p, []),

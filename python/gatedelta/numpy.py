@@ -18,11 +18,15 @@ import numpy as np
 
 from . import _lib
 from ._lib import UnsupportedError
+from ._numpy_norm import NormGradients, rms_norm_gated, rms_norm_gated_backward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Forward", "Gradients", "Layer", "Recurrent", "UnsupportedError", "backward", "forward", "recurrent"]
+__all__ = [
+    "Forward", "Gradients", "Layer", "NormGradients", "Recurrent", "UnsupportedError", "backward", "forward",
+    "recurrent", "rms_norm_gated", "rms_norm_gated_backward",
+]  # fmt: skip
 
 _DTYPES = {
     "float32": _lib.DTYPE_F32,

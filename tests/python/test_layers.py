@@ -20,7 +20,9 @@ ROOMS = {
     "src/cpu": ["src/core", "src/cpu/backend.hpp"],
     # CUDA backend: what the API layer sees, and what needs no CUDA
     "src/cuda/backend.hpp": ["src/core"],
-    "src/cuda/backend.cpp": ["src/cuda/backend.hpp", "src/cuda/limits.hpp", "src/cuda/workspace", "src/cuda/gated_norm/config.hpp"],
+    "src/cuda/backend.cpp": [
+        "src/cuda/backend.hpp", "src/cuda/limits.hpp", "src/cuda/workspace", "src/cuda/gated_norm/config.hpp",
+    ],
     "src/cuda/limits.hpp": ["src/core"],
     "src/cuda/limits.cpp": [
         "src/core", "src/cuda/limits.hpp", "src/cuda/workspace", "src/cuda/decode/config.hpp",

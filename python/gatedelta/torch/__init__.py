@@ -25,6 +25,7 @@ from ._functional import (
     fused_recurrent_gated_delta_rule,
     recurrent_gated_delta_rule,
 )
+from ._norm import rms_norm_gated
 
 __all__ = [
     "chunk_gated_delta_rule",
@@ -33,4 +34,5 @@ __all__ = [
     "cu_seqlens_from_positions",
     "fused_recurrent_gated_delta_rule",
     "recurrent_gated_delta_rule",
+    "rms_norm_gated",
 ]

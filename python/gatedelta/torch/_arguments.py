@@ -15,11 +15,11 @@ NO_GRADIENT = (
     "an input requires one: call it under torch.no_grad(), or without the buffers"
 )
 NO_FORWARD_MODE = (
-    "the gated delta rule has no forward-mode derivative (torch.func.jvp, jacfwd, linearize, hessian, "
+    "gatedelta's functions have no forward-mode derivative (torch.func.jvp, jacfwd, linearize, hessian, "
     "torch.autograd.forward_ad): use reverse mode (backward, torch.func.grad, vjp)"
 )
 NO_VMAP = (
-    "torch.vmap over the gated delta rule is not supported: fold the mapped dimension into the batch, or loop over it"
+    "torch.vmap over gatedelta's functions is not supported: fold the mapped dimension into the batch, or loop over it"
 )
 
 
