@@ -196,6 +196,12 @@ sanitize-gpu: ## on a machine with a GPU: some of its tests under compute-saniti
 	done
 	exit $$status
 
+soak-gpu: ## on a machine with a GPU: random forwards and 100,000 recurrent steps, two at a time on two streams
+	tools/require $(BASE) gtest
+	$(call build,cuda,gatedelta gpu_soak gpu_soak_decode)
+	build/release/tests/gpu_soak_decode
+	build/release/tests/gpu_soak
+
 cuda: ## compile the CUDA backend (needs nvcc) and run its tests; those of a GPU are skipped without one
 	tools/require $(BASE) gtest
 	if ! { command -v nvcc || test -x /usr/local/cuda/bin/nvcc; } >/dev/null; then
@@ -242,4 +248,4 @@ clean: ## remove build/ and dist/ (not .venv)
 	rm -rf build dist
 
 .PHONY: help run test bench bench-gpu bench-segments train-example record-train record record-gpu lint format wheel \
-        sanitize sanitize-gpu cuda cross oldcpu fuzz clean
+        sanitize sanitize-gpu soak-gpu cuda cross oldcpu fuzz clean
