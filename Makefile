@@ -36,6 +36,9 @@ mkdir -p build/bench
 python3 tools/sass.py build/release/src/libgatedelta.so --json build/bench/kernels.json
 $(PYTHON) bench/gpu.py --profile --kernels build/bench/kernels.json --output build/bench/h200.json
 $(PYTHON) bench/plot_gpu.py build/bench/h200.json build/bench/h200
+$(PYTHON) bench/decode.py --jobs $(JOBS) --output build/bench/decode.json
+$(PYTHON) bench/packs.py --output build/bench/packs.json
+$(PYTHON) bench/plot_serving.py build/bench/decode.json build/bench/h200
 endef
 
 define bench_segments
@@ -116,7 +119,7 @@ bench: ## benchmark the CPU against transformers' torch code, every instruction 
 	fi
 	$(bench_gpu)
 
-bench-gpu: ## the GPU's part alone: forward and backward on the rows of the H200 table, against the peers' times
+bench-gpu: ## the GPU's part alone: forward, backward, decode, draft verification and packs, against the peers' times
 	tools/require $(BASE) $(gpu_packages)
 	$(call build,release,gatedelta gatedelta_torch,-DGD_CUDA=ON)
 	$(bench_gpu)

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import ratios
+import serving
 from rows import LANDMARKS, name_of, of_kind
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,7 +24,8 @@ HISTORY = ROOT / "results" / "h200" / "history.csv"
 RECORDS = ("results/h200/record.json", "results/h200/20??-??-??-*.json")  # now, and when each record had its own file
 COLUMNS = [
     "date", "commit", "modified", "sm_clock_mhz", "sm_clock_max_mhz", "peers", "forward", "forward_full", "backward",
-    "forward_worst", "forward_worst_row", "backward_worst", "backward_worst_row", *LANDMARKS,
+    "forward_worst", "forward_worst_row", "backward_worst", "backward_worst_row", *LANDMARKS, "decode", "verify_every",
+    "verify", "packs", "serving_worst", "serving_worst_row",
 ]  # fmt: skip
 
 
@@ -43,8 +45,19 @@ def line_of(result: dict, peers: Path = ratios.PEERS) -> dict[str, str]:
         worst = found[name]["worst"]
         line |= {f"{name}_worst": f"{worst['speedup']:.4f}", f"{name}_worst_row": name_of(worst)}
     line |= {name_of(row): f"{row['ms']:.4f}" for row in forward if name_of(row) in LANDMARKS}
+    line |= serving_columns(serving.with_peers(result))
     line |= {name: header[name] for name in ("date", "modified", "sm_clock_mhz", "sm_clock_max_mhz")}
     return line | {"commit": header["commit"][:10], "peers": peers_digest(peers)}
+
+
+def serving_columns(rows: list[dict]) -> dict[str, str]:
+    sums = [serving.summary(members) for members in (*serving.groups_of(rows).values(), rows)]
+    names = ("decode", "verify_every", "verify", "packs")
+    line = {name: f"{found['geomean']:.4f}" for name, found in zip(names, sums) if found}
+    if sums[-1]:
+        worst = sums[-1]["worst"]
+        line |= {"serving_worst": f"{worst['speedup']:.4f}", "serving_worst_row": serving.name_of(worst)}
+    return line
 
 
 def append(path: Path, *lines: dict) -> None:

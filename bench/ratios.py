@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from rows import lengths_of
+from rows import KINDS, lengths_of
 
 PEERS = Path(__file__).resolve().parent / "peers" / "h200.json"
 FULL = 64  # sequences x value heads: with a CTA per half of V, enough for all but 4 of an H200's 132 SMs
@@ -33,9 +33,11 @@ def compared(row: dict, peers: dict[tuple, dict[str, float]]) -> dict:
 
 
 def with_peers(result: dict, path: Path = PEERS) -> list[dict]:
-    """The rows of a result, with the peers' times if those are from the same model of GPU."""
+    """The forward's and backward's rows of a result, with the peers' times if those are from the same model of GPU.
+    bench/serving.py has the others."""
     gpu, peers = load_peers(path)
-    return [compared(row, peers) if result["header"]["gpu"] == gpu else row for row in result["rows"]]
+    rows = [row for row in result["rows"] if row["kind"] in KINDS]
+    return [compared(row, peers) if result["header"]["gpu"] == gpu else row for row in rows]
 
 
 def best_peer(row: dict) -> str:

@@ -12,6 +12,7 @@ from ratios import geomean
 RECORDED = Path(__file__).resolve().parent / "peers" / "decode_h200.json"
 RECORDED_MARK = " (recorded)"  # ends the names of peers whose time is from the recording, not from the row's own run
 KEY = ("kind", "hk", "hv", "batch", "T", "state_dtype", "layout", "store")
+KINDS = ("decode", "verify", "pack")
 D = 128  # K and V
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 CHAIN_BYTES, LONGEST_CHAIN = 192 << 20, 256  # more state than the L2 holds, in at most so many calls
@@ -113,10 +114,11 @@ def compared(row: dict, recorded: dict[tuple, dict[str, float]]) -> dict:
 
 
 def with_peers(result: dict, path: Path = RECORDED) -> list[dict]:
+    """The rows of serving in a result, with the peers' times: recorded ones if those are from the same model of GPU."""
     gpu, recorded = load_recorded(path)
     if result["header"]["gpu"] != gpu:
         recorded = {}
-    return [compared(row, recorded) for row in result["rows"]]
+    return [compared(row, recorded) for row in result["rows"] if row["kind"] in KINDS]
 
 
 def best_peer(row: dict) -> str:
@@ -131,8 +133,18 @@ def summary(rows: list[dict]) -> dict | None:
     return {
         "rows": len(rows), "geomean": geomean([row["speedup"] for row in rows]),
         "worst": min(rows, key=lambda row: row["speedup"]),
-        "recorded": sum(best_peer(row).endswith(RECORDED_MARK) for row in rows),
+        "recorded": sum(map(rests_on_recorded, rows)),
     }  # fmt: skip
+
+
+def rests_on_recorded(row: dict) -> bool:
+    """Whether the row's ratio is to a time of another run."""
+    return best_peer(row).endswith(RECORDED_MARK)
+
+
+def copy_share(row: dict, copy_bytes_per_s: float) -> float:
+    """State bytes moved per second, as a share of what a copy moves."""
+    return moved_bytes(row) / (row["ms"] * 1e-3) / copy_bytes_per_s
 
 
 def groups_of(rows: list[dict]) -> dict[str, list[dict]]:
@@ -172,7 +184,7 @@ def bars(header: dict, rows: list[dict]) -> list[dict]:
     for dtype, first, bar in (("float32", 32, 0.90), ("bfloat16", 64, 0.88)):
         some = [row for batch in BATCHES if batch >= first and (row := at(batch, dtype))]
         if some and copy:
-            share = min(moved_bytes(row) / (row["ms"] * 1e-3) / copy for row in some)
+            share = min(copy_share(row, copy) for row in some)
             found.append(judged(f"decode: share of copy bandwidth, {dtype}, batch {first} and more", share, bar))
     if row := at(1, "float32"):
         found.append(judged("decode: batch 1, us", row["ms"] * 1e3, 3.6, at_most=True))
@@ -186,6 +198,16 @@ def bars(header: dict, rows: list[dict]) -> list[dict]:
     if us := header.get("decode_call_us", {}).get("gatedelta"):
         found.append(judged("decode: host time of an eager call, us", us, 12, at_most=True))
     return found
+
+
+def problem_of(rows: list[dict]) -> str | None:
+    """Why these cannot be the rows of a record; None if they can."""
+    expected = {name_of(row) for row in decode_rows() + verify_rows() + pack_rows()}
+    if {name_of(row) for row in rows} != expected:
+        return "it does not hold every row of bench/decode.py and bench/packs.py"
+    if not all("err_o" in row and ("err_state" in row or row.get("store") == "none") for row in rows):
+        return "there are rows of serving without errors"
+    return None
 
 
 def report(header: dict, rows: list[dict]) -> str:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import history
 import ratios
 import records
+import serving
 from rows import ERRORS, KINDS
 
 CPU = ROOT / "results" / "cpu"
@@ -61,12 +62,30 @@ def problem_of(result: dict) -> str | None:
         return "there are rows without errors or without peers' times"
     if not header.get("kernels"):
         return "it does not say which kernels were measured: --kernels"
-    return None
+    return serving.problem_of([row for row in result["rows"] if row["kind"] in serving.KINDS])
+
+
+SERVING_HEADER = ("copy_bytes_per_s", "decode_call_us", "verified_sequences", "peers")
+
+
+def with_serving(folder: Path, result: dict) -> dict:
+    """The output of bench/gpu.py together with the rows of bench/decode.py and bench/packs.py, where there are any."""
+    header, rows = dict(result["header"]), list(result["rows"])
+    for name in ("decode", "packs"):
+        path = folder / f"{name}.json"
+        if not path.exists():
+            continue
+        more = json.loads(path.read_text())
+        if more["header"]["gpu"] == header["gpu"]:
+            rows += more["rows"]
+        if name == "decode":
+            header["serving"] = {key: more["header"][key] for key in SERVING_HEADER}
+    return {**result, "header": header, "rows": rows}
 
 
 def record_gpu(folder: Path) -> None:
     source, pictures = folder / "h200.json", sorted((folder / "h200").glob("*.png"))
-    result = json.loads(source.read_text())
+    result = with_serving(folder, json.loads(source.read_text()))
     problem = problem_of(result) or (None if pictures else "there are no pictures: bench/plot_gpu.py draws them")
     if problem:
         sys.exit(f"record_results: {source} was not recorded: {problem}")

@@ -17,6 +17,7 @@ from repo_files import ROOT, repo_files
 sys.path.insert(0, str(ROOT / "bench"))
 import ratios
 import regret
+import serving
 from rows import BACKWARD_LANDMARKS, ERRORS, LANDMARKS, name_of, of_kind
 
 RESULTS = ROOT / "results" / "cpu"
@@ -24,12 +25,17 @@ H200 = ROOT / "results" / "h200"
 BLOCK = re.compile(r"<!-- results: ([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
 NOTHING = "No measurement is recorded yet."
 NO_BACKWARD = "No measurement of the backward is recorded yet."
+NO_SERVING = "No measurement of serving is recorded yet."
 PUBLISHED_MARK = "†"  # after a ratio to a published time
+EARLIER_MARK = "‡"  # after a ratio to a time of another run
 PROFILE = {
     "duration_us": "duration", "tensor_pct": "tensor pipe", "issue_pct": "issue slots", "shared_pct": "shared memory",
     "l1_pct": "L1", "l2_pct": "L2", "dram_pct": "DRAM",
 }  # fmt: skip
-LIBRARIES = {"flashinfer": "FlashInfer", "flash_qla": "FlashQLA", "fla": "FLA"}  # by the first word of a peer's name
+LIBRARIES = {  # by the first word of a peer's name
+    "flashinfer": "FlashInfer", "flash_qla": "FlashQLA", "fla": "FLA", "sglang": "SGLang", "vllm": "vLLM",
+    "transformers": "transformers",
+}  # fmt: skip
 OPS = {"fwd": "forward", "bwd": "backward", "train": "forward+backward", "rec": "recurrent"}
 
 
@@ -134,12 +140,12 @@ def accuracy() -> str:
 
 
 def load_h200() -> dict | None:
-    """The record, its rows joined with the peers' times."""
+    """The record, with the peers' times in its rows: those of the forward and the backward, and those of serving."""
     record = H200 / "record.json"
     if not record.exists():
         return None
     result = json.loads(record.read_text())
-    return result | {"rows": ratios.with_peers(result)}
+    return result | {"rows": ratios.with_peers(result), "serving": serving.with_peers(result)}
 
 
 def three_digits(ms: float) -> str:
@@ -200,6 +206,27 @@ def peer_names(rows: list[dict]) -> list[str]:
 
 
 LEGEND = f"{PUBLISHED_MARK}: over a time that FlashQLA published. We measured all other peer times."
+EARLIER_LEGEND = f"{EARLIER_MARK}: over a time that we measured in an earlier run, all others in the same run."
+
+
+def libraries_of(rows: list[dict]) -> str:
+    *others, last = dict.fromkeys(LIBRARIES[peer.split()[0]] for peer in peer_names(rows))
+    return f"the fastest of {', '.join(others)} and {last}" if others else last
+
+
+def serving_headline(rows: list[dict]) -> list[list[str]]:
+    cells = []
+    for name, members in serving.groups_of(rows).items():
+        if found := serving.summary(members):
+            worst = found["worst"]
+            cells.append([
+                f"H200, {name}, over {libraries_of([row for row in members if 'peers' in row])}",
+                f"**{found['geomean']:.2f}×**",
+                f"{serving_speedup(worst)} ({serving.name_of(worst)})",
+                str(found["rows"]),
+                str(found["recorded"]),
+            ])  # fmt: skip
+    return cells
 
 
 def headline() -> str:
@@ -211,14 +238,14 @@ def headline() -> str:
     for kind in ("fwd", "bwd"):
         rows = of_kind(result["rows"], kind)
         if found := ratios.summary(rows):
-            *others, last = dict.fromkeys(LIBRARIES[peer.split()[0]] for peer in peer_names(rows))
             cells.append([
-                f"H200, {OPS[kind]}, over the fastest of {', '.join(others)} and {last}",
+                f"H200, {OPS[kind]}, over {libraries_of(rows)}",
                 f"**{found['geomean']:.2f}×**",
                 f"{speedup(found['worst'])} ({name_of(found['worst'])})",
                 str(found["rows"]),
                 str(found["published"]),
             ])  # fmt: skip
+    cells += serving_headline(result["serving"])
     machines = [result for _, result in load("transformers")]
     rows = [(machine, name, row) for machine in machines for name, row in cpu_rows(machine)]
     if rows:
@@ -231,8 +258,13 @@ def headline() -> str:
             str(len(rows)),
             "0",
         ])  # fmt: skip
-    columns = ["speedup", "geometric mean", "worst row", "rows", f"of these over a published time ({PUBLISHED_MARK})"]
-    return "\n\n".join([table(columns, cells), LEGEND])
+    marks = f"of these over a published time ({PUBLISHED_MARK})"
+    legends = [LEGEND]
+    if result["serving"]:
+        marks = f"of these over a published time ({PUBLISHED_MARK}) or one of an earlier run ({EARLIER_MARK})"
+        legends.append(EARLIER_LEGEND)
+    columns = ["speedup", "geometric mean", "worst row", "rows", marks]
+    return "\n\n".join([table(columns, cells), *legends])
 
 
 def h200_forward() -> str:
@@ -439,11 +471,156 @@ def h200_segments() -> str:
     return "\n\n".join([h200_heading(result["header"]), text, table(columns, cells), *shown])
 
 
+def microseconds(ms: float) -> str:
+    return f"{ms * 1e3:#.3g}" if ms < 0.0995 else f"{ms * 1e3:.0f}"
+
+
+def serving_speedup(row: dict) -> str:
+    """Empty without a peer."""
+    if "speedup" not in row:
+        return ""
+    return f"{row['speedup']:.2f}×{EARLIER_MARK if serving.rests_on_recorded(row) else ''}"
+
+
+def serving_sums(rows: list[dict], names: tuple[str, ...]) -> list[str]:
+    """A line for each group of rows that has peers."""
+    lines = []
+    for name in names:
+        if found := serving.summary(serving.groups_of(rows)[name]):
+            worst = found["worst"]
+            lines.append(
+                f"{name[0].upper()}{name[1:]}, {found['rows']} rows with a peer: geometric mean "
+                f"{found['geomean']:.2f}×, worst {serving_speedup(worst)} ({serving.name_of(worst)}); "
+                f"{found['recorded']} of the ratios are to a time of an earlier run."
+            )
+    return lines
+
+
+def load_serving(*kinds: str) -> tuple[dict, list[dict]] | None:
+    """Header and rows of these kinds; None if the record has none."""
+    result = load_h200()
+    rows = [row for row in result["serving"] if row["kind"] in kinds] if result else []
+    return (result["header"], rows) if rows else None
+
+
+FORMATS = {("float32", "VK"): "fp32", ("bfloat16", "VK"): "bf16", ("float32", "KV"): "fp32 [K, V]"}
+STORES = {"final": "last state", "accept": "accepted state", "none": "outputs only", "steps": "every state"}
+
+
+def main_heads(rows: list[dict]) -> list[dict]:
+    return [row for row in rows if (row["hk"], row["hv"]) == serving.MAIN]
+
+
+def h200_decode() -> str:
+    found = load_serving("decode")
+    if not found:
+        return NO_SERVING
+    header, rows = found
+    copy, calls = header["serving"]["copy_bytes_per_s"], header["serving"]["decode_call_us"]
+    by_key = {(row["batch"], (row["state_dtype"], row["layout"])): row for row in main_heads(rows)}
+    cells = []
+    for batch in serving.BATCHES:
+        line = [str(batch)]
+        for kind in FORMATS:
+            row = by_key[batch, kind]
+            line += [microseconds(row["ms"]), serving_speedup(row), f"{serving.copy_share(row, copy):.0%}"]
+        cells.append(line)
+    columns = [f"{serving.MAIN[0]}/{serving.MAIN[1]} heads, batch"]
+    for name in FORMATS.values():
+        columns += [f"{name}, µs", "speedup", "of copy"]
+    hot = [f"{FORMATS[kind]} {microseconds(by_key[1, kind]['hot_ms'])}" for kind in FORMATS]
+    others = ", ".join(f"{name} {us:.0f}" for name, us in calls.items() if name != "gatedelta")
+    return "\n\n".join([
+        h200_heading(header),
+        *serving_sums(rows, ("decode",)),
+        f"A copy of 2 GiB moves {copy / 1e12:.2f} TB/s, read and written. At batch 1 with slot indices in the L2, µs: "
+        f"{', '.join(hot)}. Host time of an eager call, µs: {calls['gatedelta']:.1f}"
+        + (f" ({others})." if others else "."),
+        table(columns, cells),
+        EARLIER_LEGEND,
+        *picture("decode-16x32", "Decode: the peers' times over ours"),
+    ])  # fmt: skip
+
+
+def h200_verify() -> str:
+    found = load_serving("verify")
+    if not found:
+        return NO_SERVING
+    header, rows = found
+    groups: dict[tuple, dict[int, dict]] = {}
+    for row in main_heads(rows):
+        kind = (row["T"], STORES[row["store"]], FORMATS[row["state_dtype"], row["layout"]])
+        groups.setdefault(kind, {})[row["batch"]] = row
+    cells = []
+    for (tokens, store, name), by_batch in groups.items():
+        line = [f"{tokens} drafts, {store}, {name}"]
+        for batch in serving.VERIFY_BATCHES:
+            line += [microseconds(by_batch[batch]["ms"]), serving_speedup(by_batch[batch])]
+        cells.append(line)
+    columns = [f"{serving.MAIN[0]}/{serving.MAIN[1]} heads"]
+    for batch in serving.VERIFY_BATCHES:
+        columns += [f"batch {batch}, µs", "speedup"]
+    return "\n\n".join([
+        h200_heading(header),
+        *serving_sums(rows, ("verify, one state or none", "verify, every state")),
+        table(columns, cells),
+        EARLIER_LEGEND,
+        *picture("verify-16x32", "Verification: the peers' times over ours"),
+    ])  # fmt: skip
+
+
+def h200_packs() -> str:
+    found = load_serving("pack")
+    if not found:
+        return NO_SERVING
+    header, rows = found
+    cells = [
+        [
+            serving.name_of(row),
+            microseconds(row["ms"]),
+            f"{microseconds(row['best_peer_ms'])} ({serving.best_peer(row)})" if "speedup" in row else "",
+            serving_speedup(row),
+            *(f"{row[error]:.1e}" for error in serving.ERRORS),
+        ]
+        for row in rows
+    ]
+    columns = ["heads, sequences x tokens", "GateDelta, µs", "best peer, µs", "speedup", "error of o"]
+    return "\n\n".join([h200_heading(header), table([*columns, "error of the state"], cells)])
+
+
+def h200_serving_rows() -> str:
+    found = load_serving("decode", "verify")
+    if not found:
+        return NO_SERVING
+    header, every = found
+    parts = [h200_heading(header), EARLIER_LEGEND]
+    for (hk, hv), rows in by_heads(every).items():
+        peers = sorted({name.removesuffix(serving.RECORDED_MARK) for row in rows for name in row.get("peers", ())})
+        cells = []
+        for row in rows:
+            times = {
+                name.removesuffix(serving.RECORDED_MARK): microseconds(ms)
+                + (EARLIER_MARK if name.endswith(serving.RECORDED_MARK) else "")
+                for name, ms in row.get("peers", {}).items()
+            }
+            errors = [f"{row[error]:.1e}" if error in row else "" for error in serving.ERRORS]
+            name = serving.name_of(row).partition(" ")[2]
+            cells.append([name, microseconds(row["ms"]), serving_speedup(row), *errors,
+                          *(times.get(peer, "") for peer in peers)])  # fmt: skip
+        columns = [f"{hk}/{hv} heads, µs", "GateDelta", "speedup", "error of o", "error of the state", *peers]
+        parts += [table(columns, cells)]
+        for kind, what in (("decode", "Decode"), ("verify", "Verification")):
+            parts += picture(f"{kind}-{hk}x{hv}", f"{what}, {hk}/{hv} heads")
+    return "\n\n".join(parts)
+
+
 TABLES = {
     "cpu-speed": cpu_speed, "cpu-isas": cpu_isas, "accuracy": accuracy,
     "headline": headline, "h200-forward": h200_forward, "h200-rows": h200_rows, "h200-profile": h200_profile,
     "h200-backward": h200_backward, "h200-backward-rows": h200_backward_rows, "h200-segments": h200_segments,
     "h200-accuracy": h200_accuracy, "h200-gradients": h200_gradients, "h200-long": h200_long,
+    "h200-decode": h200_decode, "h200-verify": h200_verify, "h200-packs": h200_packs,
+    "h200-serving-rows": h200_serving_rows,
 }  # fmt: skip
 
 

@@ -560,6 +560,22 @@ def test_serving_bars(bench):
     assert {what for what, passed in bad.items() if passed} == {"T = 4 over T = 1, float32, batch 32 and more"}
 
 
+def test_plots_of_serving(run_python, root, tmp_path):
+    pytest.importorskip("matplotlib")
+    results, folder = tmp_path / "decode.json", tmp_path / "pictures"
+    header = {"gpu": "NVIDIA H200", "torch": "2.11", "gatedelta": "0.1.0"}
+    rows = [serving_row(batch, peers={"fla 0.6.0": 0.003, "sglang packed decode": 1.0}) for batch in (1, 8)]
+    rows += [serving_row(batch, 4) for batch in (1, 8)]
+    results.write_text(json.dumps({"header": header, "rows": rows}))
+    script = str(root / "bench" / "plot_serving.py")
+    run_python(script, str(results), str(folder))
+    assert {path.name for path in folder.iterdir()} == {"decode-16x32.png", "verify-16x32.png"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
+    results.write_text(json.dumps({"header": header | {"gpu": "NVIDIA H100"}, "rows": rows[2:]}))
+    refused = run_python(script, str(results), str(folder), check=False)
+    assert refused.returncode == 2 and "no peer's time for any row" in refused.stderr
+
+
 def test_slots_of_a_chain(bench):
     torch = pytest.importorskip("torch")
     import chain

@@ -273,7 +273,37 @@ def bench_folder(tmp_path) -> Path:
     (folder / "h200.json").write_text(json.dumps({"header": header, "rows": rows}))
     for name in ("overview", "2x8", "backward-overview", "backward-2x4"):
         (folder / "h200" / f"{name}.png").write_bytes(b"\x89PNG")
+    write_serving(folder, header)
     return folder
+
+
+def write_serving(folder: Path, header: dict) -> None:
+    """1.25 times as fast as the best recorded peer, and half as fast as a peer of the same run in one row. Packs, which
+    have no recorded peers, are twice as fast."""
+    import serving
+
+    _, recorded = serving.load_recorded()
+    rows = []
+    for row in serving.decode_rows() + serving.verify_rows():
+        times = recorded.get(serving.key(row), {"": 0.1})
+        result = row | {"ms": min(times.values()) / 1.25, "err_o": 1.7e-3}
+        if row["store"] != "none":
+            result["err_state"] = 6e-8
+        if row["kind"] == "decode" and row["batch"] == 1:
+            result["hot_ms"] = result["ms"] * 0.9
+        if serving.name_of(row) == "2/8 8 x 4 final float32 VK":
+            result["peers"] = {"fla 0.6.0": result["ms"] / 2}
+        rows.append(result)
+    header = {name: header[name] for name in ("gpu", "date", "commit")}
+    calls = {"gatedelta": 10.5, "fla 0.6.0": 110.0}
+    more = {"copy_bytes_per_s": 4.25e12, "decode_call_us": calls, "verified_sequences": 4, "peers": {"fla": "0.6.0"}}
+    (folder / "decode.json").write_text(json.dumps({"header": header | more, "rows": rows}))
+    packs = [
+        {name: x for name, x in row.items() if name != "lengths"}
+        | {"ms": 0.1, "err_o": 3e-3, "err_state": 2e-3, "peers": {"flashinfer 0.7.2": 0.2}}
+        for row in serving.pack_rows()
+    ]
+    (folder / "packs.json").write_text(json.dumps({"header": header, "rows": packs}))
 
 
 def change(folder: Path, edit) -> None:
@@ -340,9 +370,58 @@ def test_gpu_record_is_a_line_per_row(results, bench_folder):
 
     record_results.record_gpu(bench_folder)
     lines = (results / "record.json").read_text().splitlines()
-    assert json.loads("\n".join(lines)) == json.loads((bench_folder / "h200.json").read_text())
+    merged = json.loads("\n".join(lines))
+    alone = json.loads((bench_folder / "h200.json").read_text())
+    assert merged["header"] == alone["header"] | {"serving": merged["header"]["serving"]}
+    assert merged["rows"][: 171 + 32] == alone["rows"] and merged["header"]["serving"]["peers"] == {"fla": "0.6.0"}
     rows = [json.loads(line.rstrip(",")) for line in lines if line.startswith('  {"kind": ')]
-    assert len(rows) == 171 + 32 and not any({"peers", "speedup"} & row.keys() for row in rows)
+    assert len(rows) == 171 + 32 + 384 + 6 and not any("speedup" in row for row in rows)
+    assert not any("peers" in row for row in rows[: 171 + 32])
+
+
+def test_gpu_record_of_serving(results, bench_folder):
+    import record_results
+    import render_results
+
+    names = ("h200-decode", "h200-verify", "h200-packs", "h200-serving-rows")
+    blocks = [render_results.TABLES[name] for name in names]
+    assert {block() for block in blocks} == {render_results.NO_SERVING}
+    record_results.record_gpu(bench_folder)
+    decode, verify, packs, rows = (block() for block in blocks)
+    assert "Decode, 210 rows with a peer: geometric mean 1.25×, worst 1.25×‡" in decode
+    assert "| 1 | 2.70 | 1.25×‡ | 37% | 2.48 | 1.25×‡ | 20% | 3.24 | 1.25×‡ | 31% |" in decode
+    assert "µs: fp32 2.43, bf16 2.23, fp32 [K, V] 2.91. Host time of an eager call, µs: 10.5 (fla 0.6.0 110)." in decode
+    assert "Verify, one state or none, 100 rows with a peer: geometric mean 1.24×, worst 0.50× (2/8 8 x 4" in verify
+    assert "| 2 drafts, accepted state, fp32 | 80.0 |  |" in verify
+    assert "| 16/32 64 x 1 | 100 | 200 (flashinfer 0.7.2) | 2.00× | 3.0e-03 | 2.0e-03 |" in packs
+    assert rows.count("\n| ") == 384 + 2 * 7 and "| 1 float32 VK | 2.70 | 1.25×‡ | 1.7e-03 | 6.0e-08 | 3.38‡ |" in rows
+    headline = render_results.headline()
+    assert "| H200, packs, over FlashInfer | **2.00×** |" in headline and "‡" in headline
+    assert "H200, decode, over the fastest of FLA, FlashInfer, SGLang" in headline
+
+
+@pytest.mark.parametrize(
+    "name, edit, reason",
+    [
+        ("decode", lambda result: result["rows"].pop(), "every row of bench"),
+        ("packs", lambda result: result["rows"].pop(), "every row of bench"),
+        ("decode", lambda result: result["header"].update(gpu="NVIDIA H100"), "every row of bench"),
+        ("decode", lambda result: result["rows"][0].pop("err_state"), "without errors"),
+    ],
+)
+def test_gpu_record_of_serving_is_refused(results, bench_folder, name, edit, reason):
+    import record_results
+
+    path = bench_folder / f"{name}.json"
+    result = json.loads(path.read_text())
+    edit(result)
+    path.write_text(json.dumps(result))
+    with pytest.raises(SystemExit, match=reason):
+        record_results.record_gpu(bench_folder)
+    path.unlink()
+    with pytest.raises(SystemExit, match="every row of bench"):
+        record_results.record_gpu(bench_folder)
+    assert not results.exists()
 
 
 def test_gpu_records_are_appended_to_the_history(results, bench_folder):
@@ -367,6 +446,8 @@ def test_gpu_records_are_appended_to_the_history(results, bench_folder):
         "sm_clock_max_mhz": "1980", "peers": history.peers_digest(), "forward": f"{2 * 0.25 ** (1 / 171):.4f}",
         "forward_full": "2.0000", "backward": f"{2 * 0.25 ** (1 / 32):.4f}", "forward_worst": "0.5000",
         "forward_worst_row": "2/8 1x2048", "backward_worst": "0.5000", "backward_worst_row": "2/4 8k_2seq",
+        "decode": "1.2500", "verify_every": "1.2500", "verify": "1.2386", "packs": "2.0000", "serving_worst": "0.5000",
+        "serving_worst_row": "2/8 8 x 4 final float32 VK",
     } | {name: first[name] for name in history.LANDMARKS}  # fmt: skip
     assert first["16/64 8192x4"] == "0.3706" and second["16/64 8192x4"] == "0.7412"
     assert second["commit"] == "f" * 10 and second["forward_full"] == "1.0000"
@@ -380,7 +461,7 @@ def test_history_ends_with_the_record():
     lines = history.read(record_results.H200 / "history.csv")
     assert {line["peers"] for line in lines} == {history.peers_digest()}
     last = history.line_of(json.loads((record_results.H200 / "record.json").read_text()))
-    assert lines[-1] == {name: str(value) for name, value in last.items()}
+    assert lines[-1] == {name: str(last.get(name, "")) for name in history.COLUMNS}
 
 
 def test_history_can_be_computed_again():
