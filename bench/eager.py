@@ -1,9 +1,10 @@
-"""Splits the host time of one eager call into layers, in microseconds.
+"""Splits the host time of one eager call into layers, in microseconds: of a chunked call, and of a decode step.
 
-On a GPU the call is that of eager_call_us in bench/gpu.py. On the CPU it is the smallest call possible, so that little
-of it is arithmetic. Each layer is timed on its own, the lower ones through the C ABI with memory allocated beforehand;
-the cost of a step between two layers is their difference. On CUDA only host time counts: batches are too short to fill
-the launch queue, and the synchronisation between them is not timed.
+On a GPU the chunked call is that of eager_call_us in bench/gpu.py, and the step is one of 8 sequences in a pool. On the
+CPU they are the smallest calls possible, so that little of them is arithmetic. Each layer is timed on its own, the
+lower ones through the C ABI with memory allocated beforehand; the cost of a step between two layers is their
+difference. On CUDA only host time counts: batches are too short to fill the launch queue, and the synchronisation
+between them is not timed.
 
 Usage: python bench/eager.py [--device cpu] [--batches 50]
 """
@@ -20,7 +21,7 @@ import segments
 import torch
 from gatedelta import _lib
 from gatedelta import torch as gd
-from gatedelta.torch import _ops
+from gatedelta.torch import _direct, _ops
 
 
 def make_inputs(device: str) -> dict[str, torch.Tensor]:
@@ -92,6 +93,104 @@ def layers(device: str, batches: int) -> dict[str, float]:
     return found
 
 
+def make_step(device: str) -> dict[str, torch.Tensor]:
+    """A decode step as engines take it: states of a pool, updated in place, and gates made from raw ones."""
+    rows, key_heads, heads, size = (8, 4, 8, 128) if device == "cuda" else (1, 1, 2, 16)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    with torch.device(device):
+        q, v = torch.randn(rows, 1, key_heads, size, dtype=dtype), torch.randn(rows, 1, heads, size, dtype=dtype)
+        gates, slots = torch.randn(rows, 1, heads, dtype=dtype), torch.arange(rows, dtype=torch.int32)
+        return {
+            "q": q, "k": q.clone(), "v": v, "g": gates, "beta": gates.clone(), "A_log": torch.zeros(heads),
+            "dt_bias": torch.zeros(heads), "initial_state": torch.zeros(2 * rows, heads, size, size),
+            "initial_indices": slots, "o": torch.empty_like(v),
+        }  # fmt: skip
+
+
+def step_args(step: dict[str, torch.Tensor], workspace: torch.Tensor) -> _lib.RecurrentArgs:
+    args = _lib.RecurrentArgs()
+    for name, tensor in step.items():
+        setattr(args if name == "o" else args.inputs, name, segments.describe(tensor, name))
+    args.final_state, args.final_indices = args.inputs.initial_state, args.inputs.initial_indices
+    args.inputs.gate, args.inputs.beta_kind, args.inputs.l2norm = _lib.GATE_RAW, _lib.BETA_LOGIT, 1
+    if workspace.is_cuda:
+        args.exec.device, args.exec.device_index = segments.CUDA, torch.cuda.current_device()
+        args.exec.stream = torch.cuda.current_stream().cuda_stream
+    else:
+        args.exec.num_threads = 1
+        args.exec.workspace, args.exec.workspace_bytes = workspace.data_ptr(), workspace.numel()
+    return args
+
+
+def step_layers(device: str, batches: int) -> dict[str, float]:
+    step = make_step(device)
+    q, k, v, g, beta, a_log, dt_bias, pool, slots, out = step.values()
+    options = _ops.GATE_RAW | _ops.BETA_LOGIT | _ops.L2NORM
+    workspace = torch.empty(1 << 16, dtype=torch.uint8, device=device)
+    library = _lib.library()
+    args = step_args(step, workspace)
+    no_rows = step_args({n: x[:0] if x.dim() != 1 or n == "initial_indices" else x for n, x in step.items()}, workspace)
+    references = byref(args), byref(no_rows)
+    for reference in references:
+        _lib.check(library.gd_recurrent(reference))
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def us(call: Callable[[], object]) -> float:
+        return gpu.host_us(call, batches, synchronize)
+
+    def function(**more: object) -> object:
+        return gd.fused_recurrent_gated_delta_rule(
+            q, k, v, g, beta=beta, initial_state=pool, final_state=pool, initial_state_indices=slots,
+            final_state_indices=slots, use_gate_in_kernel=True, A_log=a_log, dt_bias=dt_bias,
+            use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True, **more,
+        )  # fmt: skip
+
+    def direct() -> object:
+        return _direct.recurrent(
+            q, k, v, g, None, None, beta, None, pool, False, True, True, a_log, dt_bias, True, False, False, None, None,
+            True, out, slots, pool, slots, None, None, None,
+        )  # fmt: skip
+
+    states, a_row = pool[: q.shape[0]], torch.empty_like(out)
+    return {
+        "function": us(lambda: function(out=out)),
+        "function, new o": us(function),
+        "function, new o and states": us(
+            lambda: gd.fused_recurrent_gated_delta_rule(
+                q, k, v, g, beta=beta, initial_state=states, output_final_state=True
+            )
+        ),
+        "direct": us(direct),
+        "operator": us(
+            lambda: _ops.recurrent_out(
+                q, k, v, g, beta, options, None, None, None, a_log, dt_bias, slots, out, pool, slots, True, None, None,
+                None,
+            )
+        ),
+        "gd_recurrent": us(lambda: library.gd_recurrent(references[0])),
+        "gd_recurrent of no rows": us(lambda: library.gd_recurrent(references[1])),
+        "ctypes": us(lambda: library.gd_status_name(0)),
+        "torch.add": us(lambda: torch.add(out, out, out=a_row)),
+    }  # fmt: skip
+
+
+def report_step(found: dict[str, float]) -> None:
+    call, ctypes = found["gd_recurrent"], found["ctypes"]
+    rows = {
+        "fused_recurrent_gated_delta_rule, in a pool": found["function"],
+        "  Python, to the binding": found["function"] - found["direct"],
+        "  the binding": found["direct"] - (call - ctypes),
+        "  gd_recurrent": call - ctypes,
+        "    launch, or arithmetic": call - found["gd_recurrent of no rows"],
+        "fused_recurrent_gated_delta_rule, with a new o": found["function, new o"],
+        "fused_recurrent_gated_delta_rule, new o and states": found["function, new o and states"],
+        "the operator, in a pool": found["operator"],
+        "torch.add(x, x, out=y)": found["torch.add"],
+    }
+    for name, us in rows.items():
+        print(f"{name:52} {us:7.2f}")
+
+
 def report(found: dict[str, float]) -> None:
     function, operator, ctypes = found["function"], found["operator"], found["ctypes"]
     query, forward = (found[name] - ctypes for name in ("query", "forward"))
@@ -120,9 +219,11 @@ def main() -> None:
     options = parser.parse_args()
     with torch.no_grad():
         found = layers(options.device, options.batches)
+        step = step_layers(options.device, options.batches)
     batches = f"{options.batches} batches of {chain.EAGER_CALLS} calls"
     print(f"host time of an eager call on {options.device}, us: median of {batches}")
     report(found)
+    report_step(step)
 
 
 if __name__ == "__main__":

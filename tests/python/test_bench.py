@@ -373,6 +373,7 @@ def test_eager_layers(run_python, root):
     rows = {line[:52].strip(): float(line[52:]) for line in report.splitlines()[1:]}
     assert rows["chunk_gated_delta_rule"] > rows["gd_forward"] > 0
     assert {"gd_forward_workspace", "Python, to the operator"} <= rows.keys()
+    assert rows["fused_recurrent_gated_delta_rule, in a pool"] > rows["gd_recurrent"] > 0
 
 
 def test_segments_shapes(bench):

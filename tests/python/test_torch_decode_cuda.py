@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 import gatedelta  # noqa: E402
 from gatedelta import _lib  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
+from gatedelta.torch import _direct  # noqa: E402
 from torch.utils._triton import has_triton  # noqa: E402
 from truth import Case, compare, describe, tolerance  # noqa: E402
 
@@ -238,6 +239,38 @@ def test_graph_reads_slots_and_tokens_anew():
     out.fill_(float("nan"))
     graph.replay()
     assert torch.equal(out, want) and torch.equal(pool, want_pool) and not out[1].any()
+
+
+@pytest.mark.parametrize("side_stream", [False, True])
+def test_the_operator_and_the_way_past_it_agree(side_stream, monkeypatch):
+    inputs = on_gpu(Case("B=4 T=1 Hk=1 Hv=2 K=128 V=128 dtype=bf16 layout=vk gate=raw beta=logit l2norm=1"))
+    slots = torch.tensor([3, 1, -1, 0], device="cuda")
+    calls, past_it = [], _direct.recurrent
+
+    def counting(*arguments):
+        calls.append(past_it(*arguments))
+        return calls[-1]
+
+    def decode():
+        pool = torch.full((9, 2, 128, 128), 0.25, device="cuda")
+        o, _ = gd.fused_recurrent_gated_delta_rule(
+            **{n: x for n, x in inputs.items() if n != "initial_state"}, initial_state=pool, final_state=pool,
+            initial_state_indices=slots, final_state_indices=slots,
+        )  # fmt: skip
+        return o, pool, *gd.fused_recurrent_gated_delta_rule(**inputs, output_final_state=True)
+
+    monkeypatch.setattr(_direct, "recurrent", None)
+    want = decode()
+    torch.cuda.synchronize()
+    monkeypatch.setattr(_direct, "recurrent", counting)
+    stream = torch.cuda.Stream() if side_stream else torch.cuda.current_stream()
+    with torch.cuda.stream(stream):
+        if side_stream:
+            torch.cuda._sleep(20_000_000)  # a step on another stream would run before its inputs are there
+        got = decode()
+    torch.cuda.synchronize()
+    assert len(calls) == 2 and None not in calls
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_refusals():
