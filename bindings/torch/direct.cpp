@@ -11,6 +11,10 @@ namespace gatedelta::binding {
 
 namespace {
 
+// Structs of object pointers stand for Python's argument arrays.
+template <class Fields>
+constexpr size_t kFields = sizeof(Fields) / sizeof(void*);
+
 // What Python passes once, in this order (gatedelta/torch/_direct.py).
 struct Helpers {
   PyObject *none, *yes, *no, *zero;
@@ -236,7 +240,7 @@ class Step {
 
 PyObject* recurrent(PyObject*, PyObject* const* arguments, std::ptrdiff_t count) {
   try {
-    if (count == sizeof(Given) / sizeof(PyObject*) && torch_is_plain()) {
+    if (count == kFields<Given> && torch_is_plain()) {
       Given from;
       std::memcpy(&from, arguments, sizeof from);
       if (Step step(from); step.run()) return step.result();
@@ -263,7 +267,7 @@ extern "C" [[gnu::visibility("default")]] PyObject* gatedelta_make_direct_recurr
   static PyMethodDef method = {"recurrent", recurrent, METH_FASTCALL, nullptr};
   dlpack = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(exchange_api, "dlpack_exchange_api"));
   if (!dlpack || dlpack->major != 1 || !dlpack->dltensor_from_py_object_no_sync) return nullptr;
-  PyObject* objects[sizeof(Helpers) / sizeof(PyObject*)];
+  PyObject* objects[kFields<Helpers>];
   std::ptrdiff_t i = 0;
   for (PyObject*& object : objects) {
     object = PyTuple_GetItem(tuple, i++);
