@@ -209,6 +209,75 @@ typedef struct gd_recurrent_args {
   uint64_t reserved[4];
 } gd_recurrent_args;
 
+/* Causal depthwise convolution, what precedes the rule in a layer. Per channel, with W taps:
+ *     y_t = act(bias + sum over i < W of weight[i] x_{t - W + 1 + i})
+ * The inputs before a sequence's first one are those its state holds (without a state 0). A state [D, S] holds the last
+ * S inputs of a sequence, the newest in column S - 1, whether or not there were as many (0 where there were not). */
+typedef enum gd_conv1d_activation {
+  GD_CONV1D_LINEAR = 0, /* act(z) = z */
+  GD_CONV1D_SILU = 1    /* act(z) = z * sigmoid(z) */
+} gd_conv1d_activation;
+
+/* The inputs of the convolution and of its backward. N = number of sequences: B, or cu_seqlens' length - 1. Strides of
+ * all tensors but indices are free. */
+typedef struct gd_conv1d_inputs {
+  gd_tensor x;               /* [B, T, D]  bf16, fp16 or fp32; fast where channels or tokens are contiguous */
+  gd_tensor weight;          /* [D, W]     bf16, fp16 or fp32; W from 2 to 4 */
+  gd_tensor bias;            /* [D]        optional (absent = 0) */
+  gd_tensor cu_seqlens;      /* [N + 1]    int32 or int64, optional: packed sequences, then B = 1 */
+  gd_tensor initial_state;   /* [N, D, S]  optional (absent = 0), S >= W - 1; a pool [slots, D, S] with indices */
+  gd_tensor initial_indices; /* [N]        optional: slot a sequence starts from; below first_slot: it starts from zero,
+                                or is a padded row (see final_indices) */
+  int64_t first_slot; /* slots below it are nobody, in every index tensor of the call: 0, or 1 where slot 0 is not
+                         used. Indices may be negative in any case */
+  int32_t activation; /* gd_conv1d_activation */
+  int32_t reserved_flags;
+  uint64_t reserved[4];
+} gd_conv1d_inputs;
+
+/* Prefill, decode and draft windows: any number of tokens. */
+typedef struct gd_conv1d_args {
+  size_t struct_size;
+  gd_exec exec;
+  gd_conv1d_inputs in;
+  gd_tensor y;             /* [B, T, D]  optional: absent = only states are written. 0 for tokens of no
+                              sequence */
+  gd_tensor final_state;   /* [N, D, S]  optional; may be the very tensor initial_state is (in place). Its S need
+                              not be that of initial_state */
+  gd_tensor final_indices; /* [N]        optional: slot each final state goes to, below first_slot = not stored.
+                              A sequence without a slot in both initial_indices and final_indices is a padded
+                              row: it is not read, its rows of y are 0 and no state of it is stored */
+  gd_tensor previous_accept_lengths; /* [N]        optional int32 or int64, with initial_state: states of draft windows.
+                                        Such a state holds, from column 0 on, the W - 2 inputs before a window and then
+                                        all tokens of it, of which the first a = previous_accept_lengths[n] count, from
+                                        1 to S - W + 2: the sequence goes on after column W - 3 + a. final_state gets
+                                        this window in the same way, S >= W - 2 + its tokens; its other columns stay. An
+                                        empty sequence's state is copied as it is. The state of a prefill is one of
+                                        W - 1 columns, with a = 1 */
+  gd_tensor step_states;             /* [B, T, D, W - 1] optional: the last W - 1 inputs after each token; left alone in
+                                        padded rows and for tokens of no sequence */
+  uint64_t reserved[4];
+} gd_conv1d_args;
+
+/* Backward of the convolution. Each gradient is optional (absent = not wanted); y is computed again. */
+typedef struct gd_conv1d_backward_args {
+  size_t struct_size;
+  gd_exec exec;
+  gd_conv1d_inputs in;
+  gd_tensor d_y;             /* [B, T, D]  gradient of y */
+  gd_tensor d_final_state;   /* [N, D, S]  optional: gradient of the final state (absent = 0), never a pool */
+  gd_tensor dx;              /* [B, T, D] */
+  gd_tensor dweight;         /* [D, W] */
+  gd_tensor dbias;           /* [D]        also without a bias */
+  gd_tensor d_initial_state; /* [N, D, S]  never a pool: one entry per sequence; S is that of initial_state */
+  uint64_t reserved[4];
+} gd_conv1d_backward_args;
+
+GD_API gd_status gd_conv1d(const gd_conv1d_args* args);
+GD_API gd_status gd_conv1d_workspace(const gd_conv1d_args* args, size_t* bytes);
+GD_API gd_status gd_conv1d_backward(const gd_conv1d_backward_args* args);
+GD_API gd_status gd_conv1d_backward_workspace(const gd_conv1d_backward_args* args, size_t* bytes);
+
 GD_API gd_status gd_forward(const gd_forward_args* args);
 GD_API gd_status gd_forward_workspace(const gd_forward_args* args, size_t* bytes);
 GD_API gd_status gd_forward_saved_size(const gd_forward_args* args, size_t* bytes);
@@ -303,6 +372,8 @@ constexpr Struct gd_initial() {
 /* gd_forward_args args = GD_FORWARD_ARGS_INIT; */
 #define GD_FORWARD_ARGS_INIT GD_INITIAL(gd_forward_args)
 #define GD_BACKWARD_ARGS_INIT GD_INITIAL(gd_backward_args)
+#define GD_CONV1D_ARGS_INIT GD_INITIAL(gd_conv1d_args)
+#define GD_CONV1D_BACKWARD_ARGS_INIT GD_INITIAL(gd_conv1d_backward_args)
 #define GD_RECURRENT_ARGS_INIT GD_INITIAL(gd_recurrent_args)
 #define GD_GATED_NORM_ARGS_INIT GD_INITIAL(gd_gated_norm_args)
 #define GD_GATED_NORM_BACKWARD_ARGS_INIT GD_INITIAL(gd_gated_norm_backward_args)

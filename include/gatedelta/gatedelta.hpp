@@ -101,6 +101,12 @@ struct ForwardArgs : gd_forward_args {
 struct BackwardArgs : gd_backward_args {
   BackwardArgs() noexcept : gd_backward_args(GD_BACKWARD_ARGS_INIT) {}
 };
+struct Conv1dArgs : gd_conv1d_args {
+  Conv1dArgs() noexcept : gd_conv1d_args(GD_CONV1D_ARGS_INIT) {}
+};
+struct Conv1dBackwardArgs : gd_conv1d_backward_args {
+  Conv1dBackwardArgs() noexcept : gd_conv1d_backward_args(GD_CONV1D_BACKWARD_ARGS_INIT) {}
+};
 struct RecurrentArgs : gd_recurrent_args {
   RecurrentArgs() noexcept : gd_recurrent_args(GD_RECURRENT_ARGS_INIT) {}
 };
@@ -119,6 +125,16 @@ inline std::size_t workspace_size(const gd_forward_args& args) {
 inline std::size_t workspace_size(const gd_backward_args& args) {
   std::size_t bytes = 0;
   check(gd_backward_workspace(&args, &bytes));
+  return bytes;
+}
+inline std::size_t workspace_size(const gd_conv1d_args& args) {
+  std::size_t bytes = 0;
+  check(gd_conv1d_workspace(&args, &bytes));
+  return bytes;
+}
+inline std::size_t workspace_size(const gd_conv1d_backward_args& args) {
+  std::size_t bytes = 0;
+  check(gd_conv1d_backward_workspace(&args, &bytes));
   return bytes;
 }
 inline std::size_t workspace_size(const gd_recurrent_args& args) {
@@ -145,6 +161,8 @@ inline std::size_t saved_size(const gd_forward_args& args) {
 
 inline void forward(const gd_forward_args& args) { check(gd_forward(&args)); }
 inline void backward(const gd_backward_args& args) { check(gd_backward(&args)); }
+inline void conv1d(const gd_conv1d_args& args) { check(gd_conv1d(&args)); }
+inline void conv1d_backward(const gd_conv1d_backward_args& args) { check(gd_conv1d_backward(&args)); }
 inline void recurrent(const gd_recurrent_args& args) { check(gd_recurrent(&args)); }
 inline void gated_norm(const gd_gated_norm_args& args) { check(gd_gated_norm(&args)); }
 inline void gated_norm_backward(const gd_gated_norm_backward_args& args) { check(gd_gated_norm_backward(&args)); }
@@ -205,6 +223,14 @@ inline void forward(gd_forward_args& args, Workspace& workspace) {
 inline void backward(gd_backward_args& args, Workspace& workspace) {
   attach(args, workspace);
   backward(args);
+}
+inline void conv1d(gd_conv1d_args& args, Workspace& workspace) {
+  attach(args, workspace);
+  conv1d(args);
+}
+inline void conv1d_backward(gd_conv1d_backward_args& args, Workspace& workspace) {
+  attach(args, workspace);
+  conv1d_backward(args);
 }
 inline void recurrent(gd_recurrent_args& args, Workspace& workspace) {
   attach(args, workspace);

@@ -19,6 +19,9 @@ static_assert(std::size(kIsaNames) == GD_ISA_COUNT);
 
 // The backends of each operation. Those of one device are listed from the most specialised to the most general.
 const Backend<ForwardProblem>* const kForwardBackends[] = {&cpu::forward_backend, &cuda::sm90_forward_backend};
+const Backend<Conv1dProblem>* const kConv1dBackends[] = {&cpu::conv1d_backend, &cuda::conv1d_backend};
+const Backend<Conv1dBackwardProblem>* const kConv1dBackwardBackends[] = {&cpu::conv1d_backward_backend,
+                                                                         &cuda::conv1d_backward_backend};
 const Backend<BackwardProblem>* const kBackwardBackends[] = {&cpu::backward_backend, &cuda::sm90_backward_backend};
 const Backend<RecurrentProblem>* const kRecurrentBackends[] = {&cpu::recurrent_backend, &cuda::recurrent_backend};
 const Backend<GatedNormProblem>* const kGatedNormBackends[] = {&cpu::gated_norm_backend, &cuda::gated_norm_backend};
@@ -28,6 +31,9 @@ const Backend<GatedNormBackwardProblem>* const kGatedNormBackwardBackends[] = {&
 }  // namespace
 
 const Operation<ForwardProblem> kForward = {"gd_forward_args", "chunked forward", kForwardBackends};
+const Operation<Conv1dProblem> kConv1d = {"gd_conv1d_args", "convolution", kConv1dBackends};
+const Operation<Conv1dBackwardProblem> kConv1dBackward = {"gd_conv1d_backward_args", "convolution's backward",
+                                                          kConv1dBackwardBackends};
 const Operation<BackwardProblem> kBackward = {"gd_backward_args", "chunked backward", kBackwardBackends};
 const Operation<RecurrentProblem> kRecurrent = {"gd_recurrent_args", "recurrent step", kRecurrentBackends};
 const Operation<GatedNormProblem> kGatedNorm = {"gd_gated_norm_args", "gated norm", kGatedNormBackends};
@@ -56,11 +62,21 @@ using namespace gatedelta;
 using namespace gatedelta::api;
 
 gd_status gd_forward(const gd_forward_args* args) { return run_operation(kForward, args); }
+gd_status gd_conv1d(const gd_conv1d_args* args) { return run_operation(kConv1d, args); }
+gd_status gd_conv1d_backward(const gd_conv1d_backward_args* args) { return run_operation(kConv1dBackward, args); }
 gd_status gd_backward(const gd_backward_args* args) { return run_operation(kBackward, args); }
 gd_status gd_recurrent(const gd_recurrent_args* args) { return run_operation(kRecurrent, args); }
 
 gd_status gd_forward_workspace(const gd_forward_args* args, size_t* bytes) {
   return query_workspace(kForward, args, bytes);
+}
+
+gd_status gd_conv1d_workspace(const gd_conv1d_args* args, size_t* bytes) {
+  return query_workspace(kConv1d, args, bytes);
+}
+
+gd_status gd_conv1d_backward_workspace(const gd_conv1d_backward_args* args, size_t* bytes) {
+  return query_workspace(kConv1dBackward, args, bytes);
 }
 
 gd_status gd_backward_workspace(const gd_backward_args* args, size_t* bytes) {

@@ -24,6 +24,8 @@ extern const Operation<BackwardProblem> kBackward;
 extern const Operation<RecurrentProblem> kRecurrent;
 extern const Operation<GatedNormProblem> kGatedNorm;
 extern const Operation<GatedNormBackwardProblem> kGatedNormBackward;
+extern const Operation<Conv1dProblem> kConv1d;
+extern const Operation<Conv1dBackwardProblem> kConv1dBackward;
 
 // Fields a newer ABI appends are fine as long as they are unused, that is zero.
 template <class Args>

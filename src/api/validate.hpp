@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/conv1d.hpp"
 #include "core/problem.hpp"
 
 namespace gatedelta::api {
@@ -20,15 +21,21 @@ gd_status validate_shapes(const gd_backward_args& args, Stage stage, BackwardPro
 gd_status validate_shapes(const gd_recurrent_args& args, Stage stage, RecurrentProblem& problem);
 gd_status validate_shapes(const gd_gated_norm_args& args, Stage stage, GatedNormProblem& problem);
 gd_status validate_shapes(const gd_gated_norm_backward_args& args, Stage stage, GatedNormBackwardProblem& problem);
+gd_status validate_shapes(const gd_conv1d_args& args, Stage stage, Conv1dProblem& problem);
+gd_status validate_shapes(const gd_conv1d_backward_args& args, Stage stage, Conv1dBackwardProblem& problem);
 
 // Scratch memory of validate_contents: one bit per slot of the largest pool that is written, when slots are given.
 size_t slot_bitmap_bytes(const ForwardProblem& problem);
 size_t slot_bitmap_bytes(const BackwardProblem& problem);
 size_t slot_bitmap_bytes(const RecurrentProblem& problem);
+size_t slot_bitmap_bytes(const Conv1dProblem& problem);
+size_t slot_bitmap_bytes(const Conv1dBackwardProblem& problem);
 
 gd_status validate_contents(const ForwardProblem& problem, uint64_t* bitmap);
 gd_status validate_contents(const BackwardProblem& problem, uint64_t* bitmap);
 gd_status validate_contents(const RecurrentProblem& problem, uint64_t* bitmap);
+gd_status validate_contents(const Conv1dProblem& problem, uint64_t* bitmap);
+gd_status validate_contents(const Conv1dBackwardProblem& problem, uint64_t* bitmap);
 
 // The gated norm has neither offsets nor indices.
 inline size_t slot_bitmap_bytes(const GatedNormProblem&) { return 0; }

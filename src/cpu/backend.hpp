@@ -2,11 +2,14 @@
 #pragma once
 
 #include "core/backend.hpp"
+#include "core/conv1d.hpp"
 
 namespace gatedelta::cpu {
 
 extern const Backend<ForwardProblem> forward_backend;
 extern const Backend<BackwardProblem> backward_backend;
+extern const Backend<Conv1dProblem> conv1d_backend;
+extern const Backend<Conv1dBackwardProblem> conv1d_backward_backend;
 extern const Backend<RecurrentProblem> recurrent_backend;
 extern const Backend<GatedNormProblem> gated_norm_backend;
 extern const Backend<GatedNormBackwardProblem> gated_norm_backward_backend;

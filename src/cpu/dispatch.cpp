@@ -104,6 +104,36 @@ const Backend<BackwardProblem> backward_backend = {
     },
 };
 
+const Backend<Conv1dProblem> conv1d_backend = {
+    GD_CPU,
+    [](const Conv1dProblem&, const gd_exec& exec) { return check_isa(exec); },
+    [](const Conv1dProblem& p, const gd_exec& exec) {
+      const Context context = context_of(exec);
+      return kernels_of(context.isa).conv1d_workspace(p, context);
+    },
+    nullptr,
+    [](const Conv1dProblem& p, const gd_exec& exec, char* workspace) {
+      const Context context = context_of(exec, workspace);
+      kernels_of(context.isa).conv1d(p, context);
+      return Outcome{};
+    },
+};
+
+const Backend<Conv1dBackwardProblem> conv1d_backward_backend = {
+    GD_CPU,
+    [](const Conv1dBackwardProblem&, const gd_exec& exec) { return check_isa(exec); },
+    [](const Conv1dBackwardProblem& p, const gd_exec& exec) {
+      const Context context = context_of(exec);
+      return kernels_of(context.isa).conv1d_backward_workspace(p, context);
+    },
+    nullptr,
+    [](const Conv1dBackwardProblem& p, const gd_exec& exec, char* workspace) {
+      const Context context = context_of(exec, workspace);
+      kernels_of(context.isa).conv1d_backward(p, context);
+      return Outcome{};
+    },
+};
+
 const Backend<RecurrentProblem> recurrent_backend = {
     GD_CPU,
     [](const RecurrentProblem&, const gd_exec& exec) { return check_isa(exec); },

@@ -3,6 +3,8 @@
 #pragma once
 
 #include "cpu/backward.hpp"
+#include "cpu/conv1d.hpp"
+#include "cpu/conv1d_backward.hpp"
 #include "cpu/forward.hpp"
 #include "cpu/gated_norm.hpp"
 #include "cpu/kernels.hpp"
@@ -29,6 +31,10 @@ const Kernels kernels = {
     [](const BackwardProblem& p, const Context& c) {
       with_engine<Backward>(p, c, [](auto&& kernel) { kernel.run(); });
     },
+    [](const Conv1dProblem& p, const Context& c) { return Conv1d(p, c).workspace(); },
+    [](const Conv1dProblem& p, const Context& c) { Conv1d(p, c).run(); },
+    [](const Conv1dBackwardProblem& p, const Context& c) { return Conv1dBackward(p, c).workspace(); },
+    [](const Conv1dBackwardProblem& p, const Context& c) { Conv1dBackward(p, c).run(); },
     [](const RecurrentProblem& p, const Context& c) { return Recurrent(p, c).workspace(); },
     [](const RecurrentProblem& p, const Context& c) { Recurrent(p, c).run(); },
     [](const GatedNormProblem& p, const Context& c) { GatedNormForward(p, c).run(); },

@@ -10,6 +10,10 @@ struct Kernels {
   void (*forward)(const ForwardProblem&, const Context&);
   size_t (*backward_workspace)(const BackwardProblem&, const Context&);
   void (*backward)(const BackwardProblem&, const Context&);
+  size_t (*conv1d_workspace)(const Conv1dProblem&, const Context&);
+  void (*conv1d)(const Conv1dProblem&, const Context&);
+  size_t (*conv1d_backward_workspace)(const Conv1dBackwardProblem&, const Context&);
+  void (*conv1d_backward)(const Conv1dBackwardProblem&, const Context&);
   size_t (*recurrent_workspace)(const RecurrentProblem&, const Context&);
   void (*recurrent)(const RecurrentProblem&, const Context&);
   void (*gated_norm)(const GatedNormProblem&, const Context&);

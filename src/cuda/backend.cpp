@@ -1,6 +1,7 @@
 // The part of the CUDA backend that needs no CUDA: limits, sizes, and in a build without CUDA the refusal to run.
 #include "cuda/backend.hpp"
 
+#include "cuda/conv1d/config.hpp"
 #include "cuda/gated_norm/config.hpp"
 #include "cuda/limits.hpp"
 #include "cuda/workspace/backward.hpp"
@@ -33,6 +34,24 @@ const Backend<BackwardProblem> sm90_backward_backend = {
     },
 };
 
+const Backend<Conv1dProblem> conv1d_backend = {
+    GD_CUDA,
+    [](const Conv1dProblem&, const gd_exec&) { return Outcome{}; },
+    [](const Conv1dProblem&, const gd_exec&) { return size_t{0}; },
+    nullptr,
+    [](const Conv1dProblem& p, const gd_exec& exec, char* workspace) { return conv1d(p, context_of(exec, workspace)); },
+};
+
+const Backend<Conv1dBackwardProblem> conv1d_backward_backend = {
+    GD_CUDA,
+    [](const Conv1dBackwardProblem&, const gd_exec&) { return Outcome{}; },
+    [](const Conv1dBackwardProblem& p, const gd_exec&) { return conv1d_backward_workspace(p); },
+    nullptr,
+    [](const Conv1dBackwardProblem& p, const gd_exec& exec, char* workspace) {
+      return conv1d_backward(p, context_of(exec, workspace));
+    },
+};
+
 const Backend<RecurrentProblem> recurrent_backend = {
     GD_CUDA,
     [](const RecurrentProblem& p, const gd_exec&) { return check_limits(p); },
@@ -62,6 +81,13 @@ const Backend<GatedNormBackwardProblem> gated_norm_backward_backend = {
       return gated_norm_backward(p, context_of(exec, workspace));
     },
 };
+
+Outcome conv1d(const Conv1dProblem&, const Context&) {
+  return refusal(GD_UNSUPPORTED, "there is no convolution on device cuda yet");
+}
+Outcome conv1d_backward(const Conv1dBackwardProblem&, const Context&) {
+  return refusal(GD_UNSUPPORTED, "there is no convolution on device cuda yet");
+}
 
 #if !GD_CUDA_COMPILED
 namespace {

@@ -3,11 +3,14 @@
 #pragma once
 
 #include "core/backend.hpp"
+#include "core/conv1d.hpp"
 
 namespace gatedelta::cuda {
 
 extern const Backend<ForwardProblem> sm90_forward_backend;
 extern const Backend<BackwardProblem> sm90_backward_backend;
+extern const Backend<Conv1dProblem> conv1d_backend;
+extern const Backend<Conv1dBackwardProblem> conv1d_backward_backend;
 extern const Backend<RecurrentProblem> recurrent_backend;
 extern const Backend<GatedNormProblem> gated_norm_backend;
 extern const Backend<GatedNormBackwardProblem> gated_norm_backward_backend;
@@ -25,6 +28,8 @@ struct Context {
 // Launch the kernels on the stream and return: they wait for nothing, allocate nothing and read nothing back.
 Outcome forward(const ForwardProblem&, const Context&);
 Outcome backward(const BackwardProblem&, const Context&);
+Outcome conv1d(const Conv1dProblem&, const Context&);
+Outcome conv1d_backward(const Conv1dBackwardProblem&, const Context&);
 Outcome recurrent(const RecurrentProblem&, const Context&);
 Outcome gated_norm(const GatedNormProblem&, const Context&);
 Outcome gated_norm_backward(const GatedNormBackwardProblem&, const Context&);

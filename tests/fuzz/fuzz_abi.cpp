@@ -75,11 +75,13 @@ class Caller {
     K_ = bytes_.pick<int64_t>({16, 32, 48, 80});
     V_ = bytes_.pick<int64_t>({16, 32, 48, 144});
     float_ = bytes_.pick<int32_t>({GD_F32, GD_BF16, GD_F16});
-    switch (bytes_.next() % 5) {
+    switch (bytes_.next() % 7) {
       case 0: return forward();
       case 1: return backward();
       case 2: return gated_norm();
       case 3: return gated_norm_backward();
+      case 4: return conv1d();
+      case 5: return conv1d_backward();
       default: return recurrent();
     }
   }
@@ -201,6 +203,64 @@ class Caller {
     args.has_eps = bytes_.next() & 1;
     args.eps = args.has_eps || bytes_.rarely() ? 0.25f : 0.0f;
     if (bytes_.rarely()) args.reserved[bytes_.next() % 4] = 1;
+    execution(args);
+  }
+
+  void conv1d() {
+    gatedelta::Conv1dArgs args;
+    conv_inputs(args);
+    if (!bytes_.sometimes()) args.y = tensor({B_, T_, V_}, float_of(), Kind::output);
+    if (bytes_.sometimes()) {
+      if (bytes_.sometimes()) {
+        args.final_state = args.in.initial_state;
+      } else {
+        args.final_state = tensor({sequences_ + 3, V_, bytes_.pick<int64_t>({3, 4, 9})}, float_of(), Kind::output);
+      }
+      if (bytes_.next() & 1) args.final_indices = slots({sequences_});
+    }
+    if (bytes_.sometimes()) args.previous_accept_lengths = indices({sequences_}, 1, 2);
+    if (bytes_.sometimes()) args.step_states = tensor({B_, T_, V_, taps_ - 1}, float_of(), Kind::output);
+    call(args, gd_conv1d_workspace, gd_conv1d);
+    if (accepted_) check_filled(args.y);
+  }
+
+  void conv1d_backward() {
+    gatedelta::Conv1dBackwardArgs args;
+    conv_inputs(args);
+    args.d_y = tensor({B_, T_, V_}, float_of(), Kind::input);
+    if (bytes_.sometimes()) args.d_final_state = tensor({sequences_, V_, 5}, float_of(), Kind::input);
+    if (!bytes_.sometimes()) args.dx = tensor({B_, T_, V_}, float_of(), Kind::output);
+    if (!bytes_.sometimes()) args.dweight = tensor({V_, taps_}, float_of(), Kind::output);
+    if (bytes_.sometimes()) args.dbias = tensor({V_}, float_of(), Kind::output);
+    if (bytes_.sometimes())
+      args.d_initial_state = tensor({sequences_, V_, bytes_.pick<int64_t>({3, 4, 9})}, float_of(), Kind::output);
+    call(args, gd_conv1d_backward_workspace, gd_conv1d_backward);
+    if (!accepted_) return;
+    for (const gd_tensor* t : {&args.dx, &args.dweight, &args.dbias, &args.d_initial_state}) check_filled(*t);
+  }
+
+  // What the convolution and its backward take; V_ is the number of channels.
+  template <class Args>
+  void conv_inputs(Args& args) {
+    gd_conv1d_inputs& in = args.in;
+    const bool packed = bytes_.sometimes();
+    if (packed) B_ = 1;
+    sequences_ = packed ? bytes_.pick<int64_t>({2, 1, 4, 0}) : B_;
+    V_ -= bytes_.next() % 4;
+    taps_ = bytes_.pick<int64_t>({4, 3, 2, 4});
+    in.x = tensor({B_, T_, V_}, float_, Kind::input);
+    in.weight = tensor({V_, taps_}, float_of(), Kind::key);
+    if (bytes_.sometimes()) in.bias = tensor({V_}, float_of(), Kind::input);
+    if (packed) in.cu_seqlens = offsets();
+    if (bytes_.sometimes()) {
+      const bool pool = bytes_.sometimes();
+      in.initial_state =
+          tensor({pool ? sequences_ + 3 : sequences_, V_, bytes_.pick<int64_t>({3, 4, 9})}, float_of(), Kind::input);
+      if (pool) in.initial_indices = slots({sequences_});
+      if (pool) in.first_slot = bytes_.next() & 1;
+    }
+    in.activation = bytes_.rarely() ? bytes_.next() : bytes_.next() & 1;
+    if (bytes_.rarely()) in.reserved[bytes_.next() % 4] = 1;
     execution(args);
   }
 
@@ -435,7 +495,7 @@ class Caller {
 
   Bytes bytes_;
   std::list<Block> blocks_;
-  int64_t B_ = 0, T_ = 0, Hk_ = 0, Hv_ = 0, K_ = 0, V_ = 0, sequences_ = 0;
+  int64_t B_ = 0, T_ = 0, Hk_ = 0, Hv_ = 0, K_ = 0, V_ = 0, taps_ = 0, sequences_ = 0;
   int32_t float_ = GD_F32;
   bool vk_ = false, packed_ = false, accepted_ = false;
   size_t bytes_seed_ = 0;

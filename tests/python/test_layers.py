@@ -21,7 +21,8 @@ ROOMS = {
     # CUDA backend: what the API layer sees, and what needs no CUDA
     "src/cuda/backend.hpp": ["src/core"],
     "src/cuda/backend.cpp": [
-        "src/cuda/backend.hpp", "src/cuda/limits.hpp", "src/cuda/workspace", "src/cuda/gated_norm/config.hpp",
+        "src/cuda/backend.hpp", "src/cuda/limits.hpp", "src/cuda/workspace", "src/cuda/conv1d/config.hpp",
+        "src/cuda/gated_norm/config.hpp",
     ],
     "src/cuda/limits.hpp": ["src/core"],
     "src/cuda/limits.cpp": [
@@ -77,6 +78,8 @@ ROOMS = {
     "src/cuda/gated_norm": [
         "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/decode/numbers.cuh", "src/cuda/gated_norm/config.hpp",
     ],
+    # convolution, for the same devices
+    "src/cuda/conv1d/config.hpp": ["src/core", "src/cuda/host_device.hpp"],
     # callers of the C ABI
     "bindings/torch": [PUBLIC],
     "examples": [PUBLIC],

@@ -17,6 +17,8 @@ bool same_pool(const StateRows& a, const StateRows& b) {
          a.head_stride == b.head_stride;
 }
 
+}  // namespace
+
 gd_status check_offsets(const Sequences& sequences) {
   if (!sequences.offsets) return GD_OK;
   const IndexVector& offsets = sequences.offsets;
@@ -30,6 +32,16 @@ gd_status check_offsets(const Sequences& sequences) {
                    offsets[sequences.count], sequences.tokens);
   return GD_OK;
 }
+
+gd_status check_range(const char* name, const IndexRows& indices, int64_t count, const char* pool, int64_t slots) {
+  if (!indices) return GD_OK;
+  for (int64_t i = 0; i < count; ++i)
+    if (indices[i] >= slots)
+      return invalid("%s[%" PRId64 "] is %" PRId64 ", but %s has %" PRId64 " slots", name, i, indices[i], pool, slots);
+  return GD_OK;
+}
+
+namespace {
 
 // Where an index stands, as messages name it: "step_indices[1, 3]".
 struct IndexPlace {

@@ -132,6 +132,41 @@ AT(gd_gated_norm_backward_args, has_eps, 776);
 AT(gd_gated_norm_backward_args, eps, 780);
 AT(gd_gated_norm_backward_args, reserved, 784);
 
+static_assert(sizeof(gd_conv1d_inputs) == 624);
+AT(gd_conv1d_inputs, x, 0);
+AT(gd_conv1d_inputs, weight, 96);
+AT(gd_conv1d_inputs, bias, 192);
+AT(gd_conv1d_inputs, cu_seqlens, 288);
+AT(gd_conv1d_inputs, initial_state, 384);
+AT(gd_conv1d_inputs, initial_indices, 480);
+AT(gd_conv1d_inputs, first_slot, 576);
+AT(gd_conv1d_inputs, activation, 584);
+AT(gd_conv1d_inputs, reserved_flags, 588);
+AT(gd_conv1d_inputs, reserved, 592);
+
+static_assert(sizeof(gd_conv1d_args) == 1232);
+AT(gd_conv1d_args, struct_size, 0);
+AT(gd_conv1d_args, exec, 8);
+AT(gd_conv1d_args, in, 96);
+AT(gd_conv1d_args, y, 720);
+AT(gd_conv1d_args, final_state, 816);
+AT(gd_conv1d_args, final_indices, 912);
+AT(gd_conv1d_args, previous_accept_lengths, 1008);
+AT(gd_conv1d_args, step_states, 1104);
+AT(gd_conv1d_args, reserved, 1200);
+
+static_assert(sizeof(gd_conv1d_backward_args) == 1328);
+AT(gd_conv1d_backward_args, struct_size, 0);
+AT(gd_conv1d_backward_args, exec, 8);
+AT(gd_conv1d_backward_args, in, 96);
+AT(gd_conv1d_backward_args, d_y, 720);
+AT(gd_conv1d_backward_args, d_final_state, 816);
+AT(gd_conv1d_backward_args, dx, 912);
+AT(gd_conv1d_backward_args, dweight, 1008);
+AT(gd_conv1d_backward_args, dbias, 1104);
+AT(gd_conv1d_backward_args, d_initial_state, 1200);
+AT(gd_conv1d_backward_args, reserved, 1296);
+
 static_assert(sizeof(gd_info) == 80);
 AT(gd_info, struct_size, 0);
 AT(gd_info, abi_version, 8);
@@ -159,6 +194,7 @@ static_assert(GD_BETA_VALUE == 0 && GD_BETA_LOGIT == 1 && GD_BETA_LOGIT_DOUBLED 
 static_assert(GD_STATE_KV == 0 && GD_STATE_VK == 1);
 static_assert(GD_CP_AUTO == 0 && GD_CP_OFF == 1);
 static_assert(GD_NORM_SILU == 0 && GD_NORM_SIGMOID == 1);
+static_assert(GD_CONV1D_LINEAR == 0 && GD_CONV1D_SILU == 1);
 static_assert(GD_MAX_RANK == 5 && GD_CHUNK == 64);
 
 static_assert(std::is_standard_layout_v<gd_forward_args> && std::is_trivially_copyable_v<gd_forward_args>);
@@ -168,17 +204,27 @@ static_assert(std::is_standard_layout_v<gd_gated_norm_args> && std::is_trivially
 static_assert(std::is_standard_layout_v<gd_gated_norm_backward_args> &&
               std::is_trivially_copyable_v<gd_gated_norm_backward_args>);
 
+static_assert(std::is_standard_layout_v<gd_conv1d_args> && std::is_trivially_copyable_v<gd_conv1d_args>);
+static_assert(std::is_standard_layout_v<gd_conv1d_backward_args> &&
+              std::is_trivially_copyable_v<gd_conv1d_backward_args>);
+
 // The same sizes, as the library saw them when it was compiled.
 TEST(Abi, LibraryAgrees) {
   gd_forward_args forward = {};
   gd_backward_args backward = {};
   gd_recurrent_args recurrent = {};
+  gd_conv1d_args conv1d = {};
+  gd_conv1d_backward_args conv1d_backward = {};
   size_t bytes = 0;
   for (const size_t less : {size_t{1}, size_t{0}}) {
     const gd_status expected = less ? GD_ABI_MISMATCH : GD_INVALID_ARGUMENT;  // of the right size, but q is missing
     forward.struct_size = sizeof forward - less;
     backward.struct_size = sizeof backward - less;
     recurrent.struct_size = sizeof recurrent - less;
+    conv1d.struct_size = sizeof conv1d - less;
+    conv1d_backward.struct_size = sizeof conv1d_backward - less;
+    EXPECT_EQ(gd_conv1d_workspace(&conv1d, &bytes), expected) << gd_last_error();
+    EXPECT_EQ(gd_conv1d_backward_workspace(&conv1d_backward, &bytes), expected) << gd_last_error();
     EXPECT_EQ(gd_forward_workspace(&forward, &bytes), expected) << gd_last_error();
     EXPECT_EQ(gd_backward_workspace(&backward, &bytes), expected) << gd_last_error();
     EXPECT_EQ(gd_recurrent_workspace(&recurrent, &bytes), expected) << gd_last_error();
