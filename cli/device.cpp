@@ -119,18 +119,24 @@ std::vector<Gpu> gpus() {
   return found;
 }
 
+std::string refusal(int index, const std::vector<Gpu>& gpus) {
+  if (gpus.empty()) return "there is no CUDA device here";
+  const auto last = static_cast<int>(gpus.size()) - 1;
+  if (index > last) return "there is no such CUDA device, the last is cuda:" + std::to_string(last);
+  const auto& [name, major, minor] = gpus[static_cast<size_t>(index)];
+  if (major >= 8) return "";
+  return name + " has compute capability " + std::to_string(major) + "." + std::to_string(minor) +
+         ", but the library needs 8.0 for recurrent steps and 9.0 for everything else";
+}
+
 Device chosen_device(const Options& options, const std::vector<std::string>& cpu_flags) {
   const std::string text = options.get("--device").value_or("cpu");
   const Device device = parse_device(text);
   if (!device.cuda) return device;
   const gd_info info = get_info();
   if (!info.cuda_compiled) throw UsageError("--device " + text + ": " + kNoCuda);
-  if (info.cuda_devices == 0)
-    throw UsageError("--device " + text + ": there is no CUDA device the library supports (compute capability 9.0)");
-  const size_t count = gpus().size();
-  if (static_cast<size_t>(device.index) >= count) {
-    throw UsageError("--device " + text +
-                     ": there is no such CUDA device, the last is cuda:" + std::to_string(count - 1));
+  if (const std::string reason = refusal(device.index, gpus()); !reason.empty()) {
+    throw UsageError("--device " + text + ": " + reason);
   }
   for (const std::string& flag : cpu_flags) {
     if (options.has(flag)) throw UsageError(flag + " is for the CPU alone");

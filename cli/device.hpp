@@ -16,6 +16,10 @@ struct Gpu {
 };
 std::vector<Gpu> gpus();  // by index
 
+// Why no command can run on this one of the GPUs; "" if some can. Which operations a GPU lacks, the library says
+// itself.
+std::string refusal(int index, const std::vector<Gpu>& gpus);
+
 // --device; the CPU if it is not given. Refuses a device that is not there, and on CUDA the flags named.
 Device chosen_device(const Options& options, const std::vector<std::string>& cpu_flags);
 

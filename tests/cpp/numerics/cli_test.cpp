@@ -8,6 +8,7 @@
 #include <sstream>
 #include <string>
 
+#include "cli/device.hpp"
 #include "cli/timing.hpp"
 
 namespace {
@@ -212,14 +213,24 @@ TEST(Cli, Run) {
 
 TEST(Cli, RefusesCudaWhereThereIsNone) {
   const gd_info info = gatedelta::cli::get_info();
-  if (info.cuda_devices > 0) GTEST_SKIP() << "there is a CUDA device";
-  const std::string reason =
-      info.cuda_compiled ? "there is no CUDA device the library supports" : "this build has no CUDA backend";
+  if (!gatedelta::cli::gpus().empty()) GTEST_SKIP() << "there is a CUDA device";
+  const std::string reason = info.cuda_compiled ? "there is no CUDA device here" : "this build has no CUDA backend";
   for (const std::string command : {"check", "run", "bench"}) {
     expect_refused(command + " --device cuda", "--device cuda: " + reason);
     expect_refused(command + " --device cuda:1 --isa auto", "--device cuda:1: " + reason);
     EXPECT_NE(gatedelta(command + " --help").output.find("--device NAME"), std::string::npos);
   }
+}
+
+TEST(Cli, RefusesCudaDevicesThatNothingRunsOn) {
+  using gatedelta::cli::refusal;
+  const std::vector<gatedelta::cli::Gpu> gpus = {{"T4", 7, 5}, {"A100", 8, 0}, {"H200", 9, 0}};
+  EXPECT_EQ(refusal(0, {}), "there is no CUDA device here");
+  EXPECT_EQ(refusal(3, gpus), "there is no such CUDA device, the last is cuda:2");
+  EXPECT_EQ(refusal(0, gpus),
+            "T4 has compute capability 7.5, but the library needs 8.0 for recurrent steps and 9.0 for "
+            "everything else");
+  EXPECT_EQ(refusal(1, gpus) + refusal(2, gpus), "");  // an A100 decodes
 }
 
 TEST(Cli, Cuda) {
