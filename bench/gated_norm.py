@@ -1,0 +1,116 @@
+"""Times the gated RMSNorm on a GPU against a copy of as many bytes, and against FLA's kernel where it can be imported.
+
+Each time is that of one call in a CUDA graph of many, over buffers that together exceed the L2 cache (of a few tokens
+nothing does: those calls find their rows there, as they do in a layer). The bandwidth of a call is what it must read
+and write over its time; "of copy" divides it by that of torch's copy of as many bytes.
+
+Usage: python bench/gated_norm.py [--tokens 1 64 4096] [--heads 32] [--dim 128] [--dtype bfloat16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import gpu  # noqa: F401  (first: finds the package)
+import torch
+from gatedelta.torch import _norm
+
+CHAIN = 40  # calls in a graph
+POOL_BYTES = 1 << 29  # far more than an L2 cache
+MAX_SETS = 64
+
+
+def call_us(call: Callable[[int], object], sets: int, repeats: int = 15) -> float:
+    """Median time of one of a chain of calls; call(i) uses the i-th set of buffers."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for i in range(min(sets, 3)):
+            call(i)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(CHAIN):
+                call(i % sets)
+        times = []
+        for _ in range(repeats + 2):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / CHAIN)
+    return statistics.median(times[2:])
+
+
+def fla_norm() -> Callable | None:
+    try:
+        from fla.modules.norm.fused_norm_gate import layer_norm_gated_fwd
+    except ImportError:
+        try:
+            from fla.modules.fused_norm_gate import layer_norm_gated_fwd
+        except ImportError:
+            return None
+    return layer_norm_gated_fwd
+
+
+def measure(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> dict[str, tuple[float, int]]:
+    """Time in us and bytes of each."""
+    size = tokens * heads * dim * dtype.itemsize
+    sets = max(1, min(MAX_SETS, POOL_BYTES // size))
+    tensors = [[torch.randn(tokens, heads, dim, device="cuda").to(dtype) for _ in range(5)] for _ in range(sets)]
+    weight = torch.randn(dim, device="cuda", dtype=dtype)
+    found = {}
+
+    def norm(i: int) -> None:
+        x, gate, _, y, _ = tensors[i]
+        _norm._fwd_out(x, gate, weight, 1e-6, 0, y)
+
+    def rounded(i: int) -> None:
+        x, gate, _, y, _ = tensors[i]
+        _norm._fwd_out(x, gate, weight, 1e-6, _norm.ROUND_BEFORE_GATE, y)
+
+    def backward(wanted: int, i: int) -> object:
+        x, gate, dy, _, _ = tensors[i]
+        return _norm._bwd(x, gate, weight, 1e-6, 0, dy, wanted)
+
+    found["forward"] = call_us(norm, sets), 3 * size
+    found["forward, rounded"] = call_us(rounded, sets), 3 * size
+    found["backward"] = call_us(lambda i: backward(0b111, i), sets), 5 * size
+    found["backward without dweight"] = call_us(lambda i: backward(0b011, i), sets), 5 * size
+    found["copy, as forward"] = copy_us(3 * size), 3 * size
+    found["copy, as backward"] = copy_us(5 * size), 5 * size
+    if (theirs := fla_norm()) is not None:
+        rows = [[t.view(-1, dim) for t in group] for group in tensors]
+        found["FLA forward"] = (
+            call_us(lambda i: theirs(rows[i][0], rows[i][1], weight, None, eps=1e-6, is_rms_norm=True), sets),
+            3 * size,
+        )
+    return found
+
+
+def copy_us(moved: int) -> float:
+    """Of a copy that reads and writes this many bytes all together."""
+    count = moved // 2
+    sets = max(1, min(MAX_SETS, POOL_BYTES // count))
+    pairs = [torch.empty(2, count, dtype=torch.uint8, device="cuda") for _ in range(sets)]
+    return call_us(lambda i: pairs[i][1].copy_(pairs[i][0]), sets)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 512, 4096, 16384])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    options = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}: {options.heads} heads of {options.dim}, {options.dtype}")
+    for tokens in options.tokens:
+        found = measure(tokens, options.heads, options.dim, getattr(torch, options.dtype))
+        for name, (us, moved) in found.items():
+            copy = found["copy, as backward" if "backward" in name else "copy, as forward"][0]
+            print(f"{tokens:6} tokens  {name:26} {us:8.2f} us  {moved / us / 1e6:5.2f} TB/s  {copy / us:5.2f} of copy")
+
+
+if __name__ == "__main__":
+    main()
