@@ -143,7 +143,7 @@ record: bench ## benchmark, keep the measurements in results/ and rewrite the ta
 
 record-gpu: ## on a machine with an H200: the GPU's tests, bench-gpu and bench-segments, kept in results/h200
 	tools/require $(BASE) gtest $(gpu_packages)
-	$(call build,test,gatedelta gatedelta_torch gatedelta_testing gpu_forward gpu_backward gpu_recurrent,-DGD_CUDA=ON)
+	$(call build,test,gatedelta gatedelta_torch gatedelta_testing gpu_forward gpu_backward gpu_recurrent gpu_engine,-DGD_CUDA=ON)
 	status=0
 	$(call ctest,test) --label-regex '^gpu$$' || status=1
 	rm -f $(REPORTS)/pytest.xml
@@ -184,14 +184,15 @@ sanitize-gpu: ## on a machine with a GPU: some of its tests under compute-saniti
 	tools/require $(BASE) gtest
 	command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer in PATH: CUDA's toolkit has it"; exit 1; }
 	nvidia-smi -L || { echo "no GPU here: nothing was checked"; exit 1; }
-	$(call build,cuda,gatedelta gpu_forward gpu_backward gpu_recurrent)
-	$(call build,racecheck,gatedelta gpu_forward gpu_backward gpu_recurrent)
+	$(call build,cuda,gatedelta gpu_forward gpu_backward gpu_recurrent gpu_engine)
+	$(call build,racecheck,gatedelta gpu_forward gpu_backward gpu_recurrent gpu_engine)
 	status=0
 	for tool in memcheck initcheck synccheck racecheck; do
 	  folder=build/release/tests/cpp/gpu
 	  if [ $$tool = racecheck ]; then folder=build/racecheck/tests/cpp/gpu; fi
 	  for test in gpu_forward:Forward.Packs:Forward.TwoSegments* gpu_backward:Backward.Packs \
-	    gpu_recurrent:Recurrent.PackedDrafts:Recurrent.Sizes; do
+	    gpu_recurrent:Recurrent.PackedDrafts:Recurrent.Sizes \
+	    gpu_engine:EngineRecurrent.StepsByRows:EngineForward.CheckpointOffsets; do
 	    echo "$$tool $$test"
 	    compute-sanitizer --tool $$tool --error-exitcode 1 $$folder/$${test%%:*} --gtest_brief=1 \
 	      --gtest_filter=$${test#*:} || status=1
@@ -211,12 +212,12 @@ cuda: ## compile the CUDA backend (needs nvcc) and run its tests; those of a GPU
 	  echo "no nvcc here: the CUDA backend was NOT compiled"
 	  exit 0
 	fi
-	$(call build,cuda,gatedelta cuda_host_test gpu_forward gpu_backward gpu_recurrent)
+	$(call build,cuda,gatedelta cuda_host_test gpu_forward gpu_backward gpu_recurrent gpu_engine)
 	mkdir -p $(REPORTS)
 	status=0
 	python3 tools/sass.py build/release/src/libgatedelta.so --json $(REPORTS)/kernels.json \
 	  --compare results/h200/record.json || status=1
-	$(call ctest,cuda) --tests-regex '^(cuda_host_test|gpu_forward|gpu_backward|gpu_recurrent)\.' || status=1
+	$(call ctest,cuda) --tests-regex '^(cuda_host_test|gpu_forward|gpu_backward|gpu_recurrent|gpu_engine)\.' || status=1
 	$(TOTAL) CUDA=$(REPORTS)/cuda.xml || status=1
 	exit $$status
 

@@ -31,6 +31,7 @@ ForwardProblem problem_of(const testing::Case& c) {
   p.in.sequences.tokens = packed ? c.total_tokens() : c.T;
   p.in.sequences.offsets.present = packed;
   p.checkpoint_every = c.every;
+  p.checkpoint_offsets.present = c.offsets;
   p.segment_chunks = c.segment;
   return p;
 }

@@ -169,6 +169,7 @@ const std::vector<Key>& keys() {
       boolean("i64", &Case::i64, "int64 offsets and indices"),
       boolean("strided", &Case::strided, "gaps in every tensor"),
       integer("every", &Case::every, "checkpoint interval in tokens (a multiple of 64)"),
+      boolean("offsets", &Case::offsets, "one checkpoint per sequence, at checkpoint_offsets"),
       integer("segment", &Case::segment, "chunks of a segment, if sequences are to be cut (CUDA)"),
       boolean("accept", &Case::accept, "recurrent: accept lengths"),
       integer("picked", &Case::picked, "recurrent: slots in a sequence's row of initial_indices, of which one is read"),
@@ -241,6 +242,7 @@ void check_case(const Case& c) {
   if (c.inplace && !(c.h0 && c.ht)) refuse("inplace needs h0 and ht");
   if (c.first_slot < 0 || c.picked < 0) refuse("first_slot and picked must not be negative");
   if ((c.first_slot || c.picked) && !(c.pool && c.h0)) refuse("first_slot and picked need pool and h0");
+  if (c.offsets && c.every) refuse("offsets and every are two ways to place checkpoints");
   if (c.steps == StepKind::rows && c.lengths.empty()) refuse("steps=rows needs packed lengths");
   constexpr int64_t limit = int64_t{1} << 34;  // bytes of one tensor: catches slips of the keyboard
   if (c.lengths.size() > 1'000'000) refuse("more than a million sequences");

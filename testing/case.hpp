@@ -69,6 +69,7 @@ struct Case {
   bool i64 = false;                       // int64 offsets and indices instead of int32
   bool strided = false;                   // gaps in every tensor but cu_seqlens, gates stored head first
   int64_t every = 0;                      // checkpoint interval, 0 = none
+  bool offsets = false;                   // one checkpoint per sequence, at checkpoint_offsets
   int64_t segment = 0;                    // chunks of a segment, if sequences are to be cut
   bool accept = false;                    // recurrent: accept lengths
   int64_t picked = 0;                     // recurrent, with a pool: the slot read is one of so many in a row

@@ -92,7 +92,8 @@ struct CallOf<gd_forward_args> {
                        &a.final_state,
                        &a.final_indices,
                        &a.checkpoints,
-                       &a.checkpoint_indices};
+                       &a.checkpoint_indices,
+                       &a.checkpoint_offsets};
   }
 };
 template <>

@@ -67,7 +67,7 @@ bool Buffer::guards_intact() const {
 namespace {
 
 // Streams of the random numbers: one per tensor.
-enum Stream : uint64_t { sQ, sK, sV, sG, sBeta, sA, sBias, sH0, sDo, sDht, sCommon, sLength, sSlots };
+enum Stream : uint64_t { sQ, sK, sV, sG, sBeta, sA, sBias, sH0, sDo, sDht, sCommon, sLength, sSlots, sOffsets };
 
 gd_tensor describe_tensor(gd_dtype dtype, const std::vector<int64_t>& shape, const std::vector<int64_t>& stride) {
   gd_tensor t{};
@@ -239,6 +239,21 @@ Problem::Problem(const Case& c) : spec((check_case(c), c)) {
     if (c.pool) forward.checkpoint_indices = make_indices("checkpoint_indices", place);
     entry(forward.checkpoints).written_slots = named(place);
     forward.checkpoint_every = c.every;
+  }
+  if (c.offsets) {  // of every four sequences one has none; the others anywhere, often after the last whole chunk
+    std::vector<int64_t> offset(N), place(N), written;
+    for (int64_t n = 0; n < N; ++n) {
+      const int64_t chunks = (c.lengths.empty() ? T : c.lengths[n]) / 64;
+      const auto random = static_cast<int64_t>(bits_at(c.seed, sOffsets, uint64_t(n)) % 1024);
+      offset[n] = n % 4 == 3 || chunks == 0 ? (n % 2 ? 0 : -5) : n % 4 == 1 ? 64 * chunks : 64 * (1 + random % chunks);
+      place[n] = !c.pool ? n : n % 4 == 2 ? first - 1 : first + 2 * N - n;
+      const bool padded = c.pool && c.h0 && c.ht && read[n] < first && write[n] < first;
+      if (offset[n] > 0 && place[n] >= first && !padded) written.push_back(place[n]);
+    }
+    forward.checkpoint_offsets = make_indices("checkpoint_offsets", offset);
+    forward.checkpoints = make("checkpoints", Role::pool, c.state, matrix({c.pool ? first + 2 * N + 1 : N}));
+    if (c.pool) forward.checkpoint_indices = make_indices("checkpoint_indices", place);
+    entry(forward.checkpoints).written_slots = written;
   }
 
   backward.d_o = make("d_o", Role::input, c.dtype, {B, T, c.Hv, c.V});

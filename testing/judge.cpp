@@ -173,11 +173,13 @@ Judgement Judge::forward(Compute compute, const std::function<std::string(const 
     const auto spans = sequence_spans(args.in);
     std::vector<int64_t> slots;
     for (size_t n = 0; n < spans.size(); ++n) {
-      for (int64_t i = 0; i < spans[n].length / args.checkpoint_every; ++i) {
+      const bool at_offsets = args.checkpoint_offsets.dtype != GD_DTYPE_NONE;
+      for (int64_t i = 0; i < (at_offsets ? 1 : spans[n].length / args.checkpoint_every); ++i) {
         const auto entry = static_cast<int64_t>(slots.size());
         const int64_t slot =
             args.checkpoint_indices.dtype == GD_DTYPE_NONE ? entry : slot_at(args.in, args.checkpoint_indices, entry);
-        slots.push_back(is_padding(args, int64_t(n)) ? -1 : slot);
+        const bool stored = !at_offsets || index_at(args.checkpoint_offsets, int64_t(n)) > 0;
+        slots.push_back(is_padding(args, int64_t(n)) || !stored ? -1 : slot);
       }
     }
     judge_entries(result, Quantity::checkpoints, compute, args.checkpoints, truth.checkpoints, slots);

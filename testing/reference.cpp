@@ -232,11 +232,13 @@ ForwardTruth reference_forward(const gd_forward_args& args, const ReferenceOptio
   const auto spans = sequence_spans(in);
   const StateShape shape(in);
   const int64_t T = in.q.shape[1], H = shape.heads, V = shape.V, matrix = shape.K * V, group = H / in.q.shape[2];
-  const bool keep = args.checkpoints.dtype != GD_DTYPE_NONE;
+  const bool at_offsets = is_given(args.checkpoint_offsets), keep = is_given(args.checkpoints) && !at_offsets;
 
   std::vector<int64_t> first_checkpoint(spans.size() + 1, 0);
   for (size_t n = 0; n < spans.size(); ++n) {
-    first_checkpoint[n + 1] = first_checkpoint[n] + (keep ? spans[n].length / args.checkpoint_every : 0);
+    first_checkpoint[n + 1] = first_checkpoint[n] + (at_offsets ? 1
+                                                     : keep     ? spans[n].length / args.checkpoint_every
+                                                                : 0);
   }
   ForwardTruth truth;
   truth.o.assign(in.q.shape[0] * T * H * V, 0);
@@ -256,6 +258,7 @@ ForwardTruth reference_forward(const gd_forward_args& args, const ReferenceOptio
         if (keep && (t + 1) % args.checkpoint_every == 0) {
           shape.put(S, truth.checkpoints, first_checkpoint[n] + (t + 1) / args.checkpoint_every - 1, h);
         }
+        if (at_offsets && t + 1 == index_at(args.checkpoint_offsets, n)) shape.put(S, truth.checkpoints, n, h);
       }
       shape.put(S, truth.final_state, n, h);
     }

@@ -19,7 +19,7 @@ struct ReferenceOptions {
 struct ForwardTruth {
   std::vector<double> o;            // [B, T, Hv, V]
   std::vector<double> final_state;  // [N, Hv, ., .], always
-  std::vector<double> checkpoints;  // [C, Hv, ., .] in packed order, if asked for
+  std::vector<double> checkpoints;  // [C, Hv, ., .] in packed order, or [N, Hv, ., .] at offsets, if asked for
 };
 
 struct BackwardTruth {

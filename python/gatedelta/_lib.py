@@ -116,6 +116,7 @@ class ForwardArgs(_Args):
         ("segment_chunks", c_int32),
         ("batch_invariant", c_int32),
         ("reserved_flags", c_int32),
+        ("checkpoint_offsets", Tensor),
         _RESERVED,
     ]
 

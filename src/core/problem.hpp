@@ -52,7 +52,8 @@ struct OutputProblem {
 struct ForwardProblem : OutputProblem {
   StateRows checkpoints;
   int64_t checkpoint_room = 0;   // entries of checkpoints.indices, or of checkpoints
-  int64_t checkpoint_every = 0;  // 0 = none
+  int64_t checkpoint_every = 0;  // tokens from one to the next; 0 = none
+  IndexRows checkpoint_offsets;  // or one per sequence, after so many tokens; 0 or less = none
   SavedBuffer saved;
   bool context_parallel = true;  // sequences may be cut
   bool batch_invariant = false;

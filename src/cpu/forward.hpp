@@ -250,11 +250,14 @@ class Forward {
     E::store_b(state.Sb, dims_.Kp, 0, dims_.Kp, state.S, kPanel);
 
     const int64_t done = (chunk + 1) * C, every = problem_.checkpoint_every;
-    if (every && done <= sequence.length && done % every == 0) {
-      const int64_t entry = shared_->first_checkpoint[n] + done / every - 1;
-      const int64_t slot = problem_.checkpoints.slot(entry);
-      store_state_panel(problem_.checkpoints, slot, head, in_.layout, dims_, p, state.S);
+    if (problem_.checkpoint_offsets) {
+      if (done == problem_.checkpoint_offsets[n]) store_checkpoint(n, head, p, state.S);
+    } else if (every && done <= sequence.length && done % every == 0) {
+      store_checkpoint(shared_->first_checkpoint[n] + done / every - 1, head, p, state.S);
     }
+  }
+  void store_checkpoint(int64_t entry, int64_t head, int p, const float* S) {
+    store_state_panel(problem_.checkpoints, problem_.checkpoints.slot(entry), head, in_.layout, dims_, p, S);
   }
 
   // --- fused ---------------------------------------------------------------------------------------------------------

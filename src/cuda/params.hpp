@@ -23,11 +23,12 @@ struct CallParams {
   float scale;
   StateRows initial, final, checkpoints;
   int64_t checkpoint_every;  // tokens; 0 = none
-  uint8_t* prepared;         // [chunks][value_heads][prepared_bytes]
+  IndexRows checkpoint_offsets;
+  uint8_t* prepared;  // [chunks][value_heads][prepared_bytes]
   int prepared_bytes;
   bool has_saved;             // a backward with the forward's saved results
   int* order;                 // [N] sequences, longest first
-  int64_t* first_checkpoint;  // [N]
+  int64_t* first_checkpoint;  // [N] its number; with checkpoint_offsets, after how many tokens it is
   ChunkDecay* decays;         // [value_heads][chunks]
   CutCost* cuts;              // [kShares][kCutBlocks]
   SavedList* saved_list;      // inside `saved`; null without it

@@ -100,13 +100,16 @@ class Caller {
     args.o = tensor({B_, T_, Hv_, V_}, float_of(), Kind::output);
     final_states(args);
     if (bytes_.sometimes()) {
-      args.checkpoint_every = bytes_.pick<int64_t>({64, 128, 1, 0});
+      const bool at_offsets = bytes_.sometimes();
+      args.checkpoint_every = at_offsets && !bytes_.rarely() ? 0 : bytes_.pick<int64_t>({64, 128, 1, 0});
+      if (at_offsets) args.checkpoint_offsets = chunk_offsets();
       if (bytes_.sometimes()) {
         args.checkpoints = args.final_state;
       } else {
-        args.checkpoints = state(bytes_.pick<int64_t>({6, 1, 3}), Kind::output);
+        args.checkpoints = state(at_offsets ? sequences_ : bytes_.pick<int64_t>({6, 1, 3}), Kind::output);
       }
-      if (bytes_.sometimes()) args.checkpoint_indices = slots({bytes_.pick<int64_t>({6, 1, 3})});
+      if (bytes_.sometimes())
+        args.checkpoint_indices = slots({at_offsets ? sequences_ : bytes_.pick<int64_t>({6, 1, 3})});
     }
     args.context_parallel = bytes_.rarely() ? bytes_.next() - 1 : 0;
     args.segment_chunks = bytes_.rarely() ? bytes_.next() - 1 : 0;
@@ -474,6 +477,16 @@ class Caller {
     return t;
   }
   gd_tensor slots(std::initializer_list<int64_t> shape) { return indices(shape, -1, sequences_ + 2); }
+
+  // Multiples of a chunk, mostly.
+  gd_tensor chunk_offsets() {
+    gd_tensor t = tensor({sequences_}, bytes_.pick<int32_t>({GD_I32, GD_I64}), Kind::output);
+    if (!t.data) return t;
+    const size_t size = bytes_of(t.dtype);
+    for (size_t i = 0; i < blocks_.back().size / size; ++i)
+      write(static_cast<char*>(t.data) + i * size, size, bytes_.pick<int64_t>({0, 64, 0, 128, -1, 0, 64, 65}));
+    return t;
+  }
 
   gd_tensor offsets() {
     gd_tensor t = tensor({sequences_ + 1}, bytes_.pick<int32_t>({GD_I32, GD_I64}), Kind::output);

@@ -76,13 +76,14 @@ Series series_of(const ForwardProblem& p) { return {"checkpoints", p.checkpoints
 Series series_of(const RecurrentProblem& p) { return {"step_states", p.step_states}; }
 
 int64_t series_length(const ForwardProblem& p, int64_t n) {
+  if (p.checkpoint_offsets) return p.checkpoint_offsets[n] > 0 ? 1 : 0;
   return p.checkpoint_every ? p.in.sequences[n].length / p.checkpoint_every : 0;
 }
 int64_t series_length(const RecurrentProblem& p, int64_t n) { return p.in.sequences[n].length; }
 
 // Where the slot of entry i of sequence n stands. `before`: entries of all sequences before.
-IndexPlace series_place(const ForwardProblem&, int64_t, int64_t before, int64_t i) {
-  return {"checkpoint_indices", before + i, -1};
+IndexPlace series_place(const ForwardProblem& p, int64_t n, int64_t before, int64_t i) {
+  return {"checkpoint_indices", p.checkpoint_offsets ? n : before + i, -1};
 }
 IndexPlace series_place(const RecurrentProblem& p, int64_t n, int64_t before, int64_t i) {
   if (p.steps_by_token) return {"step_indices", 0, before + i};
@@ -183,7 +184,7 @@ gd_status check_states(const Problem& p, uint64_t* bitmap) {
 }  // namespace
 
 gd_status check_checkpoint_count(const ForwardProblem& p) {
-  if (!p.checkpoints) return GD_OK;
+  if (!p.checkpoint_every) return GD_OK;
   int64_t entries = 0;
   if (!p.in.sequences.offsets) {
     entries = p.in.sequences.count * (p.in.sequences.tokens / p.checkpoint_every);
@@ -202,6 +203,13 @@ size_t slot_bitmap_bytes(const RecurrentProblem& p) { return bitmap_bytes(p); }
 
 gd_status validate_contents(const ForwardProblem& p, uint64_t* bitmap) {
   GD_TRY(check_offsets(p.in.sequences));
+  for (int64_t n = 0; p.checkpoint_offsets && n < p.in.sequences.count; ++n) {
+    const int64_t offset = p.checkpoint_offsets[n], length = p.in.sequences[n].length;
+    if (!p.is_padding(n) && offset > 0 && (offset % kChunk != 0 || offset > length))
+      return invalid("checkpoint_offsets[%" PRId64 "] is %" PRId64
+                     ", must be a multiple of %d and at most the sequence's %" PRId64 " tokens, or 0",
+                     n, offset, kChunk, length);
+  }
   if (p.in.sequences.offsets) GD_TRY(check_checkpoint_count(p));
   GD_TRY(check_states(p, bitmap));
   // A backward could not tell which parts of `saved` the forward left out.

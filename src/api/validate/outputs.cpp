@@ -60,8 +60,17 @@ gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProbl
 
   if (is_absent(args.checkpoints)) {
     if (!is_absent(args.checkpoint_indices)) return invalid("checkpoint_indices is given without checkpoints");
+    if (!is_absent(args.checkpoint_offsets)) return invalid("checkpoint_offsets is given without checkpoints");
     if (args.checkpoint_every != 0)
       return invalid("checkpoint_every is %" PRId64 ", but there are no checkpoints", args.checkpoint_every);
+  } else if (!is_absent(args.checkpoint_offsets)) {
+    if (args.checkpoint_every != 0)
+      return invalid("checkpoint_every is %" PRId64 ", but checkpoint_offsets says where checkpoints are",
+                     args.checkpoint_every);
+    GD_TRY(check.indices("checkpoint_offsets", args.checkpoint_offsets, per_sequence(in), Role::input,
+                         p.checkpoint_offsets));
+    GD_TRY(check.indexed_states("checkpoints", args.checkpoints, "checkpoint_indices", args.checkpoint_indices,
+                                per_sequence(in), in, Role::output, p.checkpoints));
   } else {
     if (args.checkpoint_every <= 0 || args.checkpoint_every % kChunk != 0)
       return invalid("checkpoint_every is %" PRId64 ", must be a positive multiple of %d", args.checkpoint_every,

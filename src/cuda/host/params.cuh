@@ -34,6 +34,7 @@ inline CallParams call_params(const ForwardProblem& problem, char* workspace, in
   p.final = problem.final;
   p.checkpoints = problem.checkpoints;
   p.checkpoint_every = problem.checkpoint_every;
+  p.checkpoint_offsets = problem.checkpoint_offsets;
   p.prepared = reinterpret_cast<uint8_t*>(base + layout.prepared);
   p.prepared_bytes = prepared_bytes;
   p.decays = reinterpret_cast<ChunkDecay*>(base + layout.decays);

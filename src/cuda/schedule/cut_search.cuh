@@ -29,6 +29,10 @@ GD_DEVICE void sort_sequences(const CallParams& p) {
       total += p.sequences[n].length / p.checkpoint_every;
     }
   }
+  for (int n = threadIdx.x; n < count && p.checkpoint_offsets; n += kThreads) {
+    const int64_t offset = p.checkpoint_offsets[n];
+    p.first_checkpoint[n] = offset > 0 ? offset : 0;
+  }
   if (p.saved_list && !p.has_saved && threadIdx.x == 0) p.saved_list->schedule.count = SavedList::kNone;
   if (p.list != kPlannedList) return;
   for (int i = threadIdx.x; i < p.limits.boundaries; i += kThreads) p.boundary_ready[i] = 0;

@@ -158,7 +158,8 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p, int prepared_byt
   const bool saves = p.saved.present;  // these live in `saved` instead
   w.prepared = take(saves ? 0 : chunk_count * p.in.value_heads * prepared_bytes);
   w.order = take(saves ? 0 : count * int64_t{sizeof(int)});
-  w.first_checkpoint = take(p.checkpoint_every && !saves ? count * int64_t{sizeof(int64_t)} : 0);
+  const bool has_checkpoints = p.checkpoint_every || p.checkpoint_offsets;
+  w.first_checkpoint = take(has_checkpoints && !saves ? count * int64_t{sizeof(int64_t)} : 0);
   w.decays = take(saves ? 0 : chunk_count * p.in.value_heads * int64_t{sizeof(ChunkDecay)});
   w.cuts = take(saves ? 0 : kCutsBytes);
   w.schedule = take(sizeof(Schedule));

@@ -50,7 +50,7 @@ AT(gd_inputs, scale, 980);
 AT(gd_inputs, first_slot, 984);
 AT(gd_inputs, reserved, 992);
 
-static_assert(sizeof(gd_forward_args) == 1664);
+static_assert(sizeof(gd_forward_args) == 1760);
 AT(gd_forward_args, struct_size, 0);
 AT(gd_forward_args, exec, 8);
 AT(gd_forward_args, in, 96);
@@ -66,7 +66,8 @@ AT(gd_forward_args, context_parallel, 1616);
 AT(gd_forward_args, segment_chunks, 1620);
 AT(gd_forward_args, batch_invariant, 1624);
 AT(gd_forward_args, reserved_flags, 1628);
-AT(gd_forward_args, reserved, 1632);
+AT(gd_forward_args, checkpoint_offsets, 1632);
+AT(gd_forward_args, reserved, 1728);
 
 static_assert(sizeof(gd_backward_args) == 2136);
 AT(gd_backward_args, struct_size, 0);

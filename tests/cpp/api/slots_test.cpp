@@ -1,4 +1,5 @@
 // Index tensors: which slots are nobody, strides, and rows of slots from which one is picked.
+#include <bit>
 #include <cstring>
 #include <limits>
 
@@ -138,6 +139,74 @@ TEST(SlotsOfForward, StridesOfWrittenSlots) {
   EXPECT_TRUE(c.invalid("final_indices: stride[0] is 0, must be positive: no slot may be written more than once"));
   c.final_indices = strided(c, {4, 9, 5, 9});
   EXPECT_TRUE(c.invalid("final_indices[1] is 5, but final_state has 5 slots"));
+}
+
+TEST(SlotsOfForward, CheckpointOffsetsWithoutCheckpoints) {
+  ForwardCase c;
+  c.checkpoint_offsets = c.indices({64, 0});
+  EXPECT_TRUE(c.invalid("checkpoint_offsets is given without checkpoints"));
+}
+
+TEST(SlotsOfForward, CheckpointOffsetsOrEvery) {
+  ForwardCase c;
+  c.checkpoints = c.state_output(2);
+  c.checkpoint_offsets = c.indices({64, 0});
+  c.checkpoint_every = 64;
+  EXPECT_TRUE(c.invalid("checkpoint_every is 64, but checkpoint_offsets says where checkpoints are"));
+}
+
+TEST(SlotsOfForward, CheckpointOffsetsShapes) {
+  ForwardCase c;
+  c.checkpoints = c.state_output(3);
+  c.checkpoint_offsets = c.indices({64, 0});
+  EXPECT_TRUE(c.invalid("checkpoints: shape is [3, 4, 16, 32], must be [N, Hv, K, V] = [2, 4, 16, 32]"));
+  c.checkpoint_indices = c.indices({0, 1, 2});
+  EXPECT_TRUE(c.invalid("checkpoint_indices: shape is [3], must be [N] = [2]"));
+  c.checkpoint_indices = c.indices({2, 1});
+  c.checkpoint_offsets = c.indices({64});
+  EXPECT_TRUE(c.invalid("checkpoint_offsets: shape is [1], must be [N] = [2]"));
+  c.checkpoint_offsets = c.input({2});
+  EXPECT_TRUE(c.invalid("checkpoint_offsets: dtype is 1 (float32), must be int32 or int64"));
+}
+
+TEST(SlotsOfForward, CheckpointOffsetRange) {
+  ForwardCase c;
+  c.checkpoints = c.state_output(2);
+  c.checkpoint_offsets = c.indices({0, 65});
+  EXPECT_TRUE(
+      c.invalid("checkpoint_offsets[1] is 65, must be a multiple of 64 and at most the sequence's 70 tokens, or 0"));
+  c.checkpoint_offsets = c.indices32({128, 0});
+  EXPECT_TRUE(c.invalid("checkpoint_offsets[0] is 128, must be a multiple of 64"));
+  c.checkpoint_offsets = c.indices({-3, 64});
+  EXPECT_TRUE(c.accepts());
+  for (const float x : sequence_of(c.checkpoints, 0)) ASSERT_EQ(std::bit_cast<uint32_t>(x), 0xa5a5a5a5u);  // untouched
+}
+
+TEST(SlotsOfForward, CheckpointSlotTwice) {
+  ForwardCase c;
+  c.checkpoints = c.final_state = c.state_output(6);
+  c.final_indices = c.indices({0, 1});
+  c.checkpoint_offsets = c.indices({64, 64});
+  c.checkpoint_indices = c.indices({2, 1});
+  EXPECT_TRUE(c.invalid("checkpoint_indices[1]: slot 1 is written more than once"));
+  c.checkpoint_offsets = c.indices({64, 0});  // none, so its slot does not count
+  EXPECT_TRUE(c.accepts());
+  c.checkpoint_offsets = c.indices({0, 64});
+  c.checkpoint_indices = c.indices({2, 6});
+  EXPECT_TRUE(c.invalid("checkpoint_indices[1] is 6, but checkpoints has 6 slots"));
+}
+
+// A checkpoint is the final state of the tokens before it.
+TEST(SlotsOfForward, CheckpointIsTheFinalStateOfFewerTokens) {
+  ForwardCase whole, part;
+  for (ForwardCase* c : {&whole, &part}) c->pack({0, 70, 140});
+  whole.checkpoints = whole.state_output(2);
+  whole.checkpoint_offsets = whole.indices({64, 64});
+  part.final_state = part.state_output(2);
+  part.in.cu_seqlens = part.indices({0, 64, 128});
+  EXPECT_TRUE(whole.accepts());
+  EXPECT_TRUE(part.accepts());
+  EXPECT_TRUE(same(whole.checkpoints, part.final_state));
 }
 
 TEST(SlotsOfRecurrent, StridesOfLengths) {

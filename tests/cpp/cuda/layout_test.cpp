@@ -90,11 +90,12 @@ Regions regions_of(const ForwardWorkspace& w, const ForwardProblem& p, const Ran
   const int64_t chunk_heads = layer.chunks() * layer.heads();
   Regions regions;
   if (!p.saved) {
-    regions = {{"prepared", w.prepared, chunk_heads * prepared_bytes},
-               {"order", w.order, layer.count() * 4},
-               {"first_checkpoint", w.first_checkpoint, p.checkpoint_every ? layer.count() * 8 : 0},
-               {"decays", w.decays, chunk_heads * 8},
-               {"cuts", w.cuts, kShares * kCutBlocks * 8}};
+    regions = {
+        {"prepared", w.prepared, chunk_heads * prepared_bytes},
+        {"order", w.order, layer.count() * 4},
+        {"first_checkpoint", w.first_checkpoint, p.checkpoint_every || p.checkpoint_offsets ? layer.count() * 8 : 0},
+        {"decays", w.decays, chunk_heads * 8},
+        {"cuts", w.cuts, kShares * kCutBlocks * 8}};
   }
   regions.push_back({"schedule", w.schedule, sizeof(Schedule)});
   regions.push_back({"work", w.work, max_entries(p) * 64});
@@ -113,6 +114,7 @@ TEST(Layout, OfAForwardHasDisjointRegions) {
     p.in = layer.in;
     random.options(p);
     p.checkpoint_every = !p.saved && random.one_in(2) ? kChunkTokens : 0;
+    p.checkpoint_offsets.present = !p.saved && !p.checkpoint_every && random.one_in(2);
     const ForwardWorkspace w = forward_layout(p);
     Regions regions = regions_of(w, p, layer, kPreparedBytes);
     regions.push_back({"boundaries", w.boundaries, boundary_bytes(w)});

@@ -132,6 +132,51 @@ TEST_F(EngineRecurrent, RowsTooShortStoreWhatTheyHave) {
   }
 }
 
+using EngineForward = Gpu;
+
+void check_forward(const Specs& specs) {
+  for (const std::string& spec : cross(specs, kTypes)) {
+    Judge judge(parse_case(spec));
+    expect_ok(judge.forward(Compute::tensor_cores, on_device<gd_forward_args>), judge.problem().spec);
+  }
+}
+
+TEST_F(EngineForward, SlotsThatAreNobody) {
+  check_forward(cross({"lengths=70+0+64+1+129+30+20 pad=4 Hk=1 Hv=2 pool", "B=11 T=70 Hk=1 Hv=2 pool"},
+                      {"first_slot=1", "first_slot=3 inplace strided layout=vk", "first_slot=2 every=64 state=bf16",
+                       "first_slot=2 i64 strided every=64"}));
+}
+
+TEST_F(EngineForward, CheckpointOffsets) {
+  check_forward(cross({"B=6 T=400 Hk=1 Hv=2 offsets", "T=2100 Hk=1 Hv=2 offsets", "B=70 T=130 Hk=1 Hv=2 offsets",
+                       "lengths=64+63+0+200+130+128+65+300+320 pad=3 Hk=1 Hv=2 offsets"},
+                      {"pool=0", "pool=1", "pool=1 i64 strided first_slot=2 inplace layout=vk",
+                       "pool=1 ht=0 state=bf16", "h0=0 ht=0 state=fp16"}));
+}
+
+// Offsets before, at and after boundaries of segments, forced and automatic, of heads that decay and that persist.
+TEST_F(EngineForward, CheckpointOffsetsOfSegments) {
+  check_forward(
+      cross(cross({"lengths=400+0+64+1+329+640+640+700 Hk=1 Hv=2 offsets"}, {"segment=1", "segment=2", "segment=3"}),
+            {"gate=zero pool inplace", "gate=mixed", "gate=strong pool layout=vk", "gate=spiky state=bf16"}));
+  check_forward(cross({"T=12000 Hk=1 Hv=4 offsets", "lengths=9000+500+2000 Hk=2 Hv=4 offsets"},
+                      {"gate=zero seed=2", "gate=weak seed=3", "gate=strong seed=4", "gate=mixed seed=5"}));
+}
+
+// The device stores nothing where the host would refuse: no multiple of a chunk, and past the end.
+TEST_F(EngineForward, OffsetsThatAreNoneStoreNothing) {
+  Problem problem(parse_case("B=6 T=200 Hk=1 Hv=2 K=128 V=128 dtype=bf16 offsets i64"));
+  const gd_forward_args& host = problem.forward;
+  DeviceForward device(host);
+  const std::vector<int64_t> offsets = {65, 256, INT64_MAX, INT64_MIN, 200, 192};
+  GD_CUDA_OK(cudaMemcpy(device.args().checkpoint_offsets.data, offsets.data(), 48, cudaMemcpyHostToDevice));
+  ASSERT_EQ(device.run(), "");
+  ASSERT_EQ(device.download(host), "");
+  const std::vector<double> states = to_doubles(host.checkpoints);
+  const size_t state = states.size() / 6;
+  for (size_t i = 0; i < states.size(); ++i) ASSERT_EQ(std::isnan(states[i]), i / state != 5) << i / state;
+}
+
 // A captured call reads block tables and lengths anew.
 TEST_F(EngineRecurrent, GraphReplaysWithNewSlots) {
   const std::string rest =

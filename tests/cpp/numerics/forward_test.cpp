@@ -47,5 +47,13 @@ TEST(Forward, Checkpoints) {
             {"dtype=bf16", "dtype=fp32 state=bf16 layout=vk", "dtype=fp16 state=fp16"}));
 }
 
+// One state per sequence, at an offset of its own.
+TEST(Forward, CheckpointOffsets) {
+  check(cross(cross({"B=6 T=400 Hk=1 Hv=2 K=16 V=48 offsets", "T=2100 Hk=1 Hv=1 K=16 V=16 offsets",
+                     "lengths=64+63+0+200+130+128+65+300+320 pad=3 Hk=1 Hv=2 K=32 V=32 offsets"},
+                    {"pool=0", "pool=1", "pool=1 i64 strided first_slot=2 inplace", "pool=1 ht=0"}),
+              {"dtype=bf16", "dtype=fp32 state=bf16 layout=vk", "dtype=fp16 state=fp16"}));
+}
+
 }  // namespace
 }  // namespace gatedelta::testing

@@ -41,7 +41,7 @@ struct ForwardChain : Chain<Elem, Pass::kForward> {
           operand.advance();
           chunk = chunk.next();
         } while (chunk.tokens_left > until);
-        if (p.checkpoint_every) store_checkpoint(state.s, i, math_wg, chunk);
+        if (p.checkpoints) store_checkpoint(state.s, i, math_wg, chunk);
       }
       if (item.kind == kOutputs) {
         this->release_value_stage(storing_stage);
@@ -126,16 +126,28 @@ struct ForwardChain : Chain<Elem, Pass::kForward> {
   // Tokens left in the item at the next checkpoint; 0 if there is none. Reads the item from shared memory again: in
   // registers it would stay live through every chunk.
   GD_DEVICE int tokens_left_at_checkpoint(int i, const Chunk& chunk) const {
-    if (!p.checkpoint_every) return 0;
-    const int64_t left = p.checkpoint_every - (chunk.token - this->work_item(i).origin) % p.checkpoint_every;
-    return left < chunk.tokens_left ? chunk.tokens_left - static_cast<int>(left) : 0;
+    if (!p.checkpoints) return 0;
+    const WorkItem& item = this->work_item(i);
+    const int64_t done = chunk.token - item.origin;
+    const int64_t left = p.checkpoint_every ? p.checkpoint_every - done % p.checkpoint_every : offset_of(item) - done;
+    return 0 < left && left < chunk.tokens_left ? chunk.tokens_left - static_cast<int>(left) : 0;
+  }
+  // Tokens of the sequence before its one checkpoint. A dry run, which has none, runs before these are known.
+  GD_DEVICE int64_t offset_of(const WorkItem& item) const {
+    return item.kind == kDryRun ? 0 : p.first_checkpoint[item.sequence];
   }
   // Stores the state before `chunk` if a checkpoint is due there.
   GD_DEVICE void store_checkpoint(const float (&s)[64], int i, int math_wg, const Chunk& chunk) const {
     const WorkItem& item = this->work_item(i);
     const int64_t done = chunk.token - item.origin;
-    if (chunk.tokens_left < 0 || done % p.checkpoint_every != 0) return;
-    const int64_t entry = p.first_checkpoint[item.sequence] + done / p.checkpoint_every - 1;
+    if (chunk.tokens_left < 0) return;
+    int64_t entry = item.sequence;
+    if (p.checkpoint_every) {
+      if (done % p.checkpoint_every != 0) return;
+      entry = p.first_checkpoint[item.sequence] + done / p.checkpoint_every - 1;
+    } else if (done != offset_of(item)) {
+      return;
+    }
     this->store_state(p.checkpoints, p.checkpoints.slot(entry), chunk.head, this->half_of(chunk, math_wg), s);
   }
 };
