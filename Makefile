@@ -78,6 +78,7 @@ ctest = mkdir -p $(REPORTS); rm -f $(REPORTS)/$(1).xml; \
 run_programs = rm -f $(REPORTS)/$(1).xml; \
                python3 tools/run_programs.py $(2) $(REPORTS)/$(1).xml --jobs $(JOBS) --without $(SLOW)
 TOTAL := python3 tools/sum_reports.py
+GPU_TESTS := gpu_forward gpu_backward gpu_recurrent gpu_engine
 
 help: ## this list
 	grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -143,7 +144,7 @@ record: bench ## benchmark, keep the measurements in results/ and rewrite the ta
 
 record-gpu: ## on a machine with an H200: the GPU's tests, bench-gpu and bench-segments, kept in results/h200
 	tools/require $(BASE) gtest $(gpu_packages)
-	$(call build,test,gatedelta gatedelta_torch gatedelta_testing gpu_forward gpu_backward gpu_recurrent gpu_engine,-DGD_CUDA=ON)
+	$(call build,test,gatedelta gatedelta_torch gatedelta_testing $(GPU_TESTS),-DGD_CUDA=ON)
 	status=0
 	$(call ctest,test) --label-regex '^gpu$$' || status=1
 	rm -f $(REPORTS)/pytest.xml
@@ -184,8 +185,8 @@ sanitize-gpu: ## on a machine with a GPU: some of its tests under compute-saniti
 	tools/require $(BASE) gtest
 	command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer in PATH: CUDA's toolkit has it"; exit 1; }
 	nvidia-smi -L || { echo "no GPU here: nothing was checked"; exit 1; }
-	$(call build,cuda,gatedelta gpu_forward gpu_backward gpu_recurrent gpu_engine)
-	$(call build,racecheck,gatedelta gpu_forward gpu_backward gpu_recurrent gpu_engine)
+	$(call build,cuda,gatedelta $(GPU_TESTS))
+	$(call build,racecheck,gatedelta $(GPU_TESTS))
 	status=0
 	for tool in memcheck initcheck synccheck racecheck; do
 	  folder=build/release/tests/cpp/gpu
@@ -212,7 +213,7 @@ cuda: ## compile the CUDA backend (needs nvcc) and run its tests; those of a GPU
 	  echo "no nvcc here: the CUDA backend was NOT compiled"
 	  exit 0
 	fi
-	$(call build,cuda,gatedelta cuda_host_test gpu_forward gpu_backward gpu_recurrent gpu_engine)
+	$(call build,cuda,gatedelta cuda_host_test $(GPU_TESTS))
 	mkdir -p $(REPORTS)
 	status=0
 	python3 tools/sass.py build/release/src/libgatedelta.so --json $(REPORTS)/kernels.json \

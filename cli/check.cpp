@@ -31,6 +31,7 @@ constexpr const char* kCpuCases[] = {
     "T=200 Hk=2 Hv=4 K=32 V=48 dtype=bf16 gate=spiky keys=correlated",
     "T=200 Hk=2 Hv=4 K=48 V=32 dtype=fp32 gate=inf beta=two",
     "B=8 T=4 Hk=2 Hv=8 K=128 V=128 dtype=bf16 state=bf16 layout=vk pool inplace accept steps=pool",
+    "lengths=130+3+0+64+5+200 pad=3 Hk=2 Hv=4 K=64 V=32 pool first_slot=1 picked=4 steps=rows offsets strided",
 };
 constexpr const char* kCudaCases[] = {
     "T=512 Hk=2 Hv=4 K=128 V=128 dtype=bf16",
@@ -39,6 +40,7 @@ constexpr const char* kCudaCases[] = {
     "T=200 Hk=2 Hv=4 K=128 V=128 dtype=bf16 gate=spiky keys=correlated",
     "T=200 Hk=2 Hv=4 K=128 V=128 dtype=bf16 gate=inf beta=two every=64",
     "B=8 T=70 Hk=2 Hv=8 K=128 V=128 dtype=bf16 state=bf16 layout=vk pool inplace",
+    "lengths=130+3+0+64+5+200 Hk=2 Hv=4 K=128 V=128 dtype=bf16 pool first_slot=1 picked=4 steps=rows offsets",
 };
 
 std::vector<Shape> default_shapes(const Device& device) {

@@ -18,7 +18,7 @@ constexpr size_t kFields = sizeof(Fields) / sizeof(void*);
 // What Python passes once, in this order (gatedelta/torch/_direct.py).
 struct Helpers {
   PyObject *none, *yes, *no, *zero;
-  PyObject *float_type, *tensor_type, *parameter_type, *runtime_error;
+  PyObject *float_type, *int_type, *tensor_type, *parameter_type, *runtime_error;
   PyObject *empty_like, *increment_version, *is_neg, *requires_grad;
   PyObject *forward_ad, *current_level;  // a module's dict, and the key of the depth there
   PyObject* dispatch_modes;              // functions: how many are active, is one active, which one is
@@ -69,11 +69,14 @@ int32_t gd_dtype_of(const DLDataType& dtype) {
   }
 }
 
+constexpr int64_t kMaxSlots = int64_t{1} << 44;  // as Python has it
+
 // The arguments of fused_recurrent_gated_delta_rule, in its order.
 struct Given {
   PyObject *q, *k, *v, *g, *gk, *gv, *beta, *scale, *initial_state, *output_final_state, *l2norm, *raw_gate, *A_log,
       *dt_bias, *beta_sigmoid, *neg_eigval, *state_v_first, *cu_seqlens, *transpose_state_layout, *output_o, *out,
-      *initial_indices, *final_state, *final_indices, *accept_lengths, *step_states, *step_indices;
+      *initial_indices, *final_state, *final_indices, *accept_lengths, *step_states, *step_indices,
+      *previous_accept_lengths, *null_index;
 };
 
 // Python's error is set.
@@ -112,6 +115,10 @@ class Step {
                                                : GD_BETA_VALUE;
     in.state_layout = given(from_.state_v_first) ? GD_STATE_VK : GD_STATE_KV;
     in.l2norm = given(from_.l2norm);
+    if (!Object(PyObject_Type(from_.null_index)).is(helpers.int_type)) return false;
+    const int64_t null_index = PyLong_AsLong(from_.null_index);
+    if (null_index < -1 || null_index >= kMaxSlots || PyErr_Occurred()) return false;
+    in.first_slot = null_index + 1;
     if (absent(from_.scale)) return true;
     if (!Object(PyObject_Type(from_.scale)).is(helpers.float_type)) return false;
     in.has_scale = 1;
@@ -126,8 +133,8 @@ class Step {
     if (absent(from_.q) || absent(from_.k) || absent(from_.v) || absent(from_.g) || absent(from_.beta)) return false;
     if (!read(from_.q, in.q) || !is_dense(in.q, 1) || !read(from_.k, in.k) || !is_dense(in.k, 1) ||
         !read(from_.v, in.v) || !is_dense(in.v, 1) || !read(from_.g, in.g) || !read(from_.beta, in.beta) ||
-        !read(from_.A_log, in.A_log) || !read(from_.dt_bias, in.dt_bias) ||
-        !read_indices(from_.cu_seqlens, in.cu_seqlens) || !read_indices(from_.initial_indices, in.initial_indices) ||
+        !read(from_.A_log, in.A_log) || !read(from_.dt_bias, in.dt_bias) || !read(from_.cu_seqlens, in.cu_seqlens) ||
+        !is_dense(in.cu_seqlens, 1) || !read(from_.initial_indices, in.initial_indices) ||
         !read(from_.initial_state, in.initial_state) ||
         (absent(from_.initial_indices) && !in_place && !is_dense(in.initial_state, 2)))
       return false;
@@ -141,9 +148,9 @@ class Step {
   bool read_outputs() {
     for (PyObject* written : {from_.out, from_.final_state, from_.step_states})
       if (!absent(written) && requires_grad(written)) return false;
-    if (!read_indices(from_.final_indices, args_.final_indices) ||
-        !read_indices(from_.accept_lengths, args_.accept_lengths) || !read(from_.step_states, args_.step_states) ||
-        !read_indices(from_.step_indices, args_.step_indices))
+    if (!read(from_.final_indices, args_.final_indices) || !read(from_.accept_lengths, args_.accept_lengths) ||
+        !read(from_.step_states, args_.step_states) || !read(from_.step_indices, args_.step_indices) ||
+        !read(from_.previous_accept_lengths, args_.previous_accept_lengths))
       return false;
     if (given(from_.output_o) && !output(o_, from_.out, from_.v, args_.in.v, args_.o)) return false;
     if (!absent(from_.final_state) || given(from_.output_final_state)) {
@@ -169,10 +176,6 @@ class Step {
       if (!place.get()) return false;
     }
     return read(place.get(), tensor);
-  }
-
-  bool read_indices(PyObject* object, gd_tensor& tensor) {
-    return read(object, tensor) && is_dense(tensor, tensor.rank);
   }
 
   bool read(PyObject* object, gd_tensor& tensor) {

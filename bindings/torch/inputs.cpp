@@ -17,10 +17,11 @@ Inputs::Inputs(Arguments& from)
       initial_indices(from.optional_tensor()) {}
 
 gd_inputs Inputs::describe(const Device& device, int64_t also, const Tensor* in_place) {
-  if (const int64_t taken = kInputOptions | also; options & ~taken)
+  const int64_t first_slot = options >> kFirstSlotShift;
+  if (const int64_t taken = kInputOptions | also; (options & ((1 << kFirstSlotShift) - 1) & ~taken) || options < 0)
     fail("options is " + std::to_string(options) + ", but this operator takes bits of " + std::to_string(taken));
   gd_inputs in{};
-  // Rows with gaps inside and scattered index arrays are copied; a pool of states never is (the library refuses it).
+  // Rows with gaps inside are copied; a pool of states never is (the library refuses it).
   in.q = device.input(q, "q", 1);
   in.k = device.input(k, "k", 1);
   in.v = device.input(v, "v", 1);
@@ -28,7 +29,7 @@ gd_inputs Inputs::describe(const Device& device, int64_t also, const Tensor* in_
   in.beta = device.input(beta, "beta");
   in.A_log = device.input(A_log, "A_log");
   in.dt_bias = device.input(dt_bias, "dt_bias");
-  in.cu_seqlens = device.indices(cu_seqlens, "cu_seqlens");
+  in.cu_seqlens = device.offsets(cu_seqlens, "cu_seqlens");
   in.initial_state = in_place ? device.output(*in_place, "initial_state")
                               : device.input(initial_state, "initial_state", initial_indices ? 0 : 2);
   in.initial_indices = device.indices(initial_indices, "initial_state_indices");
@@ -38,6 +39,7 @@ gd_inputs Inputs::describe(const Device& device, int64_t also, const Tensor* in_
   in.l2norm = has(kL2norm);
   in.has_scale = scale.has_value();
   in.scale = static_cast<float>(scale.value_or(0));
+  in.first_slot = first_slot;
   return in;
 }
 

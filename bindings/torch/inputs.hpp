@@ -24,6 +24,7 @@ enum Option : int64_t {
   kBatchInvariant = 1 << 7,
   kSmallWorkspace = 1 << 8,  // of a backward
 };
+constexpr int kFirstSlotShift = 16;  // from this bit on: gd_inputs.first_slot
 constexpr int64_t kInputOptions = kFinalState - 1;
 constexpr int64_t kSchedule = kUncut | kBatchInvariant;
 

@@ -51,7 +51,8 @@ void chunk_fwd(StableIValue* stack, uint64_t, uint64_t outputs) {
 // in_place: final_state is also what the sequences start from, and initial_state is absent.
 constexpr char kChunkFwdOut[] = "chunk_fwd_out(" GD_INPUT_SCHEMA("")
                                 ", Tensor(a!) o, Tensor(b!)? final_state, Tensor? final_indices, bool in_place, "
-                                "Tensor(c!)? checkpoints, Tensor? checkpoint_indices, int checkpoint_every) -> ()";
+                                "Tensor(c!)? checkpoints, Tensor? checkpoint_indices, int checkpoint_every, "
+                                "Tensor? checkpoint_offsets=None) -> ()";
 
 void check_in_place(bool in_place, const Inputs& inputs, const Tensor& final_state) {
   if (in_place && (inputs.initial_state || !final_state)) {
@@ -71,6 +72,7 @@ void chunk_fwd_out(StableIValue* stack, uint64_t, uint64_t) {
 
   auto args = new_args<gd_forward_args>();
   args.checkpoint_every = from.integer();
+  Tensor checkpoint_offsets = from.optional_tensor();
 
   const Device device(inputs.q);
   check_in_place(in_place, inputs, final_state);
@@ -81,6 +83,7 @@ void chunk_fwd_out(StableIValue* stack, uint64_t, uint64_t) {
   args.final_indices = device.indices(final_indices, "final_state_indices");
   args.checkpoints = device.output(checkpoints, "checkpoints");
   args.checkpoint_indices = device.indices(checkpoint_indices, "checkpoint_indices");
+  args.checkpoint_offsets = device.indices(checkpoint_offsets, "checkpoint_offsets");
   run_with_workspace(args, device, gd_forward_workspace, gd_forward);
 }
 
@@ -165,7 +168,8 @@ void recurrent(StableIValue* stack, uint64_t, uint64_t) {
 
 constexpr char kRecurrentOut[] = "recurrent_out(" GD_INPUT_SCHEMA("")
                                  ", Tensor(a!)? o, Tensor(b!)? final_state, Tensor? final_indices, bool in_place, "
-                                 "Tensor? accept_lengths, Tensor(c!)? step_states, Tensor? step_indices) -> ()";
+                                 "Tensor? accept_lengths, Tensor(c!)? step_states, Tensor? step_indices, "
+                                 "Tensor? previous_accept_lengths=None) -> ()";
 
 void recurrent_out(StableIValue* stack, uint64_t, uint64_t) {
   Arguments from(stack);
@@ -177,6 +181,7 @@ void recurrent_out(StableIValue* stack, uint64_t, uint64_t) {
   Tensor accept_lengths = from.optional_tensor();
   const Tensor step_states = from.optional_tensor();
   Tensor step_indices = from.optional_tensor();
+  Tensor previous_accept_lengths = from.optional_tensor();
 
   auto args = new_args<gd_recurrent_args>();
   const Device device(inputs.q);
@@ -187,7 +192,8 @@ void recurrent_out(StableIValue* stack, uint64_t, uint64_t) {
   args.final_indices = device.indices(final_indices, "final_state_indices");
   args.accept_lengths = device.indices(accept_lengths, "accept_lengths");
   args.step_states = device.output(step_states, "step_states");
-  args.step_indices = device.indices(step_indices, "step_indices", 2);
+  args.step_indices = device.indices(step_indices, "step_indices");
+  args.previous_accept_lengths = device.indices(previous_accept_lengths, "previous_accept_lengths");
   run_step(args, device);
 }
 

@@ -24,6 +24,7 @@ constexpr int METH_FASTCALL = 0x80;
 [[gnu::weak]] PyObject* PyCFunction_NewEx(PyMethodDef* method, PyObject* self, PyObject* module);
 [[gnu::weak]] void* PyCapsule_GetPointer(PyObject* capsule, const char* name);
 [[gnu::weak]] void PyErr_Clear();
+[[gnu::weak]] PyObject* PyErr_Occurred();  // borrowed
 [[gnu::weak]] void PyErr_SetString(PyObject* type, const char* message);
 [[gnu::weak]] PyThreadState* PyEval_SaveThread();
 [[gnu::weak]] void PyEval_RestoreThread(PyThreadState* state);

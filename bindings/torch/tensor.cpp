@@ -126,6 +126,14 @@ gd_tensor Device::read(Tensor& tensor, const char* name, int32_t dims, Kind kind
   return result;
 }
 
+gd_tensor Device::indices(Tensor& tensor, const char* name) const {
+  if (!tensor) return gd_tensor{};
+  const gd_tensor given = describe(tensor, name, Kind::index);
+  bool expanded = false;
+  for (int32_t i = 0; i < given.rank; ++i) expanded |= given.shape[i] > 1 && given.stride[i] == 0;
+  return read(tensor, name, expanded ? given.rank : 0, Kind::index);
+}
+
 gd_tensor Device::output(const Tensor& tensor, const char* name) const {
   if (!tensor) return gd_tensor{};
   gd_tensor result = describe(tensor, name, Kind::real);

@@ -138,9 +138,9 @@ struct Device {
   gd_tensor input(Tensor& tensor, const char* name, int32_t dims = 0) const {
     return read(tensor, name, dims, Kind::real);
   }
-  gd_tensor indices(Tensor& tensor, const char* name, int32_t dims = 1) const {
-    return read(tensor, name, dims, Kind::index);
-  }
+  gd_tensor offsets(Tensor& tensor, const char* name) const { return read(tensor, name, 1, Kind::index); }
+  // Any strides, but an expanded tensor is copied: the library takes no slots to write of which several are one entry.
+  gd_tensor indices(Tensor& tensor, const char* name) const;
   gd_tensor output(const Tensor& tensor, const char* name) const;
 
  private:

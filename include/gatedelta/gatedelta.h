@@ -154,7 +154,7 @@ typedef struct gd_forward_args {
   gd_tensor checkpoints;        /* [C, Hv, ., .]  optional: state after every checkpoint_every tokens of each sequence,
                                    packed sequence by sequence: sum of floor(length / checkpoint_every) entries */
   gd_tensor checkpoint_indices; /* [C]            optional: slot of each packed entry, nobody = not stored */
-  int64_t checkpoint_every;     /* a multiple of GD_CHUNK; with checkpoints this or checkpoint_offsets is required */
+  int64_t checkpoint_every;     /* a multiple of GD_CHUNK; checkpoints need this or checkpoint_offsets */
   void* saved;                  /* optional: for the backward, gd_forward_saved_size() bytes, 64-byte aligned; not with
                                    a padded row; on CUDA neither with checkpoints nor with both initial_indices and
                                    final_indices. In a query saved_bytes != 0 says that there will be one */
@@ -163,9 +163,9 @@ typedef struct gd_forward_args {
   int32_t segment_chunks;   /* forces the segment length, for tests; 0 = automatic */
   int32_t batch_invariant;  /* nonzero: a sequence's bits do not depend on its neighbours */
   int32_t reserved_flags;
-  gd_tensor checkpoint_offsets; /* [N]            optional int32 or int64, instead of checkpoint_every: one state of each
-                                   sequence, the one after this many of its tokens, a multiple of GD_CHUNK; 0 or less =
-                                   none. checkpoints are then [N, Hv, ., .], or a pool with checkpoint_indices [N] */
+  gd_tensor checkpoint_offsets; /* [N]            optional int32 or int64, instead of checkpoint_every: one state of
+                                   each sequence, after this many of its tokens, a multiple of GD_CHUNK; 0 or less =
+                                   none. checkpoints are [N, Hv, ., .], or a pool with checkpoint_indices [N] */
   uint64_t reserved[4];
 } gd_forward_args;
 

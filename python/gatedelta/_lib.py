@@ -26,6 +26,7 @@ STATE_KV, STATE_VK = 0, 1
 NORM_SILU, NORM_SIGMOID = 0, 1
 CP_AUTO, CP_OFF = 0, 1
 MAX_THREADS = 1024  # of one call
+MAX_SLOTS = 1 << 44  # of a pool
 
 # What the C ABI calls a thing, and what the Python functions call it: in_python_names() translates messages. The torch
 # binding has the same table (bindings/torch/names.cpp; a test compares them).
@@ -273,8 +274,16 @@ def in_python_names(message: str) -> str:
 
 def allowed_dtypes(name: str) -> str:
     """Those of an argument, in words."""
-    is_index = name in ("cu_seqlens", "accept_lengths") or name.endswith("_indices")
+    is_index = name in ("cu_seqlens", "checkpoint_offsets") or name.endswith(("_indices", "accept_lengths"))
     return "int32 or int64" if is_index else "float32, bfloat16 or float16"
+
+
+def check_null_index(null_index: int, *indices: Any) -> None:
+    """The library knows first_slot = null_index + 1: its own messages would name another number."""
+    if not -1 <= null_index < MAX_SLOTS:
+        raise ValueError(f"null_index is {null_index}, must be from -1 to {MAX_SLOTS - 1}")
+    if null_index != -1 and all(array is None for array in indices):
+        raise ValueError(f"null_index is {null_index}, but the call has no indices")
 
 
 def check(status: int) -> None:

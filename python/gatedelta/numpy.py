@@ -1,7 +1,7 @@
 """The gated delta rule on numpy arrays, without torch.
 
 Arrays are float32, float16 or (with the ml_dtypes package) bfloat16, of any strides that are not negative, as long as
-the last dimension of q, k, v, the two last of a state, and index arrays are contiguous; nothing is copied. Arguments
+the last dimension of q, k, v, the two last of a state, and cu_seqlens are contiguous; nothing is copied. Arguments
 mean what they mean in ``gatedelta.torch``; the keywords of ``Layer`` are common to all functions. A refused call raises
 TypeError or ValueError, or UnsupportedError where this build or machine lacks something, and has written nothing.
 """
@@ -93,6 +93,8 @@ def forward(
     checkpoints: np.ndarray | None = None,
     checkpoint_indices: np.ndarray | None = None,
     checkpoint_every: int = 0,
+    checkpoint_offsets: np.ndarray | None = None,
+    null_index: int = -1,
     save: bool = False,
     num_threads: int | None = None,
     **layer: Unpack[Layer],
@@ -111,6 +113,8 @@ def forward(
     if not 0 <= checkpoint_every < 1 << 63:
         raise ValueError(f"checkpoint_every is {checkpoint_every}, must be a positive multiple of {_lib.CHUNK}")
     args.checkpoint_every = checkpoint_every
+    args.checkpoint_offsets = _tensor(checkpoint_offsets, "checkpoint_offsets")
+    _set_null_index(args, null_index, initial_state_indices, final_state_indices, checkpoint_indices)
     saved = None
     _set_threads(args, num_threads)
     if save:
@@ -167,6 +171,8 @@ def recurrent(
     accept_lengths: np.ndarray | None = None,
     step_states: np.ndarray | None = None,
     step_indices: np.ndarray | None = None,
+    previous_accept_lengths: np.ndarray | None = None,
+    null_index: int = -1,
     num_threads: int | None = None,
     **layer: Unpack[Layer],
 ) -> Recurrent:
@@ -179,6 +185,8 @@ def recurrent(
     args.accept_lengths = _tensor(accept_lengths, "accept_lengths")
     args.step_states = _tensor(step_states, "step_states", written=True)
     args.step_indices = _tensor(step_indices, "step_indices")
+    args.previous_accept_lengths = _tensor(previous_accept_lengths, "previous_accept_lengths")
+    _set_null_index(args, null_index, initial_state_indices, final_state_indices, step_indices)
     _set_threads(args, num_threads)
     _run("gd_recurrent", args)
     return Recurrent(out, final_state)
@@ -272,6 +280,11 @@ def _set_outputs(
     args.final_state = _tensor(final_state, "final_state", written=True)
     args.final_indices = _tensor(final_state_indices, "final_state_indices")
     return out, final_state
+
+
+def _set_null_index(args, null_index: int, *indices: np.ndarray | None) -> None:
+    _lib.check_null_index(null_index, *indices)
+    args.inputs.first_slot = null_index + 1
 
 
 def _state_shape(q: np.ndarray, v: np.ndarray, cu_seqlens: np.ndarray | None, state_v_first: bool) -> tuple[int, ...]:

@@ -103,6 +103,13 @@ CALLS = {
     "pool of steps": lambda: make_inputs(tokens=3) | {
         "step_states": torch.zeros(9, 4, 32, 48), "step_indices": torch.tensor([[0, 2, 8], [5, -1, 1]]),
     },
+    "pool with a slot that is nobody": lambda: pool_call() | {"null_index": 1},
+    "columns of a table": lambda: pool_call() | {
+        name: torch.tensor([[3, 9], [1, 9]])[:, 0] for name in ("initial_state_indices", "final_state_indices")
+    },
+    "slots picked from rows": lambda: pool_call() | {
+        "initial_state_indices": torch.tensor([[0, 3], [1, 2]]), "previous_accept_lengths": torch.tensor([2, 0]),
+    },
     "accepted": lambda: make_inputs(tokens=3) | {
         "final_state": torch.zeros(2, 4, 32, 48), "accept_lengths": torch.tensor([3, 1]), "output_o": False,
     },
@@ -164,7 +171,8 @@ NOT_PLAIN = {
     "sparse": lambda c: {"g": c["g"].to_sparse()},
     "rows with gaps": lambda c: {"q": c["q"].repeat_interleave(2, -1)[..., ::2]},
     "permuted v": lambda c: {"v": permuted(c["v"], 0, 1, 3, 2)},
-    "indices with gaps": lambda c: {"initial_state_indices": torch.tensor([0, 7, 1, 7])[::2]},
+    "an index that is no int": lambda c: {"null_index": torch.tensor(0)},
+    "a null_index without indices": lambda c: {"null_index": 0},
     "an imaginary part": lambda c: {"g": torch.complex(c["g"], -c["g"]).conj().imag},
     "rank 6": lambda c: {"g": c["g"].reshape(2, 1, 4, 1, 1, 1)},
     "a wrong shape": lambda c: {"beta": c["beta"][:, :, :3]},

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .. import _lib
 from . import _ops
 
 NO_GRADIENT = (
@@ -94,6 +95,12 @@ def pack_options(
     if batch_invariant:
         options |= _ops.BATCH_INVARIANT
     return options
+
+
+def first_slot_option(null_index: int, *indices: Tensor | None) -> int:
+    """The operators' option for null_index."""
+    _lib.check_null_index(null_index, *indices)
+    return (null_index + 1) << _ops.FIRST_SLOT_SHIFT
 
 
 def state_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:

@@ -16,7 +16,7 @@ def _load():
         table = torch.Tensor.__dlpack_c_exchange_api__
         helpers = (
             None, True, False, 0,
-            float, torch.Tensor, torch.nn.Parameter, RuntimeError,
+            float, int, torch.Tensor, torch.nn.Parameter, RuntimeError,
             torch.empty_like, c._increment_version, c.TensorBase.is_neg, "requires_grad",
             vars(forward_ad), "_current_level",
             c._len_torch_dispatch_stack,

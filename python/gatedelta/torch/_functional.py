@@ -11,9 +11,11 @@ from ._autograd import GatedDeltaRule
 
 _CHUNK_TENSORS = (
     "q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "A_log", "dt_bias", "initial_state_indices", "out",
-    "final_state", "final_state_indices", "checkpoints", "checkpoint_indices",
+    "final_state", "final_state_indices", "checkpoints", "checkpoint_indices", "checkpoint_offsets",
 )  # fmt: skip
-_RECURRENT_TENSORS = (*_CHUNK_TENSORS[:13], "accept_lengths", "step_states", "step_indices")
+_RECURRENT_TENSORS = (
+    *_CHUNK_TENSORS[:13], "accept_lengths", "step_states", "step_indices", "previous_accept_lengths",
+)  # fmt: skip
 _FWD_TENSORS = _CHUNK_TENSORS[:7]
 _BWD_TENSORS = (*_FWD_TENSORS, "saved", "do", "dht")
 
@@ -54,6 +56,8 @@ def chunk_gated_delta_rule(
     checkpoints: Tensor | None = None,
     checkpoint_indices: Tensor | None = None,
     checkpoint_every: int = 0,
+    checkpoint_offsets: Tensor | None = None,
+    null_index: int = -1,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule over whole sequences, for training and prefill. Returns (o, final_state or None).
 
@@ -95,12 +99,17 @@ def chunk_gated_delta_rule(
             state after every ``checkpoint_every`` tokens (a multiple of 64) of each sequence, packed sequence by
             sequence: ``floor(length / checkpoint_every)`` entries each. A negative checkpoint_indices entry stores
             nothing.
+        checkpoint_offsets ``[N]``: instead of checkpoint_every, one state of each sequence, the one after so many of
+            its tokens (a multiple of 64; 0 or less: none). checkpoints is then ``[N, Hv, ...]``, or a pool with slots
+            ``[N]``.
+        null_index: indices up to this one mean nobody, as negative ones do: engines whose block 0 is nobody's pass 0.
+        Index tensors may have any strides: a column of a block table is taken as it is.
         Buffers that are written to have no gradient: with them, no other argument may require one, and neither may
         they.
     """
     _arguments.check_tensors(
         _CHUNK_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, initial_state_indices, out,
-        final_state, final_state_indices, checkpoints, checkpoint_indices,
+        final_state, final_state_indices, checkpoints, checkpoint_indices, checkpoint_offsets,
     )  # fmt: skip
     if cp_context is not None:
         raise NotImplementedError("cp_context: context parallelism across devices is not supported; pass None")
@@ -118,6 +127,10 @@ def chunk_gated_delta_rule(
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, use_qk_l2norm_in_kernel,
         auto_cp, batch_invariant,
     )  # fmt: skip
+    if null_index != -1:
+        options |= _arguments.first_slot_option(
+            null_index, initial_state_indices, final_state_indices, checkpoint_indices
+        )
     if small_workspace and recompute:
         raise ValueError("small_workspace needs what the forward saves, and with recompute it saves nothing")
     needs_grad = _arguments.needs_graph(q, k, v, g, beta, A_log, dt_bias, initial_state)
@@ -129,6 +142,7 @@ def chunk_gated_delta_rule(
         or checkpoints is not None
         or checkpoint_indices is not None
         or checkpoint_every
+        or checkpoint_offsets is not None
     ):
         if needs_grad:
             raise RuntimeError(_arguments.NO_GRADIENT)
@@ -141,7 +155,7 @@ def chunk_gated_delta_rule(
         in_place = final_state is not None and final_state is initial_state
         _ops.chunk_fwd_out(q, k, v, g, beta, options, cu_seqlens, None if in_place else initial_state, scale, A_log,
                            dt_bias, initial_state_indices, out, final_state, final_state_indices, in_place,
-                           checkpoints, checkpoint_indices, checkpoint_every)  # fmt: skip
+                           checkpoints, checkpoint_indices, checkpoint_every, checkpoint_offsets)  # fmt: skip
         _arguments.mark_written(out, final_state, checkpoints)
         return out, final_state
 
@@ -190,6 +204,8 @@ def fused_recurrent_gated_delta_rule(
     accept_lengths: Tensor | None = None,
     step_states: Tensor | None = None,
     step_indices: Tensor | None = None,
+    previous_accept_lengths: Tensor | None = None,
+    null_index: int = -1,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gated delta rule token by token, for decode (T = 1) and draft verification. Returns (o, final_state or None).
 
@@ -205,7 +221,12 @@ def fused_recurrent_gated_delta_rule(
         accept_lengths ``[N]``: the final state is the one after so many tokens of the sequence (0 = the initial state);
             o covers all tokens.
         step_states: buffer ``[B, T, Hv, ...]`` for the state after each token, or a pool ``[slots, Hv, ...]`` with
-            slots ``step_indices [B, T]``; a negative entry stores nothing.
+            slots ``step_indices [B, T]``; a negative entry stores nothing. Of packed sequences they may be ``[N, S]``,
+            a row for each sequence with the slots of its tokens.
+        previous_accept_lengths ``[N]``: initial_state_indices is ``[N, S]``, and a sequence starts from the slot in
+            column ``previous_accept_lengths - 1`` (the nearest one there is): that of the last token it kept of its
+            last draft, whose states went to these slots. Such a call has no gradient.
+        null_index: as in ``chunk_gated_delta_rule``.
         output_o: False computes and returns no o: only the states move (commit of accepted tokens).
         Buffers that are written to have no gradient: with them, no other argument may require one, and neither may
         they.
@@ -215,13 +236,13 @@ def fused_recurrent_gated_delta_rule(
             q, k, v, g, gk, gv, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
             use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
             transpose_state_layout, output_o, out, initial_state_indices, final_state, final_state_indices,
-            accept_lengths, step_states, step_indices,
+            accept_lengths, step_states, step_indices, previous_accept_lengths, null_index,
         )  # fmt: skip
         if results is not None:
             return results
     _arguments.check_tensors(
         _RECURRENT_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, initial_state_indices, out,
-        final_state, final_state_indices, accept_lengths, step_states, step_indices,
+        final_state, final_state_indices, accept_lengths, step_states, step_indices, previous_accept_lengths,
     )  # fmt: skip
     if gk is not None or gv is not None:
         raise NotImplementedError("gk and gv (decays per key or value channel) are not supported: GDN has one per head")
@@ -232,7 +253,14 @@ def fused_recurrent_gated_delta_rule(
     options = _arguments.pack_options(
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, use_qk_l2norm_in_kernel
     )
+    if null_index != -1:
+        options |= _arguments.first_slot_option(null_index, initial_state_indices, final_state_indices, step_indices)
     needs_grad = _arguments.needs_graph(q, k, v, g, beta, A_log, dt_bias, initial_state)
+    if needs_grad and previous_accept_lengths is not None:
+        raise RuntimeError(
+            "previous_accept_lengths picks states of a pool, which has no gradient, but an input requires one: call it "
+            "under torch.no_grad()"
+        )
 
     if (
         out is not None
@@ -241,6 +269,7 @@ def fused_recurrent_gated_delta_rule(
         or accept_lengths is not None
         or step_states is not None
         or step_indices is not None
+        or previous_accept_lengths is not None
         or not output_o
     ):
         if needs_grad:
@@ -259,7 +288,7 @@ def fused_recurrent_gated_delta_rule(
         in_place = final_state is not None and final_state is initial_state
         _ops.recurrent_out(q, k, v, g, beta, options, cu_seqlens, None if in_place else initial_state, scale, A_log,
                            dt_bias, initial_state_indices, out, final_state, final_state_indices, in_place,
-                           accept_lengths, step_states, step_indices)  # fmt: skip
+                           accept_lengths, step_states, step_indices, previous_accept_lengths)  # fmt: skip
         _arguments.mark_written(out, final_state, step_states)
         return out, final_state
 

@@ -34,6 +34,7 @@ FINAL_STATE = 1 << 5  # the operator returns it
 UNCUT = 1 << 6  # auto_cp=False
 BATCH_INVARIANT = 1 << 7
 SMALL_WORKSPACE = 1 << 8  # of a backward
+FIRST_SLOT_SHIFT = 16  # from this bit on: gd_inputs.first_slot
 
 _DTYPES = {
     torch.float32: _lib.DTYPE_F32,
@@ -137,7 +138,7 @@ def _(
 @torch.library.register_fake("gatedelta::chunk_fwd_out")
 def _(
     q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias, initial_indices, o, final_state,
-    final_indices, in_place, checkpoints, checkpoint_indices, checkpoint_every,
+    final_indices, in_place, checkpoints, checkpoint_indices, checkpoint_every, checkpoint_offsets=None,
 ):  # fmt: skip
     _check_devices(locals())
 
@@ -155,6 +156,6 @@ def _(
 @torch.library.register_fake("gatedelta::recurrent_out")
 def _(
     q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias, initial_indices, o, final_state,
-    final_indices, in_place, accept_lengths, step_states, step_indices,
+    final_indices, in_place, accept_lengths, step_states, step_indices, previous_accept_lengths=None,
 ):  # fmt: skip
     _check_devices(locals())
