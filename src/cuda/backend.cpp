@@ -82,13 +82,6 @@ const Backend<GatedNormBackwardProblem> gated_norm_backward_backend = {
     },
 };
 
-Outcome conv1d(const Conv1dProblem&, const Context&) {
-  return refusal(GD_UNSUPPORTED, "there is no convolution on device cuda yet");
-}
-Outcome conv1d_backward(const Conv1dBackwardProblem&, const Context&) {
-  return refusal(GD_UNSUPPORTED, "there is no convolution on device cuda yet");
-}
-
 #if !GD_CUDA_COMPILED
 namespace {
 Outcome not_compiled() { return refusal(GD_UNSUPPORTED, "device is cuda, but this build has no CUDA backend"); }
@@ -98,6 +91,8 @@ bool is_compiled() { return false; }
 int usable_devices() { return 0; }
 Outcome forward(const ForwardProblem&, const Context&) { return not_compiled(); }
 Outcome backward(const BackwardProblem&, const Context&) { return not_compiled(); }
+Outcome conv1d(const Conv1dProblem&, const Context&) { return not_compiled(); }
+Outcome conv1d_backward(const Conv1dBackwardProblem&, const Context&) { return not_compiled(); }
 Outcome recurrent(const RecurrentProblem&, const Context&) { return not_compiled(); }
 Outcome gated_norm(const GatedNormProblem&, const Context&) { return not_compiled(); }
 Outcome gated_norm_backward(const GatedNormBackwardProblem&, const Context&) { return not_compiled(); }

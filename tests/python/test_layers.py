@@ -80,6 +80,9 @@ ROOMS = {
     ],
     # convolution, for the same devices
     "src/cuda/conv1d/config.hpp": ["src/core", "src/cuda/host_device.hpp"],
+    "src/cuda/conv1d": [
+        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/conv1d/config.hpp", "src/cuda/decode/numbers.cuh",
+    ],
     # callers of the C ABI
     "bindings/torch": [PUBLIC],
     "examples": [PUBLIC],

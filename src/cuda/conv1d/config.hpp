@@ -1,8 +1,8 @@
 // Which convolution kernel takes a call, and how its work is split into CTAs: plain arithmetic, shared by the limits,
 // the workspace, the launches, the kernels and host tests. It depends on shapes, types and alignment alone.
 //
-//   rows     channels are contiguous: a thread has kVector channels and walks over tokens
-//   columns  tokens are contiguous, sequences are not packed: a lane has kVector tokens of a channel
+//   rows     channels are contiguous: a thread has kConvRowVector channels and walks over tokens
+//   columns  tokens are contiguous, sequences are not packed: a lane has 16 bytes of a channel's tokens
 //   any      everything else: a thread has one channel and walks over tokens
 #pragma once
 
@@ -17,12 +17,12 @@ enum class ConvKernel { rows, columns, any };
 
 constexpr int kConvThreads = 64;    // per CTA of `rows` and `any`
 constexpr int kConvWarps = 4;       // per CTA of `columns`
-constexpr int kConvChannels = 4;    // per warp of `columns`, forward: so many loads are in flight
+constexpr int kConvChannels = 8;    // per warp of `columns`, forward
 constexpr int64_t kConvAlign = 16;  // bytes of the widest access
 
-// Numbers in a 16-byte access; a backward of `rows` has more to keep in registers and takes half of the 16-bit ones.
+constexpr int kConvRowVector = 4;  // channels of a thread; with more, registers leave room for too few threads
+// Numbers in a 16-byte access.
 inline int conv_vector(gd_dtype dtype) { return static_cast<int>(kConvAlign / dtype_bytes(dtype)); }
-constexpr int kConvBackwardVector = 4;
 
 inline bool is_conv_aligned(const TokenRows& rows, int64_t bytes) {
   const int64_t size = dtype_bytes(rows.dtype);
@@ -30,14 +30,14 @@ inline bool is_conv_aligned(const TokenRows& rows, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(rows.data) % static_cast<uintptr_t>(bytes) == 0 && fits(rows.batch_stride) &&
          fits(rows.token_stride) && fits(rows.head_stride);
 }
-// Whether a thread may take `vector` neighbouring channels, or tokens, of these rows at once.
-inline bool has_vectors_of_channels(const Conv1dInputs& in, const TokenRows& rows, int vector) {
-  return !rows || (rows.dtype == in.x.dtype && rows.head_stride == 1 && in.channels % vector == 0 &&
-                   is_conv_aligned(rows, vector * dtype_bytes(rows.dtype)));
+// Whether a thread may take neighbouring channels, or `vector` neighbouring tokens, of these rows at once.
+inline bool has_vectors_of_channels(const Conv1dInputs& in, const TokenRows& rows) {
+  return !rows || (rows.dtype == in.x.dtype && rows.head_stride == 1 && in.channels % kConvRowVector == 0 &&
+                   is_conv_aligned(rows, kConvRowVector * dtype_bytes(rows.dtype)));
 }
 inline bool has_vectors_of_tokens(const Conv1dInputs& in, const TokenRows& rows, int vector) {
   return !rows || (rows.dtype == in.x.dtype && rows.token_stride == 1 && !in.sequences.offsets &&
-                   is_conv_aligned(rows, vector * dtype_bytes(rows.dtype)));
+                   in.sequences.tokens % vector == 0 && is_conv_aligned(rows, vector * dtype_bytes(rows.dtype)));
 }
 
 // Tokens per sequence from which on reading and writing states costs little.
@@ -50,11 +50,11 @@ inline bool suits_rows(const Conv1dInputs& in, const ConvStates& states) {
 
 inline ConvKernel conv_kernel(const Conv1dProblem& p) {
   const Conv1dInputs& in = p.in;
-  const int vector = conv_vector(in.x.dtype);
   if (!p.y || p.steps) return ConvKernel::any;
-  if (has_vectors_of_channels(in, in.x, vector) && has_vectors_of_channels(in, p.y, vector) &&
-      suits_rows(in, in.initial) && suits_rows(in, p.final))
+  if (has_vectors_of_channels(in, in.x) && has_vectors_of_channels(in, p.y) && suits_rows(in, in.initial) &&
+      suits_rows(in, p.final))
     return ConvKernel::rows;
+  const int vector = conv_vector(in.x.dtype);
   if (has_vectors_of_tokens(in, in.x, vector) && has_vectors_of_tokens(in, p.y, vector) && !p.previous_accept_lengths)
     return ConvKernel::columns;
   return ConvKernel::any;
@@ -62,7 +62,7 @@ inline ConvKernel conv_kernel(const Conv1dProblem& p) {
 inline ConvKernel conv_kernel(const Conv1dBackwardProblem& p) {
   const Conv1dInputs& in = p.in;
   const int vector = conv_vector(in.x.dtype);
-  const auto rows = [&](const TokenRows& t) { return has_vectors_of_channels(in, t, kConvBackwardVector); };
+  const auto rows = [&](const TokenRows& t) { return has_vectors_of_channels(in, t); };
   const auto columns = [&](const TokenRows& t) { return has_vectors_of_tokens(in, t, vector); };
   if (rows(in.x) && rows(p.d_y) && rows(p.dx)) return ConvKernel::rows;
   if (columns(in.x) && columns(p.d_y) && columns(p.dx)) return ConvKernel::columns;
@@ -95,9 +95,9 @@ inline ConvGrid conv_grid_of(const Conv1dInputs& in, int64_t chunk, int64_t cta_
 
 constexpr int64_t kMaxConvCtas = (int64_t{1} << 31) - 1;  // of a grid
 
-inline int64_t conv_cta_channels(ConvKernel kernel, int vector, bool backward) {
+inline int64_t conv_cta_channels(ConvKernel kernel, bool backward) {
   if (kernel == ConvKernel::columns) return backward ? kConvWarps : kConvWarps * kConvChannels;
-  return kernel == ConvKernel::rows ? int64_t{kConvThreads} * vector : kConvThreads;
+  return kernel == ConvKernel::rows ? kConvThreads * kConvRowVector : kConvThreads;
 }
 
 // A chunk long enough for the taps - 1 tokens read twice to cost little, and short enough for every multiprocessor to
@@ -105,9 +105,8 @@ inline int64_t conv_cta_channels(ConvKernel kernel, int vector, bool backward) {
 inline ConvGrid conv_grid(const Conv1dProblem& p) {
   const Conv1dInputs& in = p.in;
   const ConvKernel kernel = conv_kernel(p);
-  const int vector = conv_vector(in.x.dtype);
-  const int64_t cta_channels = conv_cta_channels(kernel, vector, false);
-  if (kernel == ConvKernel::columns) return conv_grid_of(in, 32 * vector, cta_channels, kMaxConvCtas);
+  const int64_t cta_channels = conv_cta_channels(kernel, false);
+  if (kernel == ConvKernel::columns) return conv_grid_of(in, 32 * conv_vector(in.x.dtype), cta_channels, kMaxConvCtas);
   constexpr int64_t kWantedCtas = 2048, kLongest = 64;
   const int64_t tokens = in.sequences.batch * in.sequences.tokens;
   int64_t longest = kLongest;
@@ -123,10 +122,9 @@ inline ConvGrid conv_grid(const Conv1dProblem& p) {
 constexpr int64_t kConvBackwardChunk = 64, kConvBackwardCtas = 4096;
 inline ConvGrid conv_grid(const Conv1dBackwardProblem& p) {
   const ConvKernel kernel = conv_kernel(p);
-  const int vector = conv_vector(p.in.x.dtype);
   // The last lane of a warp of `columns` only looks ahead.
-  const int64_t chunk = kernel == ConvKernel::columns ? 31 * vector : kConvBackwardChunk;
-  return conv_grid_of(p.in, chunk, conv_cta_channels(kernel, kConvBackwardVector, true), kConvBackwardCtas);
+  const int64_t chunk = kernel == ConvKernel::columns ? 31 * conv_vector(p.in.x.dtype) : kConvBackwardChunk;
+  return conv_grid_of(p.in, chunk, conv_cta_channels(kernel, true), kConvBackwardCtas);
 }
 
 inline bool has_partial_sums(const Conv1dBackwardProblem& p) { return p.dweight || p.dbias; }
