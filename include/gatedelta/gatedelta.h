@@ -330,6 +330,27 @@ GD_API gd_status gd_gated_norm_workspace(const gd_gated_norm_args* args, size_t*
 GD_API gd_status gd_gated_norm_backward(const gd_gated_norm_backward_args* args);
 GD_API gd_status gd_gated_norm_backward_workspace(const gd_gated_norm_backward_args* args, size_t* bytes);
 
+/* The layer's step as one call: convolution, rule and gated norm, for decode (T = 1) and draft windows.
+ *     x = [q | k | v] -> convolution -> rule (l2norm, gates as rule.in says) -> norm.y
+ * Fill the three structs as for three calls and leave out what lies between them: conv.y, rule.in.q, rule.in.k,
+ * rule.in.v, rule.o and norm.x must be absent. The rule's cu_seqlens, initial_indices, final_indices, first_slot and
+ * previous_accept_lengths serve the convolution, too, whose own must be absent; of initial_indices [N, S] it takes the
+ * first column, and without final_indices it writes where it reads. struct_size and exec of the three are not read.
+ * The results are those of three calls; where a kernel fuses them, the steps between are rounded to x's dtype all the
+ * same. */
+typedef struct gd_layer_step_args {
+  size_t struct_size;
+  gd_exec exec;
+  gd_conv1d_args conv;     /* in.x [B, T, D]: channels of q, k and v side by side, D = 2 Hk K + Hv V */
+  gd_recurrent_args rule;  /* accept_lengths must be absent */
+  gd_gated_norm_args norm; /* y [B, T, Hv, V] */
+  int64_t key_heads;       /* Hk */
+  uint64_t reserved[4];
+} gd_layer_step_args;
+
+GD_API gd_status gd_layer_step(const gd_layer_step_args* args);
+GD_API gd_status gd_layer_step_workspace(const gd_layer_step_args* args, size_t* bytes);
+
 /* Version, build and machine. */
 typedef struct gd_info {
   size_t struct_size;
@@ -380,6 +401,7 @@ constexpr Struct gd_initial() {
 #define GD_RECURRENT_ARGS_INIT GD_INITIAL(gd_recurrent_args)
 #define GD_GATED_NORM_ARGS_INIT GD_INITIAL(gd_gated_norm_args)
 #define GD_GATED_NORM_BACKWARD_ARGS_INIT GD_INITIAL(gd_gated_norm_backward_args)
+#define GD_LAYER_STEP_ARGS_INIT GD_INITIAL(gd_layer_step_args)
 #define GD_INFO_INIT GD_INITIAL(gd_info)
 
 #endif
