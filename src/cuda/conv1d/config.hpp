@@ -6,6 +6,7 @@
 //   any      everything else: a thread has one channel and walks over tokens
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/conv1d.hpp"
@@ -120,18 +121,22 @@ inline ConvGrid conv_grid(const Conv1dProblem& p) {
 
 // A fixed number of CTAs at most: each has partial sums of dweight and dbias.
 constexpr int64_t kConvBackwardChunk = 64, kConvBackwardCtas = 4096;
-inline ConvGrid conv_grid(const Conv1dBackwardProblem& p) {
-  const ConvKernel kernel = conv_kernel(p);
+inline ConvGrid conv_backward_grid(const Conv1dInputs& in, ConvKernel kernel) {
   // The last lane of a warp of `columns` only looks ahead.
-  const int64_t chunk = kernel == ConvKernel::columns ? 31 * conv_vector(p.in.x.dtype) : kConvBackwardChunk;
-  return conv_grid_of(p.in, chunk, conv_cta_channels(kernel, true), kConvBackwardCtas);
+  const int64_t chunk = kernel == ConvKernel::columns ? 31 * conv_vector(in.x.dtype) : kConvBackwardChunk;
+  return conv_grid_of(in, chunk, conv_cta_channels(kernel, true), kConvBackwardCtas);
 }
+inline ConvGrid conv_grid(const Conv1dBackwardProblem& p) { return conv_backward_grid(p.in, conv_kernel(p)); }
 
 inline bool has_partial_sums(const Conv1dBackwardProblem& p) { return p.dweight || p.dbias; }
-// Partial sums, [slots][W + 1][D] in fp32.
+// Partial sums, [slots][W + 1][D] in fp32, of the kernel that has the most: which one runs depends on the alignment of
+// addresses, and a query has none.
 inline size_t conv1d_backward_workspace(const Conv1dBackwardProblem& p) {
   if (!has_partial_sums(p)) return 0;
-  return sizeof(float) * static_cast<size_t>(conv_grid(p).slots * (p.in.taps + 1) * p.in.channels);
+  int64_t slots = 0;
+  for (const ConvKernel kernel : {ConvKernel::rows, ConvKernel::columns, ConvKernel::any})
+    slots = std::max(slots, conv_backward_grid(p.in, kernel).slots);
+  return sizeof(float) * static_cast<size_t>(slots * (p.in.taps + 1) * p.in.channels);
 }
 
 }  // namespace gatedelta::cuda
