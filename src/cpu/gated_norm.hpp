@@ -117,23 +117,26 @@ class GatedNormForward : NormRows {
       : NormRows(problem.in, context, kNormBlockRows), y_(problem.y) {}
 
   void run() const {
-    for_each_row([](int64_t) {},
-                 [&](int64_t batch, int64_t token, int64_t head, const float* w, int64_t) {
-                   alignas(64) float x[kMaxNormDim], z[kMaxNormDim];
-                   read(x, in_.x, batch, token, head);
-                   const float r = inverse_rms(x);
-                   for (int i = 0; i < D_; i += kVector) store(x + i, r * load(x + i));
-                   apply_weight(x, x, w);
-                   if (in_.z) {
-                     read(z, in_.z, batch, token, head);
-                     for (int i = 0; i < D_; i += kVector)
-                       store(x + i, load(x + i) * norm_gate(load(z + i), in_.activation).value);
-                   }
-                   write(y_, x, batch, token, head);
-                 });
+    const auto row = [&](int64_t batch, int64_t token, int64_t head, const float* w, int64_t) {
+      forward_row(batch, token, head, w);
+    };
+    for_each_row([](int64_t) {}, row);
   }
 
  private:
+  void forward_row(int64_t batch, int64_t token, int64_t head, const float* w) const {
+    alignas(64) float x[kMaxNormDim], z[kMaxNormDim];
+    read(x, in_.x, batch, token, head);
+    const float r = inverse_rms(x);
+    for (int i = 0; i < D_; i += kVector) store(x + i, r * load(x + i));
+    apply_weight(x, x, w);
+    if (in_.z) {
+      read(z, in_.z, batch, token, head);
+      for (int i = 0; i < D_; i += kVector) store(x + i, load(x + i) * norm_gate(load(z + i), in_.activation).value);
+    }
+    write(y_, x, batch, token, head);
+  }
+
   const TokenRows& y_;
 };
 
