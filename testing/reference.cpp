@@ -29,8 +29,8 @@ int64_t read_slot(const gd_inputs& in, int64_t n) {
 int64_t read_slot(const gd_recurrent_args& args, int64_t n) {
   const gd_inputs& in = args.in;
   if (args.previous_accept_lengths.dtype == GD_DTYPE_NONE) return read_slot(in, n);
-  const int64_t last = index_at(args.previous_accept_lengths, n) - 1;
-  return slot_at(in, in.initial_indices, n, std::clamp<int64_t>(last, 0, in.initial_indices.shape[1] - 1));
+  const int64_t kept = index_at(args.previous_accept_lengths, n);
+  return slot_at(in, in.initial_indices, n, std::clamp<int64_t>(kept, 1, in.initial_indices.shape[1]) - 1);
 }
 
 int64_t step_slot(const gd_recurrent_args& args, int64_t n, const Span& span, int64_t t) {

@@ -83,8 +83,8 @@ struct RecurrentProblem : OutputProblem {
 
   GD_ALWAYS_INLINE int64_t read_column(int64_t n) const {
     if (!previous_accept_lengths) return 0;
-    const int64_t column = previous_accept_lengths[n] - 1, last = in.initial.indices.columns - 1;
-    return column < 0 ? 0 : column < last ? column : last;
+    const int64_t kept = previous_accept_lengths[n], columns = in.initial.indices.columns;
+    return kept < 1 ? 0 : (kept < columns ? kept : columns) - 1;
   }
   GD_ALWAYS_INLINE int64_t read_slot(int64_t n) const {
     if (!previous_accept_lengths) return in.initial.slot(n);
