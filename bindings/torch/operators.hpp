@@ -16,6 +16,7 @@ struct Operator {
   std::string name() const { return std::string(schema, std::strchr(schema, '(')); }
 };
 
+std::span<const Operator> conv1d_operators();
 std::span<const Operator> gated_norm_operators();
 
 }  // namespace gatedelta::binding

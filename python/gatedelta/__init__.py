@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .torch import (
+        causal_conv1d,
         chunk_gated_delta_rule,
         chunk_gated_delta_rule_bwd,
         chunk_gated_delta_rule_fwd,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _TORCH_NAMES = (
+    "causal_conv1d",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
@@ -36,6 +38,7 @@ _TORCH_NAMES = (
 
 __all__ = [
     "__version__",
+    "causal_conv1d",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",

@@ -25,6 +25,7 @@ BETA_VALUE, BETA_LOGIT, BETA_LOGIT_DOUBLED = 0, 1, 2
 STATE_KV, STATE_VK = 0, 1
 NORM_SILU, NORM_SIGMOID = 0, 1
 CP_AUTO, CP_OFF = 0, 1
+CONV1D_LINEAR, CONV1D_SILU = 0, 1
 MAX_THREADS = 1024  # of one call
 MAX_SLOTS = 1 << 44  # of a pool
 
@@ -198,6 +199,50 @@ class GatedNormBackwardArgs(_Args):
     ]
 
 
+class Conv1dInputs(ctypes.Structure):
+    _fields_ = [
+        ("x", Tensor),
+        ("weight", Tensor),
+        ("bias", Tensor),
+        ("cu_seqlens", Tensor),
+        ("initial_state", Tensor),
+        ("initial_indices", Tensor),
+        ("first_slot", c_int64),
+        ("activation", c_int32),
+        ("reserved_flags", c_int32),
+        _RESERVED,
+    ]
+
+
+class Conv1dArgs(_Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("exec", Exec),
+        ("inputs", Conv1dInputs),
+        ("y", Tensor),
+        ("final_state", Tensor),
+        ("final_indices", Tensor),
+        ("previous_accept_lengths", Tensor),
+        ("step_states", Tensor),
+        _RESERVED,
+    ]
+
+
+class Conv1dBackwardArgs(_Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("exec", Exec),
+        ("inputs", Conv1dInputs),
+        ("d_y", Tensor),
+        ("d_final_state", Tensor),
+        ("dx", Tensor),
+        ("dweight", Tensor),
+        ("dbias", Tensor),
+        ("d_initial_state", Tensor),
+        _RESERVED,
+    ]
+
+
 class Info(_Args):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -227,6 +272,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gd_gated_norm_workspace": (c_int32, [POINTER(GatedNormArgs), POINTER(c_size_t)]),
     "gd_gated_norm_backward": (c_int32, [POINTER(GatedNormBackwardArgs)]),
     "gd_gated_norm_backward_workspace": (c_int32, [POINTER(GatedNormBackwardArgs), POINTER(c_size_t)]),
+    "gd_conv1d": (c_int32, [POINTER(Conv1dArgs)]),
+    "gd_conv1d_workspace": (c_int32, [POINTER(Conv1dArgs), POINTER(c_size_t)]),
+    "gd_conv1d_backward": (c_int32, [POINTER(Conv1dBackwardArgs)]),
+    "gd_conv1d_backward_workspace": (c_int32, [POINTER(Conv1dBackwardArgs), POINTER(c_size_t)]),
     "gd_get_info": (c_int32, [POINTER(Info)]),
     "gd_isa_name": (c_char_p, [c_int32]),
     "gd_last_error": (c_char_p, []),

@@ -18,14 +18,16 @@ import numpy as np
 
 from . import _lib
 from ._lib import UnsupportedError
+from ._numpy_conv1d import Conv1d, Conv1dGradients, causal_conv1d, causal_conv1d_backward
 from ._numpy_norm import NormGradients, rms_norm_gated, rms_norm_gated_backward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
-    "Forward", "Gradients", "Layer", "NormGradients", "Recurrent", "UnsupportedError", "backward", "forward",
-    "recurrent", "rms_norm_gated", "rms_norm_gated_backward",
+    "Conv1d", "Conv1dGradients", "Forward", "Gradients", "Layer", "NormGradients", "Recurrent", "UnsupportedError",
+    "backward", "causal_conv1d", "causal_conv1d_backward", "forward", "recurrent", "rms_norm_gated",
+    "rms_norm_gated_backward",
 ]  # fmt: skip
 
 _DTYPES = {

@@ -17,6 +17,7 @@ per token and value head for the backward, and nothing with ``recompute``.
 
 from __future__ import annotations
 
+from ._conv1d import causal_conv1d
 from ._functional import (
     chunk_gated_delta_rule,
     chunk_gated_delta_rule_bwd,
@@ -28,6 +29,7 @@ from ._functional import (
 from ._norm import rms_norm_gated
 
 __all__ = [
+    "causal_conv1d",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
