@@ -9,6 +9,8 @@
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "core/problem.hpp"
@@ -74,26 +76,42 @@ GD_ALWAYS_INLINE Vec exp(Vec x) {
 using HalfVec = uint16_t __attribute__((vector_size(GD_VECTOR_BYTES / 2)));
 using WordVec = uint32_t __attribute__((vector_size(GD_VECTOR_BYTES)));
 
-GD_ALWAYS_INLINE WordVec load_words(const uint16_t* p) {
+GD_ALWAYS_INLINE HalfVec load_halves(const uint16_t* p) {
   HalfVec half;
   std::memcpy(&half, p, sizeof half);
-  return __builtin_convertvector(half, WordVec);
+  return half;
 }
-GD_ALWAYS_INLINE void store_words(uint16_t* p, WordVec words) {
-  const HalfVec half = __builtin_convertvector(words, HalfVec);
-  std::memcpy(p, &half, sizeof half);
+GD_ALWAYS_INLINE void store_halves(uint16_t* p, HalfVec half) { std::memcpy(p, &half, sizeof half); }
+
+// GCC 12 converts 8-byte vectors element by element; Arm has an instruction for each direction.
+GD_ALWAYS_INLINE WordVec widen(HalfVec x) {
+#if defined(__aarch64__)
+  return vmovl_u16(x);
+#else
+  return __builtin_convertvector(x, WordVec);
+#endif
+}
+GD_ALWAYS_INLINE HalfVec narrow(WordVec x) {
+#if defined(__aarch64__)
+  return vmovn_u32(x);
+#else
+  return __builtin_convertvector(x, HalfVec);
+#endif
 }
 
 // cpu/dtype.hpp's conversions, a vector at a time.
-GD_ALWAYS_INLINE Vec widen_bf16(WordVec x) { return reinterpret_cast<Vec>(x << 16); }
-GD_ALWAYS_INLINE WordVec round_bf16(Vec x) {
+GD_ALWAYS_INLINE Vec widen_bf16(HalfVec x) { return reinterpret_cast<Vec>(widen(x) << 16); }
+GD_ALWAYS_INLINE HalfVec round_bf16(Vec x) {
 #if defined(__AVX512BF16__)
   // One instruction; unlike the other conversions it flushes subnormal inputs to 0.
-  return __builtin_convertvector(reinterpret_cast<HalfVec>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x))), WordVec);
-#endif
+  return reinterpret_cast<HalfVec>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x)));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return reinterpret_cast<HalfVec>(vcvt_bf16_f32(x));
+#else
   const WordVec bits = reinterpret_cast<WordVec>(x);
   const WordVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return (bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded;
+  return narrow((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
+#endif
 }
 
 GD_ALWAYS_INLINE void load_row(float* GD_RESTRICT dst, const void* src, gd_dtype dtype, int64_t offset, int n) {
@@ -102,7 +120,7 @@ GD_ALWAYS_INLINE void load_row(float* GD_RESTRICT dst, const void* src, gd_dtype
     for (int i = 0; i < n; i += kVector) store(dst + i, load(p + i));
   } else if (dtype == GD_BF16) {
     const uint16_t* p = static_cast<const uint16_t*>(src) + offset;
-    for (int i = 0; i < n; i += kVector) store(dst + i, widen_bf16(load_words(p + i)));
+    for (int i = 0; i < n; i += kVector) store(dst + i, widen_bf16(load_halves(p + i)));
   } else {
     const uint16_t* p = static_cast<const uint16_t*>(src) + offset;
     for (int i = 0; i < n; ++i) dst[i] = f16_to_f32(p[i]);
@@ -115,7 +133,7 @@ GD_ALWAYS_INLINE void store_row(void* dst, gd_dtype dtype, int64_t offset, const
     for (int i = 0; i < n; i += kVector) store(p + i, load(src + i));
   } else if (dtype == GD_BF16) {
     uint16_t* p = static_cast<uint16_t*>(dst) + offset;
-    for (int i = 0; i < n; i += kVector) store_words(p + i, round_bf16(load(src + i)));
+    for (int i = 0; i < n; i += kVector) store_halves(p + i, round_bf16(load(src + i)));
   } else {
     uint16_t* p = static_cast<uint16_t*>(dst) + offset;
     for (int i = 0; i < n; ++i) p[i] = f32_to_f16(src[i]);
