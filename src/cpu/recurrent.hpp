@@ -95,11 +95,18 @@ class Recurrent {
   static float* direct(const StateRows& rows, int64_t slot, int64_t head) {
     return rows.dtype == GD_F32 && slot >= 0 ? static_cast<float*>(rows.data) + rows.offset(slot, head) : nullptr;
   }
-  void load_state(float* dst, const StateRows& rows, int64_t slot, int64_t head) const {
-    if (rows && slot >= 0) {
-      load_row(dst, rows.data, rows.dtype, rows.offset(slot, head), K_ * V_);
-    } else {
-      for (int i = 0; i < K_ * V_; i += kVector) store(dst + i, Vec{});
+  // Value columns [first, first + count) of a stored state, as floats. A negative slot is the zero state.
+  void load_columns(float* S, const StateRows& rows, int64_t slot, int64_t head, int first, int count) const {
+    const bool stored = rows && slot >= 0, kv = in_.layout == GD_STATE_KV;
+    const int64_t base = stored ? rows.offset(slot, head) : 0, step = kv ? V_ : K_;
+    const int begin = kv ? 0 : first, end = kv ? K_ : first + count, width = kv ? count : K_;
+    for (int i = begin; i < end; ++i) {
+      const int64_t at = i * step + (kv ? first : 0);
+      if (stored) {
+        load_row(S + at, rows.data, rows.dtype, base + at, width);
+      } else {
+        for (int j = 0; j < width; j += kVector) store(S + at + j, Vec{});
+      }
     }
   }
   // Value columns [first, first + count) of a state to where they are stored.
@@ -127,11 +134,12 @@ class Recurrent {
     float* const place = direct(problem_.final, problem_.final.slot(n), head);
     const int64_t read_slot = problem_.read_slot(n);
     const float* S = direct(in_.initial, read_slot, head);
-    if (!S) {
-      load_state(w.state, in_.initial, read_slot, head);
-      S = w.state;
+    const bool copied = !S;
+    if (copied) S = w.state;
+    if (accepted == 0 && S != place) {
+      if (copied) load_columns(w.state, in_.initial, read_slot, head, 0, V_);
+      store_columns(problem_.final, problem_.final.slot(n), head, S, 0, V_);
     }
-    if (accepted == 0 && S != place) store_columns(problem_.final, problem_.final.slot(n), head, S, 0, V_);
 
     for (int64_t begin = 0; begin < span.length; begin += kTokens) {
       const int count = static_cast<int>(span.length - begin < kTokens ? span.length - begin : kTokens);
@@ -142,6 +150,7 @@ class Recurrent {
       const bool kept = !last || accepted == span.length || problem_.step_states;
       for (int first = 0, columns; first < V_; first += columns) {
         columns = block_columns(first);
+        if (copied && begin == 0) load_columns(w.state, in_.initial, read_slot, head, first, columns);
         const float* from = S;
         for (int t = 0; t < count; ++t) {
           const int64_t done = begin + t + 1;
@@ -195,10 +204,11 @@ class Recurrent {
 
   // --- one block of value columns through one token ------------------------------------------------------------------
 
-  // KV: as many columns as the registers hold sums for. VK: as many as lie in one vector of sums.
-  static constexpr int kVectorsKV = GD_VECTOR_BYTES == 64 ? 8 : 4;
+  // KV: as many columns as the registers hold sums for. VK: whole vectors of sums, and as many as registers hold.
+  static constexpr int kVectorsKV = GD_F32_BLOCK_ROWS;
+  static constexpr int kColumnsVK = kVector < GD_F32_BLOCK_ROWS ? GD_F32_BLOCK_ROWS : kVector;
   int block_columns(int first) const {
-    if (in_.layout == GD_STATE_VK) return kVector;
+    if (in_.layout == GD_STATE_VK) return kColumnsVK;
     return first + kVectorsKV * kVector <= V_ ? kVectorsKV * kVector : kVector;
   }
 
@@ -219,14 +229,27 @@ class Recurrent {
     store(x.v + j, x.beta * e);
   }
 
+  // Prefetches kFloats floats of the next block: it lies in the L2 cache at best, and no hardware prefetcher finds it.
+  template <int kFloats>
+  static GD_ALWAYS_INLINE void prefetch(const float* p) {
+    constexpr int kLine = 64 / sizeof(float);
+    for (int i = 0; i < kFloats; i += kLine) __builtin_prefetch(p + i);
+  }
+
+  // In both steps pointers and sizes are locals: a store of a vector may alias any member. The update prefetches the
+  // next block, because it finds its own in the L1 cache.
   template <int kVectors>
   void step_kv(const float* S, float* next, const Token& x, int column) const {
+    constexpr int kColumns = kVectors * kVector;
+    const int K = K_;
+    const int64_t V = V_;
+    const float *k = x.k, *q = x.q, *from = S + column;
     Vec x_k[kVectors] = {}, x_q[kVectors] = {};
-    for (int i = 0; i < K_; ++i)
+    for (int i = 0; i < K; ++i, from += V)
       for (int n = 0; n < kVectors; ++n) {
-        const Vec s = load(S + int64_t{i} * V_ + column + n * kVector);
-        x_k[n] += x.k[i] * s;
-        x_q[n] += x.q[i] * s;
+        const Vec s = load(from + n * kVector);
+        x_k[n] += k[i] * s;
+        x_q[n] += q[i] * s;
       }
     Vec write[kVectors];
     for (int n = 0; n < kVectors; ++n) {
@@ -234,25 +257,35 @@ class Recurrent {
       write[n] = load(x.v + column + n * kVector);
     }
     if (!next) return;
-    // Backwards: the rows read last are still in the L1 cache.
-    for (int i = K_ - 1; i >= 0; --i)
-      for (int n = 0; n < kVectors; ++n) {
-        const int64_t at = int64_t{i} * V_ + column + n * kVector;
-        store(next + at, x.alpha * load(S + at) + x.k[i] * write[n]);
-      }
+    const float alpha = x.alpha;
+    const bool more = column + kColumns < V;
+    float* to = next + K * V + column;
+    // Backwards: the rows read last are the likeliest to be in the L1 cache.
+    for (int i = K - 1; i >= 0; --i) {
+      from -= V;
+      to -= V;
+      if (more) prefetch<kColumns>(from + kColumns);
+      const float k_i = k[i];
+      Vec sum[kVectors];
+      for (int n = 0; n < kVectors; ++n) sum[n] = alpha * load(from + n * kVector) + k_i * write[n];
+      for (int n = 0; n < kVectors; ++n) store(to + n * kVector, sum[n]);
+    }
   }
 
   void step_vk(const float* S, float* next, const Token& x, int column) const {
-    constexpr int kRows = 4;  // rows that share a load of k and q
-    Vec x_k[kVector], x_q[kVector];
-    for (int r = 0; r < kVector; r += kRows) {
+    constexpr int kRows = GD_F32_BLOCK_ROWS;                  // rows that share a load of k and q
+    constexpr int kVectors = 8, kWidth = kVectors * kVector;  // of a row, updated at a time
+    const int64_t K = K_;
+    const float *k = x.k, *q = x.q, *from = S + column * K;
+    Vec x_k[kColumnsVK], x_q[kColumnsVK];
+    for (int r = 0; r < kColumnsVK; r += kRows, from += kRows * K) {
       Vec a[kRows] = {}, b[kRows] = {};
-      for (int i = 0; i < K_; i += kVector) {
-        const Vec k = load(x.k + i), q = load(x.q + i);
+      for (int64_t i = 0; i < K; i += kVector) {
+        const Vec k_i = load(k + i), q_i = load(q + i);
         for (int n = 0; n < kRows; ++n) {
-          const Vec s = load(S + int64_t{column + r + n} * K_ + i);
-          a[n] += k * s;
-          b[n] += q * s;
+          const Vec s = load(from + n * K + i);
+          a[n] += k_i * s;
+          b[n] += q_i * s;
         }
       }
       for (int n = 0; n < kRows; ++n) {
@@ -260,16 +293,25 @@ class Recurrent {
         x_q[r + n] = b[n];
       }
     }
-    finish(sum_rows(x_k), sum_rows(x_q), x, column);
+    for (int r = 0; r < kColumnsVK; r += kVector) finish(sum_rows(x_k + r), sum_rows(x_q + r), x, column + r);
     if (!next) return;
-    for (int r = 0; r < kVector; r += kRows)
-      for (int i = 0; i < K_; i += kVector) {
-        const Vec k = load(x.k + i);
-        for (int n = 0; n < kRows; ++n) {
-          const int64_t at = int64_t{column + r + n} * K_ + i;
-          store(next + at, x.alpha * load(S + at) + x.v[column + r + n] * k);
-        }
+    const float alpha = x.alpha;
+    const bool more = column + kColumnsVK < V_;
+    const float* ahead = from;
+    from = S + column * K;
+    float* to = next + column * K;
+    for (int r = 0; r < kColumnsVK; ++r, from += K, to += K, ahead += K) {
+      const float write = x.v[column + r];
+      int64_t i = 0;
+      for (; i + kWidth <= K; i += kWidth) {
+        if (more) prefetch<kWidth>(ahead + i);
+        Vec sum[kVectors];
+        for (int n = 0; n < kVectors; ++n)
+          sum[n] = alpha * load(from + i + n * kVector) + write * load(k + i + n * kVector);
+        for (int n = 0; n < kVectors; ++n) store(to + i + n * kVector, sum[n]);
       }
+      for (; i < K; i += kVector) store(to + i, alpha * load(from + i) + write * load(k + i));
+    }
   }
 
   // Lane r of the result is the sum of rows[r].
