@@ -135,11 +135,24 @@ inline void prepare_gates(Gates& gates, const Layer& in, const ChunkSpan& span, 
     store(gates.delta + i, exp((high_L - load(high + i)) + (low_L - load(low + i))));
   }
   gates.gamma_L = gates.gamma[C - 1];
-  for (int i = 0; i < C; ++i) {
-    // Above the diagonal the exponent grows without bound. A select drops those entries: a product with 0 would not.
-    for (int j = 0; j < C; j += kVector) {
-      const Vec decay = j <= i ? exp((high[i] - load(high + j)) + (low[i] - load(low + j))) : Vec{};
-      store(gates.Gamma + i * C + j, iota() + j <= i ? decay : Vec{});
+  // Left of a diagonal block Gamma is an outer product: with m the last token before the block,
+  // e^{b_i - b_j} = e^{b_i - b_m} e^{b_m - b_j}, where gates <= 0 leave both factors <= 1.
+  constexpr int kBlock = 16;
+  for (int top = 0; top < C; top += kBlock) {
+    float row_factor[kBlock], column_factor[C];
+    const float high_m = top ? high[top - 1] : 0.0f, low_m = top ? low[top - 1] : 0.0f;
+    for (int i = 0; i < kBlock; i += kVector)
+      store(row_factor + i, exp((load(high + top + i) - high_m) + (load(low + top + i) - low_m)));
+    for (int j = 0; j < top; j += kVector)
+      store(column_factor + j, exp((high_m - load(high + j)) + (low_m - load(low + j))));
+    for (int i = top; i < top + kBlock; ++i) {
+      float* row = gates.Gamma + i * C;
+      for (int j = 0; j < top; j += kVector) store(row + j, row_factor[i - top] * load(column_factor + j));
+      // Above the diagonal the exponent grows without bound. A select drops those entries: a product with 0 would not.
+      for (int j = top; j < C; j += kVector) {
+        const Vec decay = j <= i ? exp((high[i] - load(high + j)) + (low[i] - load(low + j))) : Vec{};
+        store(row + j, iota() + j <= i ? decay : Vec{});
+      }
     }
   }
 }
@@ -324,16 +337,16 @@ void multiply_hi_lo(const typename E::Elem* a, const HiLo<typename E::Elem>& b, 
   }
 }
 
-// c [64][32] (+)= sum of A B for lower or upper triangular A [64 x 64].
+// c [64][32] (+)= sum of A B for lower or upper triangular A [64 x 64]: no products of a row block with zeros.
 template <class E, bool kAccumulate, int n>
 void multiply_lower(const Term<typename E::Elem> (&terms)[n], float* c) {
-  E::template multiply<kAccumulate>(terms, C, 0, kHalf, 0, kHalf, c, kPanel);
-  E::template multiply<kAccumulate>(terms, C, kHalf, C, 0, C, c, kPanel);
+  constexpr int kRows = E::kTriangleRows;
+  for (int m = 0; m < C; m += kRows) E::template multiply<kAccumulate>(terms, C, m, m + kRows, 0, m + kRows, c, kPanel);
 }
 template <class E, bool kAccumulate, int n>
 void multiply_upper(const Term<typename E::Elem> (&terms)[n], float* c) {
-  E::template multiply<kAccumulate>(terms, C, 0, kHalf, 0, C, c, kPanel);
-  E::template multiply<kAccumulate>(terms, C, kHalf, C, kHalf, C, c, kPanel);
+  constexpr int kRows = E::kTriangleRows;
+  for (int m = 0; m < C; m += kRows) E::template multiply<kAccumulate>(terms, C, m, m + kRows, m, C, c, kPanel);
 }
 
 // The terms of (A high + A low) (B high + B low) without A low B low, which is below the rounding.

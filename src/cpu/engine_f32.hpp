@@ -19,7 +19,8 @@ struct Term {
 
 struct F32Engine {
   using Elem = float;
-  static constexpr bool kExact = true;  // operands keep all bits of fp32
+  static constexpr bool kExact = true;     // operands keep all bits of fp32
+  static constexpr int kTriangleRows = 8;  // rows of a triangular operand that end at the same column
   // Rows x vectors of the register block; 16 vectors of accumulators where the ISA has 32 registers.
   static constexpr int kRows = GD_F32_BLOCK_ROWS, kVectors = 2;
 

@@ -11,7 +11,8 @@ namespace gatedelta::cpu::GD_ISA {
 
 struct NeonBf16Engine {
   using Elem = uint16_t;
-  static constexpr bool kExact = false;  // operands keep all bits of fp32
+  static constexpr bool kExact = false;
+  static constexpr int kTriangleRows = 8;
   struct Session {};
 
   static constexpr int64_t a_size(int m, int k) { return int64_t{m} * k; }
@@ -20,22 +21,25 @@ struct NeonBf16Engine {
   static GD_ALWAYS_INLINE void put4(uint16_t* dst, float32x4_t x) {
     vst1_u16(dst, vreinterpret_u16_bf16(vcvt_bf16_f32(x)));
   }
+  // Two rows, rounded or truncated.
+  static GD_ALWAYS_INLINE uint16x8_t round_rows(float32x4_t a, float32x4_t b) {
+    return vreinterpretq_u16_bf16(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(a), b));
+  }
+  static GD_ALWAYS_INLINE uint16x8_t truncate_rows(float32x4_t a, float32x4_t b) {
+    return vuzp2q_u16(vreinterpretq_u16_f32(a), vreinterpretq_u16_f32(b));
+  }
 
   static GD_ALWAYS_INLINE void store_a_row(uint16_t* GD_RESTRICT a, int k, int m, const float* GD_RESTRICT row) {
     uint16_t* dst = a + int64_t{m / 2} * k * 2 + (m % 2) * 4;
     for (int kk = 0; kk < k; kk += 4, dst += 8) put4(dst, vld1q_f32(row + kk));
   }
 
-  // Rows [row, row + 4) of columns [n, n + 4).
-  static GD_ALWAYS_INLINE void store_block(uint16_t* b, int k, int row, int n, float32x4_t r0, float32x4_t r1,
-                                           float32x4_t r2, float32x4_t r3) {
-    const float32x4_t a = vzip1q_f32(r0, r2), c = vzip2q_f32(r0, r2), d = vzip1q_f32(r1, r3), e = vzip2q_f32(r1, r3);
+  // Rows [row, row + 4) of columns [n, n + 4), given as rows 0 and 1, rows 2 and 3.
+  static GD_ALWAYS_INLINE void store_block(uint16_t* b, int k, int row, int n, uint16x8_t r01, uint16x8_t r23) {
+    const uint16x8_t even = vzip1q_u16(r01, r23), odd = vzip2q_u16(r01, r23);
     uint16_t* first = b + int64_t{n / 2} * k * 2 + int64_t{row / 4} * 8;
-    uint16_t* second = first + int64_t{k} * 2;  // the next pair of columns
-    put4(first, vzip1q_f32(a, d));
-    put4(first + 4, vzip2q_f32(a, d));
-    put4(second, vzip1q_f32(c, e));
-    put4(second + 4, vzip2q_f32(c, e));
+    vst1q_u16(first, vzip1q_u16(even, odd));
+    vst1q_u16(first + int64_t{k} * 2, vzip2q_u16(even, odd));  // the next pair of columns
   }
 
   static GD_ALWAYS_INLINE void store_b(uint16_t* GD_RESTRICT b, int k, int k0, int rows, const float* GD_RESTRICT src,
@@ -43,7 +47,8 @@ struct NeonBf16Engine {
     for (int r = 0; r < rows; r += 4)
       for (int n = 0; n < kPanel; n += 4) {
         const float* p = src + r * ld + n;
-        store_block(b, k, k0 + r, n, vld1q_f32(p), vld1q_f32(p + ld), vld1q_f32(p + 2 * ld), vld1q_f32(p + 3 * ld));
+        store_block(b, k, k0 + r, n, round_rows(vld1q_f32(p), vld1q_f32(p + ld)),
+                    round_rows(vld1q_f32(p + 2 * ld), vld1q_f32(p + 3 * ld)));
       }
   }
 
@@ -65,8 +70,8 @@ struct NeonBf16Engine {
           h[i] = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x[i]), upper));
           x[i] = vsubq_f32(x[i], h[i]);
         }
-        store_block(high, k, r, n, h[0], h[1], h[2], h[3]);
-        store_block(low, k, r, n, x[0], x[1], x[2], x[3]);
+        store_block(high, k, r, n, truncate_rows(h[0], h[1]), truncate_rows(h[2], h[3]));
+        store_block(low, k, r, n, round_rows(x[0], x[1]), round_rows(x[2], x[3]));
       }
   }
 

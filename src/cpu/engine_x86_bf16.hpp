@@ -13,7 +13,8 @@ constexpr int kTile = 512;  // elements of a tile
 
 struct X86Bf16Packing {
   using Elem = uint16_t;
-  static constexpr bool kExact = false;  // operands keep all bits of fp32
+  static constexpr bool kExact = false;
+  static constexpr int kTriangleRows = 32;
 
   static constexpr int64_t a_size(int m, int k) { return int64_t{m} * k; }
   static constexpr int64_t b_size(int k) { return int64_t{k} * kPanel; }
