@@ -197,7 +197,7 @@ class Backward {
 
   // --- one replay of one head ----------------------------------------------------------------------------------------
 
-  // The states before every chunk of a replay, and their T.
+  // The states before every chunk of a replay, and the chunks' T and U.
   void replay_states(const Lane& w, int64_t n, const SequenceSpan& sequence, int64_t begin, int count, int64_t head) {
     const int64_t entry = (first_saved_state(in_, n, sequence) + begin / kReplayChunks) * in_.value_heads + head;
     std::memcpy(w.state, states_ + entry * dims_.state_size(), sizeof(float) * dims_.state_size());
@@ -208,14 +208,15 @@ class Backward {
       prepare_gates(*w.value_scratch.gates, in_, span, head);
       invert_unit_lower(w.value_scratch.T, w.key_scratch.KK, w.value_scratch.gates->beta);
       std::memcpy(w.replay_T + c * C * C, w.value_scratch.T, sizeof(float) * C * C);
-      if (c + 1 == count) return;
       prepare_solve<E>(w.value, *w.value_scratch.gates, w.key_scratch, w.value_scratch.T, in_.scale);
       for (int p = 0; p < dims_.value_panels(); ++p) {
         float* S = state_panel(w.state, dims_, p);
         E::store_b(w.Sb, dims_.Kp, 0, dims_.Kp, S, kPanel);
         load_chunk(w.panel.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
         solve_panel<E>(w.panel, w.key.Ka, w.Sb, w.value, dims_);
-        update_panel<E>(S, w.panel, w.key.Kta, w.value, dims_);
+        float* U = w.replay_U + int64_t{c} * C * dims_.Vp + p * kPanel;
+        for (int i = 0; i < C; ++i) std::memcpy(U + i * dims_.Vp, w.panel.U + i * kPanel, sizeof(float) * kPanel);
+        if (c + 1 < count) update_panel<E>(S, w.panel, w.key.Kta, w.value, dims_);
       }
     }
   }

@@ -21,7 +21,7 @@ namespace gatedelta::cpu::GD_ISA {
 constexpr float kTinyBeta = 1e-20f;
 
 // The gradients of one chunk of one value head. Scratch memory is a lane's, where a replay has left the states before
-// its chunks (replay_states) and their T (replay_T).
+// its chunks (replay_states) and the chunks' T and U (replay_T, replay_U).
 template <class E>
 class ChunkGradients {
  public:
@@ -39,7 +39,7 @@ class ChunkGradients {
     GateSums sums;
     for (int p = 0; p < dims_.value_panels(); ++p) value_panel(w, span, c, head, p, state_panel(G, dims_, p), sums);
     if (problem_.dv) store_chunk(problem_.dv, span, head, dims_.V, 0, dims_.Vp, w.dV, dims_.Vp);
-    pair_products(w, sums);
+    pair_products(w, c, sums);
     for (int kp = 0; kp < dims_.key_panels(); ++kp)
       key_panel(w, kp, dq_sums + int64_t{c} * C * dims_.Kp, dk_sums + int64_t{c} * C * dims_.Kp, first_of_group, sums);
     store_gate_gradients(n, span, head, *w.value_scratch.gates, sums);
@@ -116,7 +116,7 @@ class ChunkGradients {
 
     float* const square = w.value_scratch.square;
     const float* T = w.replay_T + c * C * C;
-    prepare_solve<E>(w.value, gates, key, T, s);
+    prepare_row_scales<E>(w.value, gates, key, s);
     for (int i = 0; i < C * C; i += kVector) store(square + i, load(T + i) * load(gates.Gamma + i));
     transpose(w.transposed, C, square, C, C, C);
     for (int i = 0; i < C; ++i) store_a_hi_lo<E>(w.TgtA, C, i, w.transposed + i * C);
@@ -124,30 +124,25 @@ class ChunkGradients {
     pack_square_transposed(w.PtA, square, w.transposed);
   }
 
-  // 32 value columns: dV, Z and U for the key side, and G moves on to the state before the chunk.
+  const float* chunk_U(const Lane& w, int c) const { return w.replay_U + int64_t{c} * C * dims_.Vp; }
+
+  // 32 value columns: dV and dO for the key side, and G moves on to the state before the chunk.
   void value_panel(const Lane& w, const ChunkSpan& span, int c, int64_t head, int p, float* Gp, GateSums& sums) const {
     const Gates& gates = *w.value_scratch.gates;
     const int Kp = dims_.Kp, Vp = dims_.Vp;
     const PanelScratch<E>& pw = w.panel;
     const float* S = state_panel(w.replay_states + c * dims_.state_size(), dims_, p);
-    // W and U.
-    load_chunk(w.panel.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
-    E::store_b(w.Sb, Kp, 0, Kp, S, kPanel);
-    solve_panel<E>(pw, w.key.Ka, w.Sb, w.value, dims_);
-    const float* U = pw.U;
+    const float* U = chunk_U(w, c) + p * kPanel;  // [64], Vp apart
     // dU = P^T dO + delta o (K G).
     float* dO = w.Z;
     load_chunk(dO, kPanel, problem_.d_o, span, head, dims_.V, p * kPanel, kPanel);
-    for (int i = 0; i < C; ++i) {
-      std::memcpy(w.dO + i * Vp + p * kPanel, dO + i * kPanel, sizeof(float) * kPanel);
-      std::memcpy(w.U + i * Vp + p * kPanel, U + i * kPanel, sizeof(float) * kPanel);
-    }
+    for (int i = 0; i < C; ++i) std::memcpy(w.dO + i * Vp + p * kPanel, dO + i * kPanel, sizeof(float) * kPanel);
     E::store_b(w.dOb, C, 0, C, dO, kPanel);
     store_b_hi_lo<E>(w.Gb, Kp, Gp, kOnes.value);
     float* dU = pw.product;
     multiply_hi_lo<E>(w.key.Ka, w.Gb, Kp, C, dU);
     scale_rows(dU, w.value.write_k, 1.0f);
-    for (int i = 0; i < C; ++i) sums.kappa[i] += dot(U + i * kPanel, dU + i * kPanel, kPanel);
+    for (int i = 0; i < C; ++i) sums.kappa[i] += dot(U + i * Vp, dU + i * kPanel, kPanel);
     multiply_upper<E, true>({{w.PtA, w.dOb}}, dU);
     // Z, dV, Y; the update of G needs s gamma o dO.
     scale_rows(dO, w.value.read_q, 1.0f);
@@ -156,8 +151,9 @@ class ChunkGradients {
     store_b_hi_lo<E>(w.dUb, C, dU, kOnes.value);
     multiply_upper<E, false>(HiLoTerms<E>(w.TgtA, w.dUb).terms, Z);
     for (int i = 0; i < C; ++i) {
-      sums.zu[i] += dot(Z + i * kPanel, U + i * kPanel, kPanel);
-      if (i < span.rows && std::fabs(gates.beta[i]) < kTinyBeta) sums.ze[i] += error_product(w, gates, Z, U, pw.W, i);
+      sums.zu[i] += dot(Z + i * kPanel, U + i * Vp, kPanel);
+      if (i < span.rows && std::fabs(gates.beta[i]) < kTinyBeta)
+        sums.ze[i] += error_product(w, span, head, p, i, Z + i * kPanel, S, U);
       float* dV = w.dV + i * Vp + p * kPanel;
       for (int j = 0; j < kPanel; j += kVector) {
         const Vec value = gates.beta[i] * load(Z + i * kPanel + j);
@@ -178,18 +174,19 @@ class ChunkGradients {
   }
 
   // F and E contract over all value columns.
-  void pair_products(const Lane& w, GateSums& sums) const {
+  void pair_products(const Lane& w, int c, GateSums& sums) const {
     const KeyScratch<E>& key = w.key_scratch;
     const Gates& gates = *w.value_scratch.gates;
     const float s = in_.scale;
     const int Vp = dims_.Vp;
+    const float* U = chunk_U(w, c);
     for (int i = 0; i < C; ++i) {
       E::store_a_row(w.dOa, Vp, i, w.dO + i * Vp);
-      E::store_a_row(w.Ua, Vp, i, w.U + i * Vp);
+      E::store_a_row(w.Ua, Vp, i, U + i * Vp);
       E::store_a_row(w.dVa, Vp, i, w.dV + i * Vp);
     }
     for (int p = 0; p < dims_.value_panels(); ++p) {
-      transpose(w.transposed, C, w.U + p * kPanel, Vp, C, kPanel);
+      transpose(w.transposed, C, U + p * kPanel, Vp, C, kPanel);
       for (int half = 0; half < 2; ++half)
         E::store_b(w.Utb[half], Vp, p * kPanel, kPanel, w.transposed + half * kPanel, C);
     }
@@ -265,15 +262,20 @@ class ChunkGradients {
     for (int j = 0; j < C; j += kVector) store(sigma + j, load(sigma + j) - columns[j / kVector]);
   }
 
-  // <Z_i, e_i> over one panel, with the prediction error e_i = W_i - sum_{j<i} Gamma_ij (k_i . k_j) U_j.
-  static float error_product(const Lane& w, const Gates& gates, const float* Z, const float* U, const float* W, int i) {
-    float e[kPanel];
-    std::memcpy(e, W + i * kPanel, sizeof e);
-    for (int j = 0; j < i; ++j) {
-      const float a = gates.Gamma[i * C + j] * w.key_scratch.KK[i * C + j];
-      for (int x = 0; x < kPanel; ++x) e[x] -= a * U[j * kPanel + x];
-    }
-    return dot(Z + i * kPanel, e, kPanel);
+  // <Z_i, e_i> over one panel, with the prediction error e_i = v_i - gamma_i S^T k_i - sum_{j<i} Gamma_ij (k_i . k_j)
+  // U_j.
+  float error_product(const Lane& w, const ChunkSpan& span, int64_t head, int p, int i, const float* Z, const float* S,
+                      const float* U) const {
+    const KeyScratch<E>& key = w.key_scratch;
+    float e[kPanel] = {};
+    const int first = p * kPanel, valid = dims_.V - first < kPanel ? dims_.V - first : kPanel;
+    load_row(e, in_.v.data, in_.v.dtype, in_.v.offset(span.batch, span.token + i, head) + first, valid);
+    const auto subtract = [&e](float a, const float* row) {
+      for (int x = 0; x < kPanel; x += kVector) store(e + x, load(e + x) - a * load(row + x));
+    };
+    for (int j = 0; j < dims_.Kp; ++j) subtract(w.value.read_k[i] * key.K[i * dims_.Kp + j], S + j * kPanel);
+    for (int j = 0; j < i; ++j) subtract(w.value_scratch.gates->Gamma[i * C + j] * key.KK[i * C + j], U + j * dims_.Vp);
+    return dot(Z, e, kPanel);
   }
 
   void store_gate_gradients(int64_t n, const ChunkSpan& span, int64_t head, const Gates& gates,

@@ -27,7 +27,7 @@ struct BackwardLane {
   Elem* PtA;                                // A [64 x 64] P^T, upper
   Elem *FA, *FtA, *EA, *EtA;                // A [64 x 64]
   float *F, *E_;                            // [64][64]
-  float *dO, *U, *dV;                       // [64][Vp]
+  float *dO, *dV;                           // [64][Vp]
   float* Z;                                 // [64][32]
   Elem *dOa, *Ua, *dVa;                     // A [64 x Vp]
   Elem* Utb[2];                             // B [Vp x 32] of U^T
@@ -44,6 +44,7 @@ struct BackwardLane {
   float* state;          // the state while chunks are replayed, panel by panel
   float* replay_states;  // [kReplayChunks] states before each chunk
   float* replay_T;       // [kReplayChunks][64][64]
+  float* replay_U;       // [kReplayChunks][64][Vp]
   float *dq, *dk;        // [kReplayChunks][64][Kp], sums over the group
 
   BackwardLane(Carver& carve, const Dims& d, int64_t heads)
@@ -57,7 +58,7 @@ struct BackwardLane {
     for (Elem** square : {&PtA, &FA, &FtA, &EA, &EtA}) *square = carve.take<Elem>(E::a_size(C, C));
     F = carve.take<float>(C * C);
     E_ = carve.take<float>(C * C);
-    for (float** rows : {&dO, &U, &dV}) *rows = carve.take<float>(C * d.Vp);
+    for (float** rows : {&dO, &dV}) *rows = carve.take<float>(C * d.Vp);
     Z = carve.take<float>(C * kPanel);
     for (Elem** rows : {&dOa, &Ua, &dVa}) *rows = carve.take<Elem>(E::a_size(C, d.Vp));
     for (Elem*& p : Utb) p = carve.take<Elem>(E::b_size(d.Vp));
@@ -74,6 +75,7 @@ struct BackwardLane {
     state = carve.take<float>(d.state_size());
     replay_states = carve.take<float>(d.state_size() * kReplayChunks);
     replay_T = carve.take<float>(C * C * kReplayChunks);
+    replay_U = carve.take<float>(C * d.Vp * kReplayChunks);
     dq = carve.take<float>(replay_rows(d));
     dk = carve.take<float>(replay_rows(d));
   }

@@ -395,6 +395,16 @@ struct ValueScratch {
   }
 };
 
+template <class E>
+void prepare_row_scales(const ValueOperands<E>& out, const Gates& gates, const KeyScratch<E>& key, float scale) {
+  for (int i = 0; i < C; i += kVector) {
+    store(out.read_k + i, load(gates.gamma + i) * load(key.rk + i));
+    store(out.write_k + i, load(gates.delta + i) * load(key.rk + i));
+    store(out.read_q + i, load(gates.gamma + i) * load(key.rq + i) * scale);
+  }
+  *out.gamma_L = gates.gamma_L;
+}
+
 // T_g beta from T and the gates, and the row scales.
 template <class E>
 void prepare_solve(const ValueOperands<E>& out, const Gates& gates, const KeyScratch<E>& key, const float* T,
@@ -405,12 +415,7 @@ void prepare_solve(const ValueOperands<E>& out, const Gates& gates, const KeyScr
       store(row + j, load(T + i * C + j) * load(gates.Gamma + i * C + j) * load(gates.beta + j));
     store_a_hi_lo<E>(out.Tg, C, i, row);
   }
-  for (int i = 0; i < C; i += kVector) {
-    store(out.read_k + i, load(gates.gamma + i) * load(key.rk + i));
-    store(out.write_k + i, load(gates.delta + i) * load(key.rk + i));
-    store(out.read_q + i, load(gates.gamma + i) * load(key.rq + i) * scale);
-  }
-  *out.gamma_L = gates.gamma_L;
+  prepare_row_scales<E>(out, gates, key, scale);
 }
 
 // P = s Gamma o tril(QK) into square [64][64].
