@@ -73,15 +73,17 @@ class ChunkGradients {
     float sigma[C] = {}, kappa[C] = {};
   };
 
-  static void pack_square_transposed(Elem* dst, const float* src, float* transposed) {
-    transpose(transposed, C, src, C, C, C);
-    pack_square<E>(dst, transposed);
-  }
-
-  static void pack_square_scaled(Elem* dst, const float* src, const float* column_scale, float* scaled) {
+  // A forms of a square, its columns scaled, and of its transpose, its rows scaled.
+  static void store_a_scaled(Elem* dst, const float* src, const float* column_scale, float* scaled) {
     for (int i = 0; i < C; ++i)
       for (int j = 0; j < C; j += kVector) store(scaled + i * C + j, load(src + i * C + j) * load(column_scale + j));
-    pack_square<E>(dst, scaled);
+    store_a<E>(dst, C, C, scaled, C);
+  }
+  static void store_a_transposed_scaled(Elem* dst, const float* src, const float* row_scale, float* scaled,
+                                        float* scratch) {
+    for (int i = 0; i < C; ++i)
+      for (int j = 0; j < C; j += kVector) store(scaled + i * C + j, load(src + i * C + j) * row_scale[i]);
+    store_a_transposed<E>(dst, scaled, C, C, scratch);
   }
 
   static void scale_rows(float* c, const float* scale, float factor) {
@@ -93,6 +95,10 @@ class ChunkGradients {
 
   // B form of the transpose of a [Kp][32] panel, as rows [32 p, ...) of every key panel's [Vp x 32].
   void pack_transposed_state(const Lane& w, Elem* dst, const float* panel, int p) const {
+    if constexpr (E::kTwinForms) {
+      E::store_a_columns(dst, dims_.Vp, dims_.Kp, p * kPanel, kPanel, panel, kPanel);
+      return;
+    }
     transpose(w.transposed, dims_.Kp, panel, kPanel, dims_.Kp, kPanel);
     for (int kp = 0; kp < dims_.key_panels(); ++kp)
       E::store_b(dst + E::b_size(dims_.Vp) * kp, dims_.Vp, p * kPanel, kPanel, w.transposed + kp * kPanel, dims_.Kp);
@@ -106,12 +112,12 @@ class ChunkGradients {
     const int Kp = dims_.Kp;
 
     prepare_key<E>(w.key, key, dims_, in_, span, head / in_.group, true, true);
-    transpose(w.Qt, C, key.Q, Kp, C, Kp);
-    for (int i = 0; i < Kp; ++i) E::store_a_row(w.Qta, C, i, w.Qt + i * C);
-    for (int kp = 0; kp < dims_.key_panels(); ++kp) {
-      E::store_b(w.Kb + E::b_size(C) * kp, C, 0, C, key.K + kp * kPanel, Kp);
-      E::store_b(w.Qb + E::b_size(C) * kp, C, 0, C, key.Q + kp * kPanel, Kp);
-    }
+    store_a_transposed<E>(w.Qta, key.Q, Kp, Kp, w.Qt);
+    if constexpr (!E::kTwinForms)
+      for (int kp = 0; kp < dims_.key_panels(); ++kp) {
+        E::store_b(w.Kb + E::b_size(C) * kp, C, 0, C, key.K + kp * kPanel, Kp);
+        E::store_b(w.Qb + E::b_size(C) * kp, C, 0, C, key.Q + kp * kPanel, Kp);
+      }
     prepare_gates(gates, in_, span, head);
 
     float* const square = w.value_scratch.square;
@@ -121,7 +127,7 @@ class ChunkGradients {
     transpose(w.transposed, C, square, C, C, C);
     for (int i = 0; i < C; ++i) store_a_hi_lo<E>(w.TgtA, C, i, w.transposed + i * C);
     score_square<E>(square, gates, key, s);
-    pack_square_transposed(w.PtA, square, w.transposed);
+    store_a_transposed<E>(w.PtA, square, C, C, w.transposed);
   }
 
   const float* chunk_U(const Lane& w, int c) const { return w.replay_U + int64_t{c} * C * dims_.Vp; }
@@ -180,18 +186,20 @@ class ChunkGradients {
     const float s = in_.scale;
     const int Vp = dims_.Vp;
     const float* U = chunk_U(w, c);
-    for (int i = 0; i < C; ++i) {
-      E::store_a_row(w.dOa, Vp, i, w.dO + i * Vp);
-      E::store_a_row(w.Ua, Vp, i, U + i * Vp);
-      E::store_a_row(w.dVa, Vp, i, w.dV + i * Vp);
+    store_a<E>(w.dOa, Vp, C, w.dO, Vp);
+    store_a<E>(w.Ua, Vp, C, U, Vp);
+    store_a<E>(w.dVa, Vp, C, w.dV, Vp);
+    const Elem* Utb[2] = {w.Ua, w.Ua + E::a_size(kPanel, Vp)};
+    if constexpr (!E::kTwinForms) {
+      for (int p = 0; p < dims_.value_panels(); ++p) {
+        transpose(w.transposed, C, U + p * kPanel, Vp, C, kPanel);
+        for (int half = 0; half < 2; ++half)
+          E::store_b(w.Utb[half], Vp, p * kPanel, kPanel, w.transposed + half * kPanel, C);
+      }
+      for (int half = 0; half < 2; ++half) Utb[half] = w.Utb[half];
     }
-    for (int p = 0; p < dims_.value_panels(); ++p) {
-      transpose(w.transposed, C, U + p * kPanel, Vp, C, kPanel);
-      for (int half = 0; half < 2; ++half)
-        E::store_b(w.Utb[half], Vp, p * kPanel, kPanel, w.transposed + half * kPanel, C);
-    }
-    multiply_to_lower<E>(w.dOa, w.Utb[0], w.Utb[1], Vp, w.F);
-    multiply_to_lower<E>(w.dVa, w.Utb[0], w.Utb[1], Vp, w.E_);
+    multiply_to_lower<E>(w.dOa, Utb[0], Utb[1], Vp, w.F);
+    multiply_to_lower<E>(w.dVa, Utb[0], Utb[1], Vp, w.E_);
     keep_lower(w.F, w.F);
     keep_lower(w.E_, w.E_);
     for (int i = 0; i < C * C; i += kVector) {
@@ -202,12 +210,10 @@ class ChunkGradients {
     add_pairs(sums.sigma, w.F, key.QK);
     add_pairs(sums.sigma, w.E_, key.KK);
     // The products with Q and K need columns scaled by the inverse norms of the rows of Q or K.
-    pack_square_scaled(w.FA, w.F, key.rk, w.transposed);
-    pack_square_scaled(w.EA, w.E_, key.rk, w.transposed);
-    transpose(w.scratch, C, w.F, C, C, C);
-    pack_square_scaled(w.FtA, w.scratch, key.rq, w.transposed);
-    transpose(w.scratch, C, w.E_, C, C, C);
-    pack_square_scaled(w.EtA, w.scratch, key.rk, w.transposed);
+    store_a_scaled(w.FA, w.F, key.rk, w.scratch);
+    store_a_scaled(w.EA, w.E_, key.rk, w.scratch);
+    store_a_transposed_scaled(w.FtA, w.F, key.rq, w.scratch, w.transposed);
+    store_a_transposed_scaled(w.EtA, w.E_, key.rk, w.scratch, w.transposed);
   }
 
   // 32 key columns of dQ and dK.

@@ -18,9 +18,9 @@ struct BackwardLane {
   ValueScratch value_scratch;
   PanelScratch<E> panel;
   // Key side, once per chunk.
-  float* Qt;      // [Kp][64]
+  float* Qt;      // [Kp][64], without twin forms
   Elem* Qta;      // A [Kp x 64]
-  Elem *Kb, *Qb;  // B [64 x 32] per key panel
+  Elem *Kb, *Qb;  // B [64 x 32] per key panel; with twin forms Kta and Qta
   // Value side.
   float* transposed;                        // [max(Kp, 64)][64] scratch for transposes
   HiLo<Elem> TgtA;                          // A [64 x 64] T_g^T, upper
@@ -30,7 +30,7 @@ struct BackwardLane {
   float *dO, *dV;                           // [64][Vp]
   float* Z;                                 // [64][32]
   Elem *dOa, *Ua, *dVa;                     // A [64 x Vp]
-  Elem* Utb[2];                             // B [Vp x 32] of U^T
+  Elem* Utb[2];                             // B [Vp x 32] of U^T, without twin forms
   HiLo<Elem> dUb;                           // B [64 x 32]
   Elem* dOb;                                // B [64 x 32]
   HiLo<Elem> Yb;                            // B [64 x 32]
@@ -49,10 +49,10 @@ struct BackwardLane {
 
   BackwardLane(Carver& carve, const Dims& d, int64_t heads)
       : key(carve, d), key_scratch(carve, d), value(carve, d), value_scratch(carve, d), panel(carve, d) {
-    Qt = carve.take<float>(d.Kp * C);
+    Qt = carve.take<float>(E::kTwinForms ? 0 : d.Kp * C);
     Qta = carve.take<Elem>(E::a_size(d.Kp, C));
-    Kb = carve.take<Elem>(E::b_size(C) * d.key_panels());
-    Qb = carve.take<Elem>(E::b_size(C) * d.key_panels());
+    Kb = E::kTwinForms ? key.Kta : carve.take<Elem>(E::b_size(C) * d.key_panels());
+    Qb = E::kTwinForms ? Qta : carve.take<Elem>(E::b_size(C) * d.key_panels());
     transposed = carve.take<float>((d.Kp > C ? d.Kp : C) * C);
     TgtA = take_hi_lo<E>(carve, E::a_size(C, C));
     for (Elem** square : {&PtA, &FA, &FtA, &EA, &EtA}) *square = carve.take<Elem>(E::a_size(C, C));
@@ -61,7 +61,7 @@ struct BackwardLane {
     for (float** rows : {&dO, &dV}) *rows = carve.take<float>(C * d.Vp);
     Z = carve.take<float>(C * kPanel);
     for (Elem** rows : {&dOa, &Ua, &dVa}) *rows = carve.take<Elem>(E::a_size(C, d.Vp));
-    for (Elem*& p : Utb) p = carve.take<Elem>(E::b_size(d.Vp));
+    for (Elem*& p : Utb) p = carve.take<Elem>(E::kTwinForms ? 0 : E::b_size(d.Vp));
     dUb = take_hi_lo<E>(carve, E::b_size(C));
     dOb = carve.take<Elem>(E::b_size(C));
     Yb = take_hi_lo<E>(carve, E::b_size(C));

@@ -187,6 +187,29 @@ inline void keep_lower(float* dst, const float* src) {
     for (int j = 0; j < C; j += kVector) store(dst + i * C + j, iota() + j <= i ? load(src + i * C + j) : Vec{});
 }
 
+// --- packing ---------------------------------------------------------------------------------------------------------
+
+// A form of src [rows][k].
+template <class E>
+void store_a(typename E::Elem* a, int k, int rows, const float* src, int ld) {
+  if constexpr (E::kTwinForms) {
+    E::store_a_columns(a, k, rows, 0, k, src, ld);
+  } else {
+    for (int i = 0; i < rows; ++i) E::store_a_row(a, k, i, src + int64_t{i} * ld);
+  }
+}
+
+// A form of the transpose of src [64][columns]; scratch [columns][64].
+template <class E>
+void store_a_transposed(typename E::Elem* a, const float* src, int ld, int columns, float* scratch) {
+  if constexpr (E::kTwinForms) {
+    for (int p = 0; p < columns / kPanel; ++p) E::store_b(a + E::b_size(C) * p, C, 0, C, src + p * kPanel, ld);
+  } else {
+    transpose(scratch, C, src, ld, C, columns);
+    store_a<E>(a, C, columns, scratch, C);
+  }
+}
+
 // --- operands that depend on the key head alone ----------------------------------------------------------------------
 
 template <class E>
@@ -207,8 +230,8 @@ struct KeyScratch {
   using Elem = typename E::Elem;
   float *K, *Q;    // [64][Kp], as given
   float *rk, *rq;  // [64] inverse norms: k = rk o K, q = rq o Q
-  float* Kt;       // [Kp][64]
-  Elem* Ktb[2];    // B [Kp x 32] of K^T
+  float* Kt;       // [Kp][64], without twin forms
+  Elem* Ktb[2];    // B [Kp x 32] of K^T, without twin forms
   float *KK, *QK;  // [64][64], lower triangle, of the normalised rows
 
   KeyScratch(Carver& carve, const Dims& dims) {
@@ -216,8 +239,8 @@ struct KeyScratch {
     Q = carve.take<float>(C * dims.Kp);
     rk = carve.take<float>(C);
     rq = carve.take<float>(C);
-    Kt = carve.take<float>(C * dims.Kp);
-    for (Elem*& panel : Ktb) panel = carve.take<Elem>(E::b_size(dims.Kp));
+    Kt = carve.take<float>(E::kTwinForms ? 0 : C * dims.Kp);
+    for (Elem*& panel : Ktb) panel = carve.take<Elem>(E::kTwinForms ? 0 : E::b_size(dims.Kp));
     KK = carve.take<float>(C * C);
     QK = carve.take<float>(C * C);
   }
@@ -261,23 +284,27 @@ void prepare_key(const KeyOperands<E>& out, const KeyScratch<E>& w, const Dims& 
                  const ChunkSpan& span, int64_t key_head, bool want_q, bool want_rows) {
   load_chunk(w.K, dims.Kp, in.k, span, key_head, dims.K, 0, dims.Kp);
   inverse_norms(w.rk, in.l2norm, w.K, dims.Kp, span.rows, dims.Kp);
-  for (int i = 0; i < C; ++i) E::store_a_row(out.Ka, dims.Kp, i, w.K + i * dims.Kp);
-  transpose(w.Kt, C, w.K, dims.Kp, C, dims.Kp);
-  for (int i = 0; i < dims.Kp; ++i) E::store_a_row(out.Kta, C, i, w.Kt + i * C);
-  for (int p = 0; p < 2; ++p) E::store_b(w.Ktb[p], dims.Kp, 0, dims.Kp, w.Kt + p * kPanel, C);
-  multiply_to_lower<E>(out.Ka, w.Ktb[0], w.Ktb[1], dims.Kp, w.KK);
+  store_a<E>(out.Ka, dims.Kp, C, w.K, dims.Kp);
+  store_a_transposed<E>(out.Kta, w.K, dims.Kp, dims.Kp, w.Kt);
+  const typename E::Elem* Ktb[2] = {out.Ka, out.Ka + E::a_size(kPanel, dims.Kp)};
+  if constexpr (!E::kTwinForms)
+    for (int p = 0; p < 2; ++p) {
+      E::store_b(w.Ktb[p], dims.Kp, 0, dims.Kp, w.Kt + p * kPanel, C);
+      Ktb[p] = w.Ktb[p];
+    }
+  multiply_to_lower<E>(out.Ka, Ktb[0], Ktb[1], dims.Kp, w.KK);
   if (in.l2norm) scale_square(w.KK, w.rk, w.rk);
   if (!want_q) return;
   if (!E::kExact && !want_rows && !in.l2norm) {
     pack_bf16_rows<E>(out.Qa, dims, in.q, span, key_head);
-    multiply_to_lower<E>(out.Qa, w.Ktb[0], w.Ktb[1], dims.Kp, w.QK);
+    multiply_to_lower<E>(out.Qa, Ktb[0], Ktb[1], dims.Kp, w.QK);
     for (int i = 0; i < C; ++i) w.rq[i] = 1.0f;
     return;
   }
   load_chunk(w.Q, dims.Kp, in.q, span, key_head, dims.K, 0, dims.Kp);
   inverse_norms(w.rq, in.l2norm, w.Q, dims.Kp, span.rows, dims.Kp);
-  for (int i = 0; i < C; ++i) E::store_a_row(out.Qa, dims.Kp, i, w.Q + i * dims.Kp);
-  multiply_to_lower<E>(out.Qa, w.Ktb[0], w.Ktb[1], dims.Kp, w.QK);
+  store_a<E>(out.Qa, dims.Kp, C, w.Q, dims.Kp);
+  multiply_to_lower<E>(out.Qa, Ktb[0], Ktb[1], dims.Kp, w.QK);
   if (in.l2norm) scale_square(w.QK, w.rq, w.rk);
 }
 
@@ -426,11 +453,6 @@ void score_square(float* square, const Gates& gates, const KeyScratch<E>& key, f
 }
 
 template <class E>
-void pack_square(typename E::Elem* dst, const float* src) {
-  for (int i = 0; i < C; ++i) E::store_a_row(dst, C, i, src + i * C);
-}
-
-template <class E>
 void prepare_value(const ValueOperands<E>& out, const ValueScratch& w, const KeyScratch<E>& key, const Layer& in,
                    const ChunkSpan& span, int64_t head, bool want_scores) {
   prepare_gates(*w.gates, in, span, head);
@@ -438,7 +460,7 @@ void prepare_value(const ValueOperands<E>& out, const ValueScratch& w, const Key
   prepare_solve<E>(out, *w.gates, key, w.T, in.scale);
   if (!want_scores) return;
   score_square<E>(w.square, *w.gates, key, in.scale);
-  pack_square<E>(out.Pa, w.square);
+  store_a<E>(out.Pa, C, C, w.square, C);
 }
 
 // --- states ----------------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ struct Term {
 
 struct F32Engine {
   using Elem = float;
-  static constexpr bool kExact = true;     // operands keep all bits of fp32
-  static constexpr int kTriangleRows = 8;  // rows of a triangular operand that end at the same column
+  static constexpr bool kExact = true;       // operands keep all bits of fp32
+  static constexpr int kTriangleRows = 8;    // rows of a triangular operand that end at the same column
+  static constexpr bool kTwinForms = false;  // whether the B form of X is the A form of X^T
   // Rows x vectors of the register block; 16 vectors of accumulators where the ISA has 32 registers.
   static constexpr int kRows = GD_F32_BLOCK_ROWS, kVectors = 2;
 

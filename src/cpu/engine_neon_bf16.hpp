@@ -13,6 +13,7 @@ struct NeonBf16Engine {
   using Elem = uint16_t;
   static constexpr bool kExact = false;
   static constexpr int kTriangleRows = 8;
+  static constexpr bool kTwinForms = true;
   struct Session {};
 
   static constexpr int64_t a_size(int m, int k) { return int64_t{m} * k; }
@@ -32,6 +33,16 @@ struct NeonBf16Engine {
   static GD_ALWAYS_INLINE void store_a_row(uint16_t* GD_RESTRICT a, int k, int m, const float* GD_RESTRICT row) {
     uint16_t* dst = a + int64_t{m / 2} * k * 2 + (m % 2) * 4;
     for (int kk = 0; kk < k; kk += 4, dst += 8) put4(dst, vld1q_f32(row + kk));
+  }
+
+  // Columns [column, column + width) of a whole A form [rows x k], from src [rows][width].
+  static GD_ALWAYS_INLINE void store_a_columns(uint16_t* GD_RESTRICT a, int k, int rows, int column, int width,
+                                               const float* GD_RESTRICT src, int ld) {
+    for (int m = 0; m < rows; m += 2) {
+      const float *even = src + int64_t{m} * ld, *odd = even + ld;
+      uint16_t* dst = a + int64_t{m} * k + column * 2;
+      for (int j = 0; j < width; j += 4, dst += 8) vst1q_u16(dst, round_rows(vld1q_f32(even + j), vld1q_f32(odd + j)));
+    }
   }
 
   // Rows [row, row + 4) of columns [n, n + 4), given as rows 0 and 1, rows 2 and 3.

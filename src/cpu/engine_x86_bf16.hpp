@@ -15,6 +15,7 @@ struct X86Bf16Packing {
   using Elem = uint16_t;
   static constexpr bool kExact = false;
   static constexpr int kTriangleRows = 32;
+  static constexpr bool kTwinForms = false;
 
   static constexpr int64_t a_size(int m, int k) { return int64_t{m} * k; }
   static constexpr int64_t b_size(int k) { return int64_t{k} * kPanel; }
