@@ -112,7 +112,7 @@ class ChunkGradients {
     const int Kp = dims_.Kp;
 
     prepare_key<E>(w.key, key, dims_, in_, span, head / in_.group, true, true);
-    store_a_transposed<E>(w.Qta, key.Q, Kp, Kp, w.Qt);
+    store_key_transposed<E>(w.Qta, w.key.Qa, key.Q, w.Qt, dims_);
     if constexpr (!E::kTwinForms)
       for (int kp = 0; kp < dims_.key_panels(); ++kp) {
         E::store_b(w.Kb + E::b_size(C) * kp, C, 0, C, key.K + kp * kPanel, Kp);
@@ -171,9 +171,11 @@ class ChunkGradients {
     // S^T and G^T for the key side, then G moves on.
     pack_transposed_state(w, w.Stb, S, p);
     pack_transposed_state(w, w.Gtb, Gp, p);
-    Vec product = {};
-    for (int i = 0; i < Kp * kPanel; i += kVector) product += load(S + i) * load(Gp + i);
-    sums.state_product += sum(product);
+    constexpr int kSums = kPanel / kVector;  // one for each vector of a row: the additions must not wait for each other
+    Vec product[kSums] = {};
+    for (int i = 0; i < Kp * kPanel; i += kPanel)
+      for (int j = 0; j < kSums; ++j) product[j] += load(S + i + j * kVector) * load(Gp + i + j * kVector);
+    for (const Vec& part : product) sums.state_product += sum(part);
     for (int i = 0; i < Kp * kPanel; i += kVector) store(Gp + i, gates.gamma_L * load(Gp + i));
     multiply_hi_lo<E, true>(w.key.Kta, w.Yb, C, Kp, Gp);
     E::template multiply<true>({{w.Qta, w.dOb}}, C, 0, Kp, 0, C, Gp, kPanel);

@@ -11,7 +11,6 @@
 namespace gatedelta::cpu::GD_ISA {
 
 constexpr int C = kChunk;
-constexpr int kHalf = C / 2;  // triangular products skip their zero quarter
 
 // Row scales of 1.
 struct Ones {
@@ -250,8 +249,16 @@ struct KeyScratch {
 template <class E>
 void multiply_to_lower(const typename E::Elem* a, const typename E::Elem* b0, const typename E::Elem* b1, int k,
                        float* c) {
-  E::multiply({{a, b0}}, k, 0, C, 0, k, c, C);
-  E::multiply({{a, b1}}, k, kHalf, C, 0, k, c + kHalf, C);
+  constexpr int kRows = E::kTriangleRows;
+  if constexpr (kRows < kPanel) {
+    for (int m = 0; m < C; m += kRows) {
+      E::multiply({{a, b0}}, k, m, m + kRows, 0, k, c, C, m < kPanel ? m + kRows : kPanel);
+      if (m >= kPanel) E::multiply({{a, b1}}, k, m, m + kRows, 0, k, c + kPanel, C, m + kRows - kPanel);
+    }
+  } else {
+    E::multiply({{a, b0}}, k, 0, C, 0, k, c, C);
+    E::multiply({{a, b1}}, k, kPanel, C, 0, k, c + kPanel, C);
+  }
 }
 
 inline void scale_square(float* square, const float* row_scale, const float* column_scale) {
@@ -278,14 +285,31 @@ void pack_bf16_rows(typename E::Elem* a, const Dims& dims, const TokenRows& src,
   }
 }
 
-// K, Q and their products. With want_rows, w.Q holds the fp32 rows of Q.
+// A form of X^T from the A form or the rows of X [64 x Kp].
+template <class E>
+void store_key_transposed(typename E::Elem* dst, const typename E::Elem* a, const float* rows, float* scratch,
+                          const Dims& dims) {
+  if constexpr (E::kTwinForms) {
+    E::transpose_a(dst, a, C, dims.Kp);
+  } else {
+    store_a_transposed<E>(dst, rows, dims.Kp, dims.Kp, scratch);
+  }
+}
+
+// K, Q and their products. With want_rows, w.K and w.Q hold the fp32 rows.
 template <class E>
 void prepare_key(const KeyOperands<E>& out, const KeyScratch<E>& w, const Dims& dims, const Layer& in,
                  const ChunkSpan& span, int64_t key_head, bool want_q, bool want_rows) {
-  load_chunk(w.K, dims.Kp, in.k, span, key_head, dims.K, 0, dims.Kp);
-  inverse_norms(w.rk, in.l2norm, w.K, dims.Kp, span.rows, dims.Kp);
-  store_a<E>(out.Ka, dims.Kp, C, w.K, dims.Kp);
-  store_a_transposed<E>(out.Kta, w.K, dims.Kp, dims.Kp, w.Kt);
+  const bool packed_only = !E::kExact && !want_rows && !in.l2norm;
+  if (E::kTwinForms && packed_only) {
+    pack_bf16_rows<E>(out.Ka, dims, in.k, span, key_head);
+    for (int i = 0; i < C; ++i) w.rk[i] = 1.0f;
+  } else {
+    load_chunk(w.K, dims.Kp, in.k, span, key_head, dims.K, 0, dims.Kp);
+    inverse_norms(w.rk, in.l2norm, w.K, dims.Kp, span.rows, dims.Kp);
+    store_a<E>(out.Ka, dims.Kp, C, w.K, dims.Kp);
+  }
+  store_key_transposed<E>(out.Kta, out.Ka, w.K, w.Kt, dims);
   const typename E::Elem* Ktb[2] = {out.Ka, out.Ka + E::a_size(kPanel, dims.Kp)};
   if constexpr (!E::kTwinForms)
     for (int p = 0; p < 2; ++p) {
@@ -295,7 +319,7 @@ void prepare_key(const KeyOperands<E>& out, const KeyScratch<E>& w, const Dims& 
   multiply_to_lower<E>(out.Ka, Ktb[0], Ktb[1], dims.Kp, w.KK);
   if (in.l2norm) scale_square(w.KK, w.rk, w.rk);
   if (!want_q) return;
-  if (!E::kExact && !want_rows && !in.l2norm) {
+  if (packed_only) {
     pack_bf16_rows<E>(out.Qa, dims, in.q, span, key_head);
     multiply_to_lower<E>(out.Qa, Ktb[0], Ktb[1], dims.Kp, w.QK);
     for (int i = 0; i < C; ++i) w.rq[i] = 1.0f;

@@ -40,11 +40,12 @@ struct F32Engine {
     for (int r = 0; r < rows; ++r) std::memcpy(b + (k0 + r) * kPanel, src + r * ld, sizeof(float) * kPanel);
   }
 
-  // Rows [m0, m1) of C, contracting over [k0, k1); c points at row 0.
+  // Rows [m0, m1) of C, contracting over [k0, k1); c points at row 0. Only the first columns are needed.
   template <bool kAccumulate = false, int n>
-  static void multiply(const Term<float> (&terms)[n], int k, int m0, int m1, int k0, int k1, float* c, int ldc) {
+  static void multiply(const Term<float> (&terms)[n], int k, int m0, int m1, int k0, int k1, float* c, int ldc,
+                       int columns = kPanel) {
     for (int m = m0; m < m1; m += kRows)
-      for (int column = 0; column < kPanel; column += kVectors * kVector) {
+      for (int column = 0; column < columns; column += kVectors * kVector) {
         Vec acc[kRows][kVectors];
         for (int i = 0; i < kRows; ++i)
           for (int j = 0; j < kVectors; ++j)

@@ -63,6 +63,16 @@ struct NeonBf16Engine {
       }
   }
 
+  // A form [k x rows] of the transpose, from A form [rows x k].
+  static GD_ALWAYS_INLINE void transpose_a(uint16_t* GD_RESTRICT dst, const uint16_t* GD_RESTRICT src, int rows,
+                                           int k) {
+    for (int r = 0; r < rows; r += 4)
+      for (int n = 0; n < k; n += 4) {
+        const uint16_t* p = src + int64_t{r} * k + n * 2;
+        store_block(dst, rows, r, n, vld1q_u16(p), vld1q_u16(p + int64_t{k} * 2));
+      }
+  }
+
   // A row that is bf16 already.
   static GD_ALWAYS_INLINE void copy_a_row(uint16_t* GD_RESTRICT a, int k, int m, const uint16_t* GD_RESTRICT row) {
     uint16_t* dst = a + int64_t{m / 2} * k * 2 + (m % 2) * 4;
@@ -89,9 +99,10 @@ struct NeonBf16Engine {
   static GD_ALWAYS_INLINE bfloat16x8_t get8(const uint16_t* p) { return vreinterpretq_bf16_u16(vld1q_u16(p)); }
 
   template <bool kAccumulate = false, int count>
-  static void multiply(const Term<uint16_t> (&terms)[count], int k, int m0, int m1, int k0, int k1, float* c, int ldc) {
+  static void multiply(const Term<uint16_t> (&terms)[count], int k, int m0, int m1, int k0, int k1, float* c, int ldc,
+                       int columns = kPanel) {
     for (int m = m0; m < m1; m += 8)
-      for (int n = 0; n < kPanel; n += 8) {
+      for (int n = 0; n < columns; n += 8) {
         float32x4_t acc[4][4];  // 2 x 2 blocks
         for (int i = 0; i < 4; ++i)
           for (int j = 0; j < 4; ++j) {
