@@ -183,8 +183,11 @@ class Backward {
     const SequenceSpan sequence = in_.sequences[n];
     const int count = chunks_of_replay(n, replay);
     replay_states(w, n, sequence, replay * kReplayChunks, count, head);
-    for (int c = count - 1; c >= 0; --c)
-      gradients().run(w, n, chunk_span(sequence, replay * kReplayChunks + c), c, head, G, dq, dk, first_of_group);
+    for (int c = count - 1; c >= 0; --c) {
+      const int64_t chunk = replay * kReplayChunks + c;
+      gradients().run(w, n, chunk_span(sequence, chunk), chunk_span(sequence, c ? chunk - 1 : chunk), c, head, G, dq,
+                      dk, first_of_group);
+    }
   }
 
   void store_key_gradients(const Lane& w, int64_t n, int64_t replay, int64_t key_head, float* dq, float* dk) {
@@ -210,6 +213,7 @@ class Backward {
       std::memcpy(w.replay_T + c * C * C, w.value_scratch.T, sizeof(float) * C * C);
       prepare_solve<E>(w.value, *w.value_scratch.gates, w.key_scratch, w.value_scratch.T, in_.scale);
       for (int p = 0; p < dims_.value_panels(); ++p) {
+        prefetch_panel_share(c + 1 < count ? chunk_span(sequence, begin + c + 1) : span, c + 1 < count, head, p);
         float* S = state_panel(w.state, dims_, p);
         E::store_b(w.Sb, dims_.Kp, 0, dims_.Kp, S, kPanel);
         load_chunk(w.panel.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
@@ -219,6 +223,14 @@ class Backward {
         if (c + 1 < count) update_panel<E>(S, w.panel, w.key.Kta, w.value, dims_);
       }
     }
+  }
+
+  // Prefetches a panel's share of the rows needed next: k and v of the next chunk to replay, or, after the last, what
+  // the gradients read beside them.
+  void prefetch_panel_share(const ChunkSpan& next, bool replays, int64_t head, int p) const {
+    const int begin = next.rows * p / dims_.value_panels(), end = next.rows * (p + 1) / dims_.value_panels();
+    prefetch_rows(replays ? in_.k : in_.q, next, begin, end, head / in_.group, 0, dims_.K);
+    prefetch_rows(replays ? in_.v : problem_.d_o, next, begin, end, head, 0, dims_.V);
   }
 
   void sum_head_gradients() {

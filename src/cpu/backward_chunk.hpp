@@ -31,13 +31,21 @@ class ChunkGradients {
   ChunkGradients(const BackwardProblem& problem, const Dims& dims, double* dA_log, double* d_dt_bias)
       : problem_(problem), in_(problem.in), dims_(dims), dA_log_(dA_log), d_dt_bias_(d_dt_bias) {}
 
-  // Chunk c of the replay. G [panels][Kp][32] enters as the gradient of the state after the chunk and leaves as that of
-  // the state before it. dq and dk are added to dq_sums and dk_sums [kReplayChunks][64][Kp], or start them.
-  void run(const Lane& w, int64_t n, const ChunkSpan& span, int c, int64_t head, float* G, float* dq_sums,
-           float* dk_sums, bool first_of_group) const {
+  // Chunk c of the replay; `next` is the one after it, whose rows are prefetched. G [panels][Kp][32] enters as the
+  // gradient of the state after the chunk and leaves as that of the state before it. dq and dk are added to dq_sums and
+  // dk_sums [kReplayChunks][64][Kp], or start them.
+  void run(const Lane& w, int64_t n, const ChunkSpan& span, const ChunkSpan& next, int c, int64_t head, float* G,
+           float* dq_sums, float* dk_sums, bool first_of_group) const {
     prepare(w, span, c, head);
     GateSums sums;
-    for (int p = 0; p < dims_.value_panels(); ++p) value_panel(w, span, c, head, p, state_panel(G, dims_, p), sums);
+    for (int p = 0; p < dims_.value_panels(); ++p) {
+      const int begin = next.rows * p / dims_.value_panels(), end = next.rows * (p + 1) / dims_.value_panels();
+      for (const TokenRows* rows : {&in_.q, &in_.k})
+        prefetch_rows(*rows, next, begin, end, head / in_.group, 0, dims_.K);
+      prefetch_rows(problem_.d_o, next, begin, end, head, 0, dims_.V);
+      if (problem_.dv) prefetch_rows<true>(problem_.dv, span, 0, span.rows, head, p * kPanel, kPanel);
+      value_panel(w, span, c, head, p, state_panel(G, dims_, p), sums);
+    }
     if (problem_.dv) store_chunk(problem_.dv, span, head, dims_.V, 0, dims_.Vp, w.dV, dims_.Vp);
     pair_products(w, c, sums);
     for (int kp = 0; kp < dims_.key_panels(); ++kp)
