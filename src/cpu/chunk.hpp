@@ -159,7 +159,7 @@ inline void prepare_gates(Gates& gates, const Layer& in, const ChunkSpan& span, 
 // T = (I + stril(beta_i KK_ij))^-1 by rows: T_i = e_i - sum_{j<i} l_ij T_j. Four rows at a time against the finished
 // ones, which gives independent sums and reuses every load; then the four among themselves.
 inline void invert_unit_lower(float* GD_RESTRICT T, const float* GD_RESTRICT KK, const float* beta) {
-  constexpr int kRows = 4, kVectors = 2, kWidth = kVectors * kVector;
+  constexpr int kRows = 4, kVectors = kVector < 8 ? 16 / kVector : 2, kWidth = kVectors * kVector;
   for (int i = 0; i < C; i += kRows)
     for (int column = 0; column < C; column += kWidth) {
       Vec acc[kRows][kVectors] = {};
