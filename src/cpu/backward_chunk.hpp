@@ -94,6 +94,17 @@ class ChunkGradients {
     store_a_transposed<E>(dst, scaled, C, C, scratch);
   }
 
+  // sums_i += scale_i <x_i, y_i> over the 32 columns of a panel.
+  static void add_row_products(float* sums, const float* scale, const float* x, int x_ld, const float* y, int y_ld) {
+    for (int i = 0; i < C; i += kVector) {
+      Vec rows[kVector] = {};
+      for (int r = 0; r < kVector; ++r)
+        for (int j = 0; j < kPanel; j += kVector)
+          rows[r] += load(x + int64_t{i + r} * x_ld + j) * load(y + int64_t{i + r} * y_ld + j);
+      store(sums + i, load(sums + i) + load(scale + i) * sum_rows(rows));
+    }
+  }
+
   static void scale_rows(float* c, const float* scale, float factor) {
     for (int i = 0; i < C; ++i) {
       const float s = scale[i] * factor;
@@ -156,7 +167,7 @@ class ChunkGradients {
     float* dU = pw.product;
     multiply_hi_lo<E>(w.key.Ka, w.Gb, Kp, C, dU);
     scale_rows(dU, w.value.write_k, 1.0f);
-    for (int i = 0; i < C; ++i) sums.kappa[i] += dot(U + i * Vp, dU + i * kPanel, kPanel);
+    add_row_products(sums.kappa, kOnes.value, U, Vp, dU, kPanel);
     multiply_upper<E, true>({{w.PtA, w.dOb}}, dU);
     // Z, dV, Y; the update of G needs s gamma o dO.
     scale_rows(dO, w.value.read_q, 1.0f);
@@ -164,8 +175,8 @@ class ChunkGradients {
     float* Z = w.Z;
     store_b_hi_lo<E>(w.dUb, C, dU, kOnes.value);
     multiply_upper<E, false>(HiLoTerms<E>(w.TgtA, w.dUb).terms, Z);
+    add_row_products(sums.zu, kOnes.value, Z, kPanel, U, Vp);
     for (int i = 0; i < C; ++i) {
-      sums.zu[i] += dot(Z + i * kPanel, U + i * Vp, kPanel);
       if (i < span.rows && std::fabs(gates.beta[i]) < kTinyBeta)
         sums.ze[i] += error_product(w, span, head, p, i, Z + i * kPanel, S, U);
       float* dV = w.dV + i * Vp + p * kPanel;
@@ -236,8 +247,7 @@ class ChunkGradients {
     const Elem *Stb = w.Stb + E::b_size(Vp) * kp, *Gtb = w.Gtb + E::b_size(Vp) * kp;
     E::multiply({{w.dOa, Stb}}, Vp, 0, C, 0, Vp, w.dq_panel, kPanel);
     scale_rows(w.dq_panel, gates.gamma, s);
-    for (int i = 0; i < C; ++i)
-      sums.sigma[i] += key.rq[i] * dot(key.Q + i * Kp + kp * kPanel, w.dq_panel + i * kPanel, kPanel);
+    add_row_products(sums.sigma, key.rq, key.Q + kp * kPanel, Kp, w.dq_panel, kPanel);
     multiply_lower<E, true>({{w.FA, Kb}}, w.dq_panel);
 
     E::multiply({{w.Ua, Gtb}}, Vp, 0, C, 0, Vp, w.dkw_panel, kPanel);
@@ -246,8 +256,7 @@ class ChunkGradients {
 
     E::multiply({{w.dVa, Stb}}, Vp, 0, C, 0, Vp, w.dkr_panel, kPanel);
     scale_rows(w.dkr_panel, gates.gamma, -1.0f);
-    for (int i = 0; i < C; ++i)
-      sums.sigma[i] += key.rk[i] * dot(key.K + i * Kp + kp * kPanel, w.dkr_panel + i * kPanel, kPanel);
+    add_row_products(sums.sigma, key.rk, key.K + kp * kPanel, Kp, w.dkr_panel, kPanel);
     multiply_lower<E, true>({{w.EA, Kb}}, w.dkr_panel);
 
     for (int i = 0; i < C; ++i) {

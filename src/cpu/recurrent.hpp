@@ -314,14 +314,6 @@ class Recurrent {
     }
   }
 
-  // Lane r of the result is the sum of rows[r].
-  static GD_ALWAYS_INLINE Vec sum_rows(Vec* rows) {
-    exchange_halves<kVector / 2>(rows, std::make_integer_sequence<int, kVector>{});
-    for (int width = kVector / 2; width > 0; width /= 2)
-      for (int i = 0; i < width; ++i) rows[i] += rows[i + width];
-    return rows[0];
-  }
-
   const RecurrentProblem& problem_;
   const Context& context_;
   const Layer& in_;

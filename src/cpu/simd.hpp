@@ -168,6 +168,14 @@ GD_ALWAYS_INLINE void exchange_halves(Vec* rows, std::integer_sequence<int, i...
   if constexpr (d > 1) exchange_halves<d / 2>(rows, std::integer_sequence<int, i...>{});
 }
 
+// Lane r of the result is the sum of rows[r].
+GD_ALWAYS_INLINE Vec sum_rows(Vec* rows) {
+  exchange_halves<kVector / 2>(rows, std::make_integer_sequence<int, kVector>{});
+  for (int width = kVector / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) rows[i] += rows[i + width];
+  return rows[0];
+}
+
 // dst [cols][rows] = src [rows][cols]^T; rows and cols are multiples of 16.
 inline void transpose(float* GD_RESTRICT dst, int dst_ld, const float* GD_RESTRICT src, int src_ld, int rows,
                       int cols) {
