@@ -9,6 +9,7 @@
 
 #include "cpu/chunk.hpp"
 #include "cpu/parallel.hpp"
+#include "cpu/state_panel.hpp"
 
 namespace gatedelta::cpu::GD_ISA {
 
