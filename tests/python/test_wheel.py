@@ -82,7 +82,8 @@ def test_contents(wheel, root):
     package = {name for name in files if ".dist-info/" not in name}
     assert package == sources | native
     assert not any(stat.S_ISLNK(info.external_attr >> 16) for info in files.values())
-    assert wheel.stat().st_size < 3_000_000
+    # Eight operations; those for compute capability 8.0 and later with machine code for two architectures, and PTX.
+    assert wheel.stat().st_size < 5_000_000
 
 
 def test_metadata_requires_nothing(installed):
