@@ -148,7 +148,7 @@ def step_layers(device: str, batches: int) -> dict[str, float]:
     def direct() -> object:
         return _direct.recurrent(
             q, k, v, g, None, None, beta, None, pool, False, True, True, a_log, dt_bias, True, False, False, None, None,
-            True, out, slots, pool, slots, None, None, None,
+            True, out, slots, pool, slots, None, None, None, False,
         )  # fmt: skip
 
     states, a_row = pool[: q.shape[0]], torch.empty_like(out)

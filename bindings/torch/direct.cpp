@@ -76,7 +76,7 @@ struct Given {
   PyObject *q, *k, *v, *g, *gk, *gv, *beta, *scale, *initial_state, *output_final_state, *l2norm, *raw_gate, *A_log,
       *dt_bias, *beta_sigmoid, *neg_eigval, *state_v_first, *cu_seqlens, *transpose_state_layout, *output_o, *out,
       *initial_indices, *final_state, *final_indices, *accept_lengths, *step_states, *step_indices,
-      *previous_accept_lengths, *null_index;
+      *previous_accept_lengths, *null_index, *batch_invariant;
 };
 
 // Python's error is set.
@@ -103,11 +103,12 @@ class Step {
 
   bool read_options() {
     for (PyObject* flag : {from_.output_final_state, from_.l2norm, from_.raw_gate, from_.beta_sigmoid, from_.neg_eigval,
-                           from_.state_v_first, from_.output_o})
+                           from_.state_v_first, from_.output_o, from_.batch_invariant})
       if (flag != helpers.yes && flag != helpers.no) return false;
     if (!absent(from_.gk) || !absent(from_.gv) || !absent(from_.transpose_state_layout)) return false;
     if (given(from_.neg_eigval) && !given(from_.beta_sigmoid)) return false;
     if (!given(from_.output_o) && !absent(from_.out)) return false;
+    args_.batch_invariant = given(from_.batch_invariant);
     gd_inputs& in = args_.in;
     in.gate = given(from_.raw_gate) ? GD_GATE_RAW : GD_GATE_LOG;
     in.beta_kind = given(from_.neg_eigval)     ? GD_BETA_LOGIT_DOUBLED

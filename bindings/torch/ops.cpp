@@ -156,7 +156,8 @@ void recurrent(StableIValue* stack, uint64_t, uint64_t) {
 
   auto args = new_args<gd_recurrent_args>();
   const Device device(inputs.q);
-  args.in = inputs.describe(device, kFinalState);
+  args.in = inputs.describe(device, kFinalState | kBatchInvariant);
+  args.batch_invariant = inputs.has(kBatchInvariant);
   Tensor o = inputs.empty_o(device);
   args.o = device.output(o, "o");
   Tensor final_state = inputs.empty_final_state(device);
@@ -186,7 +187,8 @@ void recurrent_out(StableIValue* stack, uint64_t, uint64_t) {
   auto args = new_args<gd_recurrent_args>();
   const Device device(inputs.q);
   check_in_place(in_place, inputs, final_state);
-  args.in = inputs.describe(device, 0, in_place ? &final_state : nullptr);
+  args.in = inputs.describe(device, kBatchInvariant, in_place ? &final_state : nullptr);
+  args.batch_invariant = inputs.has(kBatchInvariant);
   args.o = device.output(o, "out");
   args.final_state = device.output(final_state, "final_state");
   args.final_indices = device.indices(final_indices, "final_state_indices");

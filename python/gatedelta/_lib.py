@@ -160,6 +160,8 @@ class RecurrentArgs(_Args):
         ("step_states", Tensor),
         ("step_indices", Tensor),
         ("previous_accept_lengths", Tensor),
+        ("batch_invariant", c_int32),
+        ("reserved_flags", c_int32),
         _RESERVED,
     ]
 

@@ -175,6 +175,7 @@ def recurrent(
     step_indices: np.ndarray | None = None,
     previous_accept_lengths: np.ndarray | None = None,
     null_index: int = -1,
+    batch_invariant: bool = False,
     num_threads: int | None = None,
     **layer: Unpack[Layer],
 ) -> Recurrent:
@@ -189,6 +190,7 @@ def recurrent(
     args.step_indices = _tensor(step_indices, "step_indices")
     args.previous_accept_lengths = _tensor(previous_accept_lengths, "previous_accept_lengths")
     _set_null_index(args, null_index, initial_state_indices, final_state_indices, step_indices)
+    args.batch_invariant = batch_invariant
     _set_threads(args, num_threads)
     _run("gd_recurrent", args)
     return Recurrent(out, final_state)

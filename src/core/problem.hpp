@@ -80,6 +80,7 @@ struct RecurrentProblem : OutputProblem {
   StateRows step_states;              // a pool with indices; otherwise addressed by the two strides below
   bool steps_by_token = false;        // columns of the indices are tokens of the pack, not of a sequence
   int64_t step_batch_stride = 0, step_token_stride = 0;
+  bool batch_invariant = false;
 
   GD_ALWAYS_INLINE int64_t read_column(int64_t n) const {
     if (!previous_accept_lengths) return 0;

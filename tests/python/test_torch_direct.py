@@ -89,6 +89,7 @@ CALLS = {
     "16 bits": lambda: make_inputs(dtype=torch.bfloat16) | {"output_final_state": True},
     "float16 and scale": lambda: make_inputs(dtype=torch.float16) | {"scale": 0.25},
     "raw gates": lambda: make_inputs() | raw_gates(),
+    "batch invariant": lambda: make_inputs(tokens=3) | {"batch_invariant": True, "output_final_state": True},
     "doubled beta": lambda: make_inputs() | raw_gates() | {"allow_neg_eigval": True},
     "one head": lambda: make_inputs(key_heads=1, value_heads=1),
     "state of values first": lambda: make_inputs(key_dim=48) | {"state_v_first": True, "output_final_state": True},

@@ -206,6 +206,7 @@ def fused_recurrent_gated_delta_rule(
     step_indices: Tensor | None = None,
     previous_accept_lengths: Tensor | None = None,
     null_index: int = -1,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gated delta rule token by token, for decode (T = 1) and draft verification. Returns (o, final_state or None).
 
@@ -227,6 +228,8 @@ def fused_recurrent_gated_delta_rule(
             column ``previous_accept_lengths - 1`` (the nearest one there is): that of the last token it kept of its
             last draft, whose states went to these slots. Such a call has no gradient.
         null_index: as in ``chunk_gated_delta_rule``.
+        batch_invariant: a sequence's bits depend neither on its neighbours nor, with fp32 states, on how its tokens are
+            spread over calls: verification has the bits of plain decode (always so on the CPU; slower on CUDA).
         output_o: False computes and returns no o: only the states move (commit of accepted tokens).
         Buffers that are written to have no gradient: with them, no other argument may require one, and neither may
         they.
@@ -236,7 +239,7 @@ def fused_recurrent_gated_delta_rule(
             q, k, v, g, gk, gv, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
             use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
             transpose_state_layout, output_o, out, initial_state_indices, final_state, final_state_indices,
-            accept_lengths, step_states, step_indices, previous_accept_lengths, null_index,
+            accept_lengths, step_states, step_indices, previous_accept_lengths, null_index, batch_invariant,
         )  # fmt: skip
         if results is not None:
             return results
@@ -251,8 +254,9 @@ def fused_recurrent_gated_delta_rule(
     if transpose_state_layout is not None:
         state_v_first = _arguments.state_layout(state_v_first, transpose_state_layout)
     options = _arguments.pack_options(
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, use_qk_l2norm_in_kernel
-    )
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, use_qk_l2norm_in_kernel,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
     if null_index != -1:
         options |= _arguments.first_slot_option(null_index, initial_state_indices, final_state_indices, step_indices)
     needs_grad = _arguments.needs_graph(q, k, v, g, beta, A_log, dt_bias, initial_state)

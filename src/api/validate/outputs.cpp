@@ -124,7 +124,7 @@ gd_status validate_shapes(const gd_backward_args& args, Stage stage, BackwardPro
 gd_status validate_shapes(const gd_recurrent_args& args, Stage stage, RecurrentProblem& p) {
   Checker check(stage);
   const Layer& in = p.in;
-  GD_TRY(check_reserved("gd_recurrent_args", args.reserved));
+  GD_TRY(check_reserved("gd_recurrent_args", args.reserved, args.reserved_flags));
   const bool picked = !is_absent(args.previous_accept_lengths);
   GD_TRY(check_picked(args.in.initial_indices, picked));
   GD_TRY(validate_layer(check, args.in, p.in, picked));
@@ -157,6 +157,7 @@ gd_status validate_shapes(const gd_recurrent_args& args, Stage stage, RecurrentP
   // A call that stores no state has no write slots: padded rows show in the read slots alone.
   p.pads_by_read_index = !p.final && !p.step_states;
   GD_TRY(check_first_slot(in, {&p.final, &p.step_states}));
+  p.batch_invariant = args.batch_invariant != 0;
   return check.finish(args.exec);
 }
 

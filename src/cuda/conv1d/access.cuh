@@ -92,18 +92,13 @@ struct ChannelVector {
     } else {
 #pragma unroll
       for (int i = 0; i < kVector * kTaps; ++i) {
-        Scalar number;
-        number.load(from, w.dtype, i / kTaps * w.channel_stride + i % kTaps * w.tap_stride);
-        filter[i / kTaps].weight[i % kTaps] = number.value();
+        const int64_t at = i / kTaps * w.channel_stride + i % kTaps * w.tap_stride;
+        filter[i / kTaps].weight[i % kTaps] = load_number(from, w.dtype, at);
       }
     }
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
-      filter[v].bias = 0;
-      if (!in.bias) continue;
-      Scalar number;
-      number.load(in.bias.data, in.bias.dtype, (channel + v) * in.bias.stride);
-      filter[v].bias = number.value();
+      filter[v].bias = in.bias ? load_number(in.bias.data, in.bias.dtype, (channel + v) * in.bias.stride) : 0.0f;
     }
   }
 };

@@ -21,9 +21,7 @@ struct ConvBackwardParams {
 GD_DEVICE float final_gradient(const ConvStates& d_final, int64_t sequence, int64_t channel, int64_t after) {
   const int64_t column = d_final.columns + after;
   if (!d_final || column < 0) return 0;
-  Scalar number;
-  number.load(d_final.data, d_final.dtype, d_final.offset(sequence, channel, column));
-  return number.value();
+  return load_number(d_final.data, d_final.dtype, d_final.offset(sequence, channel, column));
 }
 
 template <int kVector, gd_dtype kType, int kTaps>

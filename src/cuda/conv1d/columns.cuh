@@ -27,16 +27,12 @@ GD_DEVICE void load_before(float (&before)[kTaps - 1], const Conv1dInputs& in, i
   for (int i = 0; i + 1 < kTaps; ++i) {
     const int64_t position = t - (kTaps - 1) + i;
     before[i] = 0;
-    Scalar number;
     if (position >= 0) {
-      number.load(in.x.data, kType, in.x.offset(batch, position, channel));
+      before[i] = load_number(in.x.data, kType, in.x.offset(batch, position, channel));
     } else if (slot >= 0) {
       const ConvStates& states = in.initial;
-      number.load(states.data, states.dtype, states.offset(slot, channel, states.columns + position));
-    } else {
-      continue;
+      before[i] = load_number(states.data, states.dtype, states.offset(slot, channel, states.columns + position));
     }
-    before[i] = number.value();
   }
 }
 
@@ -74,15 +70,12 @@ GD_DEVICE void store_columns(const Conv1dProblem& problem, int64_t batch, int64_
   for (int64_t first = 0; first < source.columns; first += 32) {
     const int64_t column = first + lane, position = source.first_input + column;
     const int64_t old = source.history_end + position;
-    Scalar number;
     float x = 0;
     if (column < source.columns) {
       if (position >= 0) {
-        number.load(in.x.data, in.x.dtype, in.x.offset(batch, position, channel));
-        x = number.value();
+        x = load_number(in.x.data, in.x.dtype, in.x.offset(batch, position, channel));
       } else if (from >= 0 && old >= 0) {
-        number.load(initial.data, initial.dtype, initial.offset(from, channel, old));
-        x = number.value();
+        x = load_number(initial.data, initial.dtype, initial.offset(from, channel, old));
       }
     }
     __syncwarp();  // all lanes have read: in place, what a column gets lies in a later one

@@ -5,6 +5,7 @@
 // Columns are independent of each other, so warps never exchange anything.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "core/problem.hpp"
@@ -39,8 +40,6 @@ struct TileConfig {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kCtaColumns = kWarps * kColumnGroups * kColumns;
   static constexpr int kMaxKeyDim = kLanesPerColumn * kPerLane;
-  // Where registers allow it, the next token is requested before one is computed, elsewhere after that.
-  static constexpr bool kPrefetch = kLayout == GD_STATE_VK && kPerLane == 16;
   static constexpr int kCtasPerSm = kPerLane == 16 ? 3 : 2;  // nothing spills at these
 };
 
@@ -50,14 +49,19 @@ struct WalkVk : TileConfig<GD_STATE_VK, kVector, kPerLane, 32 / kPerLane, 4> {};
 template <int kPerLane>
 struct WalkKv : TileConfig<GD_STATE_KV, 4, kPerLane, 64 / kPerLane, 4> {};
 
-// `step`: one token, K = V = 128, [V, K], 16-bit inputs. fp32 states are bound by memory: one column per lane keeps the
-// most loads in flight. 16-bit states are bound by instructions: four columns share the work on q, k and the gates.
+// `step`: one token, K = V = 128, 16-bit inputs. How many columns a lane has, and how many warps a CTA, changes no bit.
 constexpr int kStepDim = 128;
-template <int kVector>
-struct StepVk
-    : TileConfig<GD_STATE_VK, kVector, kStepDim / kLanesPerColumn, kVector == 4 ? 1 : 4, kVector == 4 ? 2 : 1> {};
-template <class State>
-using StepOf = StepVk<16 / sizeof(State)>;
+template <int kVector, int kColumns, int kWarps>
+struct StepVk : TileConfig<GD_STATE_VK, kVector, kStepDim / kLanesPerColumn, kColumns, kWarps> {
+  static constexpr int kParts = kStepDim / StepVk::kCtaColumns;
+};
+// In [K, V] four warps share the rows of K, so that a warp reads whole lines of memory: 16 lanes lie along V.
+template <int kColumnsOf>
+struct StepKv {
+  static constexpr int kVector = 4, kPerLane = kStepDim / kLanesPerColumn, kColumns = kColumnsOf;
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps, kLanesAlong = 16;
+  static constexpr int kCtaColumns = kLanesAlong * kColumns, kParts = kStepDim / kCtaColumns;
+};
 
 // Numbers in 16 bytes of the states a call reads and stores. With states of both sizes, 4: the other kind is then
 // accessed 8 bytes at a time.
@@ -90,24 +94,191 @@ inline bool states_aligned(const RecurrentProblem& p) {
          p.step_batch_stride * bytes % kDecodeAlign == 0 && p.step_token_stride * bytes % kDecodeAlign == 0;
 }
 
+// Strides that are 31 bits wide in bytes, and slots that are.
+inline bool is_near(int64_t stride, int64_t bytes) { return stride >= 0 && stride <= INT32_MAX / bytes; }
+inline bool is_near(const TokenRows& rows) {
+  const int64_t bytes = rows ? dtype_bytes(rows.dtype) : 1;
+  return is_near(rows.batch_stride, bytes) && is_near(rows.token_stride, bytes) && is_near(rows.head_stride, bytes);
+}
+inline bool is_near(const IndexRows& rows) { return is_near(rows.stride, 8) && is_near(rows.column_stride, 8); }
+inline bool is_near(const StateRows& rows) {
+  const int64_t bytes = rows ? dtype_bytes(rows.dtype) : 1;
+  return is_near(rows.slot_stride, bytes) && is_near(rows.head_stride, bytes) && is_near(rows.indices) &&
+         rows.slots <= INT32_MAX && is_near(rows.first_slot, 1);
+}
+inline bool rows_near(const RecurrentProblem& p) {
+  const Layer& in = p.in;
+  return is_near(in.q) && is_near(in.k) && is_near(in.v) && is_near(in.g) && is_near(in.beta) && is_near(p.o) &&
+         is_near(in.A_log.stride, 4) && is_near(in.dt_bias.stride, 4) && is_near(in.initial) && is_near(p.final) &&
+         is_near(p.accept_lengths) && is_near(p.previous_accept_lengths);
+}
+
+// What `step` and `fold` are made for.
+inline bool is_common(const RecurrentProblem& p) {
+  const Layer& in = p.in;
+  const bool one_type = !in.initial || !p.final || in.initial.dtype == p.final.dtype;
+  return in.q.dtype != GD_F32 && in.key_dim == kStepDim && in.value_dim == kStepDim && one_type &&
+         (in.initial || p.final) && rows_aligned(p) && states_aligned(p) && rows_near(p);
+}
+
+inline gd_dtype state_dtype(const RecurrentProblem& p) { return p.in.initial ? p.in.initial.dtype : p.final.dtype; }
+
 // Whether `step` takes the call; it has the bits of `walk`.
 inline bool takes_step(const RecurrentProblem& p) {
+  return p.in.sequences.tokens == 1 && !p.in.sequences.offsets && !p.step_states && !p.accept_lengths &&
+         !p.previous_accept_lengths && is_common(p);
+}
+
+// A tensor as `step` and `fold` see it: strides in bytes.
+struct NearRows {
+  char* data = nullptr;
+  uint32_t batch_stride = 0, token_stride = 0, head_stride = 0;
+  gd_dtype dtype = GD_DTYPE_NONE;
+
+  NearRows() = default;
+  explicit NearRows(const TokenRows& rows)
+      : data(static_cast<char*>(rows.data)),
+        batch_stride(static_cast<uint32_t>(rows.batch_stride * dtype_bytes(rows.dtype))),
+        token_stride(static_cast<uint32_t>(rows.token_stride * dtype_bytes(rows.dtype))),
+        head_stride(static_cast<uint32_t>(rows.head_stride * dtype_bytes(rows.dtype))),
+        dtype(rows.dtype) {}
+  explicit NearRows(const HeadVector& vector)
+      : data(static_cast<char*>(vector.data)),
+        head_stride(static_cast<uint32_t>(vector.stride * dtype_bytes(vector.dtype))),
+        dtype(vector.dtype) {}
+  GD_HOST_DEVICE char* at(uint32_t batch, uint32_t token, uint32_t head) const {
+    return data + uint64_t{batch} * batch_stride + uint64_t{token} * token_stride + uint64_t{head} * head_stride;
+  }
+  GD_HOST_DEVICE explicit operator bool() const { return dtype != GD_DTYPE_NONE; }
+};
+
+// Indices as they see them.
+struct NearIndices {
+  const char* data = nullptr;
+  uint32_t stride = 0;
+  bool present = false, is_int64 = false;
+
+  NearIndices() = default;
+  explicit NearIndices(const IndexRows& rows)
+      : data(static_cast<const char*>(rows.data)),
+        stride(static_cast<uint32_t>(rows.stride * (rows.is_int64 ? 8 : 4))),
+        present(rows.present),
+        is_int64(rows.is_int64) {}
+};
+
+// A pool of states as they see it, of a type known at compile time.
+struct NearStates {
+  NearIndices indices;  // absent = sequence n has slot n
+  char* data = nullptr;
+  uint32_t slot_stride = 0, head_stride = 0;
+  int32_t first_slot = 0;  // indices below it are nobody
+  bool present = false;
+
+  NearStates() = default;
+  explicit NearStates(const StateRows& rows)
+      : indices(rows.indices),
+        data(static_cast<char*>(rows.data)),
+        slot_stride(static_cast<uint32_t>(rows.slot_stride * dtype_bytes(rows.dtype))),
+        head_stride(static_cast<uint32_t>(rows.head_stride * dtype_bytes(rows.dtype))),
+        first_slot(rows.indices ? static_cast<int32_t>(rows.first_slot) : 0),
+        present(static_cast<bool>(rows)) {}
+  GD_HOST_DEVICE char* at(int32_t slot, uint32_t head) const {
+    return data + uint64_t{static_cast<uint32_t>(slot)} * slot_stride + uint64_t{head} * head_stride;
+  }
+};
+
+// The part of a problem that `step` needs. Every line of it is a cold miss of each launch, so it is small, and what
+// the first state's address takes comes first: kernel arguments begin 48 bytes before a line of constant memory.
+struct StepParams {
+  NearStates initial;
+  uint32_t sequences = 0;
+  bool l2norm = false, pads_by_read_index = false;
+  NearRows k, q, v, g, beta, A_log, dt_bias;
+  Divider group;
+  float scale = 0;
+  gd_gate gate = GD_GATE_LOG;
+  gd_beta beta_kind = GD_BETA_VALUE;
+  NearStates final;
+  NearRows o;
+};
+static_assert(offsetof(StepParams, k) == 48);
+inline StepParams step_params(const RecurrentProblem& p) {
   const Layer& in = p.in;
-  if (in.q.dtype == GD_F32) return false;
-  const bool one_type = !in.initial || !p.final || in.initial.dtype == p.final.dtype;
-  return in.sequences.tokens == 1 && !in.sequences.offsets && in.key_dim == kStepDim && in.value_dim == kStepDim &&
-         in.layout == GD_STATE_VK && one_type && (in.initial || p.final) && !p.step_states && !p.accept_lengths &&
-         !p.previous_accept_lengths && rows_aligned(p) && states_aligned(p);
+  StepParams s;
+  s.initial = NearStates(in.initial), s.final = NearStates(p.final);
+  s.q = NearRows(in.q), s.k = NearRows(in.k), s.v = NearRows(in.v), s.o = NearRows(p.o);
+  s.g = NearRows(in.g), s.beta = NearRows(in.beta);
+  if (in.gate == GD_GATE_RAW) s.A_log = NearRows(in.A_log), s.dt_bias = NearRows(in.dt_bias);
+  s.group = Divider(static_cast<uint32_t>(in.group));
+  s.sequences = static_cast<uint32_t>(in.sequences.count);
+  s.scale = in.scale, s.gate = in.gate, s.beta_kind = in.beta_kind;
+  s.l2norm = in.l2norm, s.pads_by_read_index = p.pads_by_read_index;
+  return s;
+}
+
+// `fold`: [V, K], K = V = 128, 16-bit inputs, kTokens tokens at once. A warp has 16 rows of V.
+enum class FoldKind {
+  last,   // at most kTokens tokens; one state is stored
+  every,  // at most kTokens tokens; the state after every token is stored
+  any     // any number of tokens, whatever is stored
+};
+template <class StateOf, class InputOf, FoldKind kKindOf, int kTokensOf, int kWarpsOf, bool kStreamingOf>
+struct FoldConfig {
+  using State = StateOf;
+  using Input = InputOf;
+  static constexpr FoldKind kKind = kKindOf;
+  static constexpr int kTokens = kTokensOf, kWarps = kWarpsOf, kThreads = 32 * kWarps;
+  static constexpr int kRows = 16, kParts = kStepDim / (kRows * kWarps);
+  static constexpr bool kStreaming = kStreamingOf;
+};
+inline bool takes_fold(const RecurrentProblem& p) {
+  return !p.batch_invariant && p.in.layout == GD_STATE_VK && (p.in.sequences.tokens > 1 || p.in.sequences.offsets) &&
+         p.in.sequences.tokens <= INT32_MAX && (!p.step_states || p.step_states.dtype == state_dtype(p)) &&
+         is_common(p);
+}
+struct FoldParams : StepParams {
+  IndexVector offsets;
+  NearIndices accept_lengths, previous_accept_lengths;
+  uint32_t columns = 0, column_stride = 0;  // of initial.indices
+  uint32_t tokens = 0;                      // T
+  bool steps_by_token = false;
+  StateRows step_states;
+  int64_t step_batch_stride = 0, step_token_stride = 0;
+};
+inline FoldParams fold_params(const RecurrentProblem& p) {
+  FoldParams f;
+  static_cast<StepParams&>(f) = step_params(p);
+  const IndexRows& indices = p.in.initial.indices;
+  f.offsets = p.in.sequences.offsets;
+  f.accept_lengths = NearIndices(p.accept_lengths), f.previous_accept_lengths = NearIndices(p.previous_accept_lengths);
+  f.columns = static_cast<uint32_t>(indices.columns);
+  f.column_stride = static_cast<uint32_t>(indices.column_stride * (indices.is_int64 ? 8 : 4));
+  f.tokens = static_cast<uint32_t>(p.in.sequences.tokens);
+  f.steps_by_token = p.steps_by_token, f.step_states = p.step_states;
+  f.step_batch_stride = p.step_batch_stride, f.step_token_stride = p.step_token_stride;
+  return f;
 }
 
 // Pairs of sequence and value head, counting the tokens past the last offset as one more sequence.
 inline int64_t decode_pairs(const Layer& in) {
   return (in.sequences.count + (in.sequences.offsets ? 1 : 0)) * in.value_heads;
 }
+// The grid of `step` and `fold`: x = value heads and parts of their columns, y and z = sequences, perhaps some too
+// many.
+struct NearGrid {
+  uint32_t x, y, z;
+};
+inline NearGrid near_grid(const RecurrentProblem& p, int parts) {
+  constexpr int64_t kMost = 65535;  // of y and of z
+  const int64_t sequences = p.in.sequences.count + (p.in.sequences.offsets ? 1 : 0),
+                z = (sequences + kMost - 1) / kMost;
+  return {static_cast<uint32_t>(p.in.value_heads * parts), static_cast<uint32_t>(z ? (sequences + z - 1) / z : 0),
+          static_cast<uint32_t>(z)};
+}
 // A grid has fewer than 2^31 CTAs.
 constexpr int kMaxParts = 16;
 constexpr int64_t kMaxDecodePairs = (int64_t{1} << 31) / kMaxParts - 1;
-static_assert(kStepDim / StepVk<4>::kCtaColumns <= kMaxParts && 256 / WalkVk<4, 32>::kCtaColumns <= kMaxParts);
+static_assert(256 / WalkVk<4, 32>::kCtaColumns <= kMaxParts);
 
 // Everything a kernel needs. All of it is a kernel argument: a captured call depends on no memory of the host.
 struct DecodeParams {

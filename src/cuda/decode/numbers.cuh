@@ -7,8 +7,7 @@
 #include <cstdint>
 
 #include "core/tensors.hpp"
-
-#define GD_DEVICE __device__ __forceinline__
+#include "cuda/decode/ptx.cuh"
 
 namespace gatedelta::cuda {
 
@@ -20,12 +19,6 @@ template <>
 constexpr gd_dtype kDtype<__nv_bfloat16> = GD_BF16;
 template <>
 constexpr gd_dtype kDtype<__half> = GD_F16;
-
-// The compiler cannot tell what x is from here on.
-GD_DEVICE int opaque(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
 
 // Element `at` of a tensor.
 GD_DEVICE const char* element(const void* data, gd_dtype dtype, int64_t at) {
@@ -112,21 +105,28 @@ struct Raw {
   }
 };
 
-// One number of a type known at run time.
+// One number of a type known at run time, without branches; none if the type is none. The two loads of which one
+// happens have registers of their own: a second load into a register waits for the first.
 struct Scalar {
-  Raw<1> raw;
-  gd_dtype dtype = GD_DTYPE_NONE;
+  uint32_t word = 0;
+  uint16_t half = 0;
 
-  GD_DEVICE void load(const void* data, gd_dtype type, int64_t at) {
-    dtype = type;
-    raw.load(element(data, type, at), type, true);
+  GD_DEVICE void load(const char* from, gd_dtype dtype) {
+    if (dtype == GD_F32) word = *reinterpret_cast<const uint32_t*>(from);
+    if (dtype > GD_F32) half = *reinterpret_cast<const uint16_t*>(from);
   }
-  GD_DEVICE float value() const {
-    float x;
-    raw.widen(&x, dtype);
-    return x;
+  GD_DEVICE float value(gd_dtype dtype) const {
+    const float wide = __uint_as_float(dtype == GD_F32 ? word : static_cast<uint32_t>(half) << 16);
+    return dtype == GD_F16 ? __half2float(__ushort_as_half(half)) : wide;
   }
 };
+
+// Element `at` of a tensor of a type known at run time.
+GD_DEVICE float load_number(const void* data, gd_dtype dtype, int64_t at) {
+  Scalar number;
+  number.load(element(data, dtype, at), dtype);
+  return number.value(dtype);
+}
 
 GD_DEVICE uint32_t narrow_bits(float x, gd_dtype dtype) {
   return dtype == GD_BF16 ? __bfloat16_as_ushort(__float2bfloat16_rn(x)) : __half_as_ushort(__float2half_rn(x));

@@ -1,43 +1,105 @@
-// One token per sequence, K = V = 128, [V, K]: decode. The state goes from memory to registers and back, once. Types
-// are compile-time constants, and all loads are issued before the first number is used.
+// One token per sequence, K = V = 128: decode. The state goes from memory to registers and back, once. Types are
+// compile-time constants, and all loads are issued before the first number is used.
+//
+// Grid: x = value head and part of its columns, y and z = sequence.
 #pragma once
 
-#include "cuda/decode/walk.cuh"
+#include "cuda/decode/slots.cuh"
+#include "cuda/decode/tile.cuh"
+#include "cuda/decode/token.cuh"
 
 namespace gatedelta::cuda {
 
-template <class State, class Input>
-__global__ void __launch_bounds__(StepOf<State>::kThreads) step_kernel(const __grid_constant__ DecodeParams p) {
-  using Config = StepOf<State>;
-  constexpr gd_dtype kState = kDtype<State>, kInput = kDtype<Input>;
-  const RecurrentProblem& problem = p.problem;
-  const Layer& in = problem.in;
-  const CtaPlace place = locate(p, blockIdx.x);
-  const int n = place.sequence, head = place.head;
-  Tile<Config> tile(static_cast<int>(threadIdx.x), place.part);
+GD_DEVICE uint32_t near_sequence() { return blockIdx.z * gridDim.y + blockIdx.y; }
 
-  const int64_t read_slot = in.initial.slot(n);
-  if (read_slot >= 0) {
-    tile.load(element(in.initial.data, kState, in.initial.offset(read_slot, head)), kState, kStepDim, kStepDim, true);
-  } else if (problem.is_padding(n, read_slot)) {
-    return clear_outputs(p, {n, 0, 1}, head, tile);
+struct StepPlace {
+  uint32_t sequence, head, key_head, part;
+};
+// Known after `slot` has been asked for: a token's addresses take many arguments, each line of them a cold miss, and
+// the compiler would compute them first.
+template <int kParts>
+GD_DEVICE StepPlace step_place(const StepParams& p, const IndexRequest& slot) {
+  const uint32_t zero = zero_after(slot.address), x = blockIdx.x + zero, head = x / kParts;
+  return {near_sequence() + zero, head, p.group.quotient(head), x % kParts};
+}
+
+// A token's numbers on their way from memory: this lane's share of k and q, and its columns of v.
+template <class Config, class Input>
+struct StepToken {
+  static constexpr int kVector = Config::kVector, kVectors = Config::kPerLane / kVector, kColumns = Config::kColumns;
+  Raw<kVector> k[kVectors], q[kVectors];
+  Raw<kColumns> v;
+  RawGates gates;
+
+  GD_DEVICE void load(const StepParams& p, const StepPlace& place, int share, int column) {
+    const uint32_t first = share * kVector * sizeof(Input);
+    const char* const k_row = p.k.at(place.sequence, 0, place.key_head) + first;
+    const char* const q_row = p.q.at(place.sequence, 0, place.key_head) + first;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      constexpr uint32_t kStride = kLanesPerColumn * kVector * sizeof(Input);
+      k[i].load(k_row + i * kStride, kDtype<Input>, true);
+      q[i].load(q_row + i * kStride, kDtype<Input>, true);
+    }
+    v.load(p.v.at(place.sequence, 0, place.head) + static_cast<uint32_t>(column) * sizeof(Input), kDtype<Input>, true);
+    request_gates(gates, p, place.sequence, 0, place.head);
+  }
+  GD_DEVICE void widen(float (&k_out)[Config::kPerLane], float (&q_out)[Config::kPerLane],
+                       float (&v_out)[kColumns]) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      k[i].widen(k_out + i * kVector, kDtype<Input>);
+      q[i].widen(q_out + i * kVector, kDtype<Input>);
+    }
+    v.widen(v_out, kDtype<Input>);
+  }
+};
+
+template <int kColumns>
+GD_DEVICE void store_step_output(const NearRows& rows, const StepPlace& place, int column, const float (&o)[kColumns]) {
+  if (!rows) return;
+  char* const to = rows.at(place.sequence, 0, place.head);
+  with_dtype(rows.dtype, [&](gd_dtype type) {
+    store_numbers<kColumns>(const_cast<char*>(element(to, type, column)), type, o, true);
+  });
+}
+
+// kStreaming: states are stored with a streaming hint. kTokenFirst: the token is requested before the slot is known.
+template <class Config, class State, class Input, bool kStreaming, bool kTokenFirst>
+__global__ void __launch_bounds__(Config::kThreads) step_vk_kernel(const __grid_constant__ StepParams p) {
+  constexpr gd_dtype kState = kDtype<State>;
+  constexpr int kPerLane = Config::kPerLane, kColumns = Config::kColumns;
+  const uint32_t n = near_sequence(), head = blockIdx.x / Config::kParts;
+  if (n >= p.sequences) return;
+  const IndexRequest read = request_slot(p.initial, n);
+  const StepPlace place = step_place<Config::kParts>(p, read);
+  Tile<Config> tile(threadIdx.x, place.part);
+  StepToken<Config, Input> raw;
+  if constexpr (kTokenFirst) raw.load(p, place, tile.share, tile.column);
+
+  if (const int32_t slot = read.slot(p.initial); slot >= 0) {
+    tile.load(p.initial.at(slot, head), kState, kStepDim, kStepDim, true);
   } else {
+    if (is_padding(p, n)) {
+      const float zeros[kColumns] = {};
+      if (tile.share == 0) store_step_output(p.o, place, tile.column, zeros);
+      return;
+    }
     tile.clear();
   }
-  RawToken<Config> raw;
-  raw.load(in, kInput, n, 0, head, place.key_head, tile.share, tile.column, kStepDim, true);
-  HeadGate gate;
-  gate.load(in, head);
-  const int64_t write_slot = problem.final.slot(n);
+  if constexpr (!kTokenFirst) raw.load(p, place, tile.share, tile.column);
+  const IndexRequest write = request_slot(p.final, n);
 
-  const Token<Config> token(raw, in, kInput, gate);
+  float k[kPerLane], q[kPerLane], v[kColumns];
+  raw.widen(k, q, v);
+  KeySums sums(k, q, p.l2norm);
+  sums.sum_lanes<GD_STATE_VK>(p.l2norm);
+  const TokenFactors factors(raw.gates.alpha(p), raw.gates.strength(p), sums, p.l2norm, p.scale);
   tile.widen(kState);
-  float o[Config::kColumns];
-  token.advance(tile.s, in.scale, o);
-  if (problem.o) store_output(problem.o, n, 0, head, tile, o, true);
-  if (write_slot < 0) return;
-  const char* const to = element(problem.final.data, kState, problem.final.offset(write_slot, head));
-  tile.template store<true>(const_cast<char*>(to), kState, kStepDim, kStepDim, true);
+  advance<GD_STATE_VK>(tile.s, k, q, factors, v);
+  if (tile.share == 0) store_step_output(p.o, place, tile.column, v);
+  const int32_t slot = write.slot(p.final);
+  if (slot >= 0) tile.template store<kStreaming>(p.final.at(slot, head), kState, kStepDim, kStepDim, true);
 }
 
 }  // namespace gatedelta::cuda

@@ -28,38 +28,49 @@ struct Tile {
 
   int share;   // index among the lanes of a column
   int column;  // first column of this lane
-  Raw<kAccess> raw[kAccesses];
+  // The state. Until it is widened, the words of an access as they lie in memory: of 16-bit numbers two share a word.
   float s[kColumns][kPerLane];
 
-  GD_DEVICE Tile(int thread, int part) {
-    const int lane = thread % 32;
-    const int group = kRowsOfK ? lane / kLanesPerColumn : lane % kColumnGroups;
-    share = kRowsOfK ? lane % kLanesPerColumn : lane / kColumnGroups;
-    column = part * Config::kCtaColumns + (thread / 32 * kColumnGroups + group) * kColumns;
+  GD_DEVICE Tile(uint32_t thread, uint32_t part) {
+    const uint32_t lane = thread % 32;
+    const uint32_t group = kRowsOfK ? lane / kLanesPerColumn : lane % kColumnGroups;
+    share = static_cast<int>(kRowsOfK ? lane % kLanesPerColumn : lane / kColumnGroups);
+    column = static_cast<int>(part * Config::kCtaColumns + (thread / 32 * kColumnGroups + group) * kColumns);
   }
 
-  // To `raw`: zeros, or the matrix that begins at `state`, with zeros past K.
+  // Zeros.
   GD_DEVICE void clear() {
 #pragma unroll
-    for (int i = 0; i < kAccesses; ++i) raw[i].clear();
+    for (int i = 0; i < kColumns * kPerLane; ++i) s[i / kPerLane][i % kPerLane] = 0;
   }
+  // Words of the matrix that begins at `state`, with zeros past K.
   GD_DEVICE void load(const char* state, gd_dtype dtype, int key_dim, int value_dim, bool aligned) {
     if (key_dim < Config::kMaxKeyDim) clear();
     with_load(dtype, aligned, [&](gd_dtype type, bool whole) {
-      for_each_access(key_dim, value_dim, [&](int i, int at) { raw[i].load(element(state, type, at), type, whole); });
+      for_each_access(key_dim, value_dim, [&](int i, int at) {
+        Raw<kAccess> raw;
+        raw.load(element(state, type, at), type, whole);
+#pragma unroll
+        for (int j = 0; j < (type == GD_F32 ? kAccess : raw.kPairs); ++j) number(i, j) = __uint_as_float(raw.words[j]);
+      });
     });
   }
-  // From `raw` to `s`.
+  // Words to numbers.
   GD_DEVICE void widen(gd_dtype dtype) {
-    with_dtype(dtype, [&](gd_dtype type) {
+    const auto from = [&](gd_dtype type) {
 #pragma unroll
       for (int i = 0; i < kAccesses; ++i) {
+        Raw<kAccess> raw;
         float x[kAccess];
-        raw[i].widen(x, type);
+#pragma unroll
+        for (int j = 0; j < raw.kPairs; ++j) raw.words[j] = __float_as_uint(number(i, j));
+        raw.widen(x, type);
 #pragma unroll
         for (int j = 0; j < kAccess; ++j) number(i, j) = x[j];
       }
-    });
+    };
+    if (dtype == GD_BF16) from(GD_BF16);
+    if (dtype == GD_F16) from(GD_F16);
   }
   // From `s` to memory.
   template <bool kStreaming = false>

@@ -1,5 +1,6 @@
-// One token's update of the columns a lane holds:
-//   [x_k x_q] = S^T [k q],  e = v - alpha x_k,  o = s (alpha x_q + beta (k.q) e),  S <- alpha S + beta k e^T
+// One token's update of the columns a lane holds, for keys and queries as they lie in memory (not normalised):
+//   [x_k x_q] = S^T [k q],  e = v - a x_k,  o = b x_q + c e,  S <- alpha S + k (w e)^T
+// where a, b, c and w hold alpha, beta, the scale, k.q and the inverse norms r_k, r_q, which are 1 without l2norm.
 // NOTE: every product and sum here names its rounding. The compiler would contract them as each kernel's surroundings
 // suggest, and kernels that must agree in every bit would not.
 #pragma once
@@ -18,132 +19,142 @@ GD_DEVICE float sum_of_lanes(float x) {
   return x;
 }
 
-GD_DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-GD_DEVICE float sigmoid(float x) { return __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-x))); }
+// ---- gates ----------------------------------------------------------------------------------------------------------
 
-// What the gate from raw `a` has of a head.
-struct HeadGate {
-  Scalar A_log, dt_bias;
+constexpr float kLog2E = 1.44269504f;
 
-  GD_DEVICE void load(const Layer& in, int head) {
-    if (in.gate != GD_GATE_RAW) return;
-    A_log.load(in.A_log.data, in.A_log.dtype, head * in.A_log.stride);
-    if (in.dt_bias) dt_bias.load(in.dt_bias.data, in.dt_bias.dtype, head * in.dt_bias.stride);
-  }
-  // e^g. A gate of -inf gives 0.
-  GD_DEVICE float decay(const Layer& in, float g) const {
+// max(x, 0) + log1p(y) with y = e^-|x| <= 1, and log1p(y) = 2 artanh(z) with z = y / (2 + y) <= 1/3: no branch, and
+// relative errors of a few ulp also where the result is small.
+GD_DEVICE float softplus(float x) {
+  const float y = expf(-fabsf(x));
+  const float z = __fmul_rn(y, reciprocal_approx(__fadd_rn(2.0f, y))), s = __fmul_rn(z, z);
+  float series = 1 / 13.0f;
+#pragma unroll
+  for (int n = 11; n >= 1; n -= 2) series = __fmaf_rn(series, s, 1.0f / static_cast<float>(n));
+  return __fmaf_rn(__fadd_rn(z, z), series, fmaxf(x, 0.0f));
+}
+GD_DEVICE float sigmoid(float x) { return reciprocal_approx(__fadd_rn(1.0f, exp2_approx(__fmul_rn(-kLog2E, x)))); }
+
+// What the gates of one token and head are computed from, on its way from memory. `in`: a Layer or StepParams.
+struct RawGates {
+  Scalar g, beta, A_log, dt_bias;
+
+  template <class In>
+  GD_DEVICE float alpha(const In& in) const {
+    float x = g.value(in.g.dtype);
     if (in.gate == GD_GATE_RAW) {
-      if (in.dt_bias) g = __fadd_rn(g, dt_bias.value());
-      g = -__fmul_rn(expf(A_log.value()), softplus(g));
+      if (in.dt_bias) x = __fadd_rn(x, dt_bias.value(in.dt_bias.dtype));
+      x = -__fmul_rn(expf(A_log.value(in.A_log.dtype)), softplus(x));
     }
-    return expf(g);
+    return exp2_approx(__fmul_rn(kLog2E, x));  // a gate of -inf gives 0
+  }
+  template <class In>
+  GD_DEVICE float strength(const In& in) const {
+    const float x = beta.value(in.beta.dtype);
+    if (in.beta_kind == GD_BETA_VALUE) return x;
+    const float y = sigmoid(x);
+    return in.beta_kind == GD_BETA_LOGIT ? y : __fadd_rn(y, y);
   }
 };
 
-GD_DEVICE float write_strength(const Layer& in, float x) {
-  if (in.beta_kind == GD_BETA_VALUE) return x;
-  const float y = sigmoid(x);
-  return in.beta_kind == GD_BETA_LOGIT ? y : __fmul_rn(2.0f, y);
+GD_DEVICE void request_gates(RawGates& gates, const Layer& in, int64_t batch, int64_t token, int64_t head) {
+  const auto load = [&](Scalar& x, const auto& rows, int64_t at) {
+    x.load(element(rows.data, rows.dtype, at), rows.dtype);
+  };
+  load(gates.g, in.g, in.g.offset(batch, token, head));
+  load(gates.beta, in.beta, in.beta.offset(batch, token, head));
+  if (in.gate != GD_GATE_RAW) return;
+  load(gates.A_log, in.A_log, head * in.A_log.stride);
+  if (in.dt_bias) load(gates.dt_bias, in.dt_bias, head * in.dt_bias.stride);
+}
+GD_DEVICE void request_gates(RawGates& gates, const StepParams& p, uint32_t batch, uint32_t token, uint32_t head) {
+  gates.g.load(p.g.at(batch, token, head), p.g.dtype);
+  gates.beta.load(p.beta.at(batch, token, head), p.beta.dtype);
+  gates.A_log.load(p.A_log.at(0, 0, head), p.A_log.dtype);
+  gates.dt_bias.load(p.dt_bias.at(0, 0, head), p.dt_bias.dtype);
 }
 
-// A token's numbers on their way from memory: this lane's share of k and q, and its columns of v.
-template <class Config>
-struct RawToken {
-  static constexpr int kVectors = Config::kPerLane / Config::kVector;
-  Raw<Config::kVector> k[kVectors], q[kVectors];
-  Raw<Config::kColumns> v;
-  Scalar g, beta;
+// ---- sums over K ----------------------------------------------------------------------------------------------------
 
-  // `share` is the lane's index among the eight of a column, `column` its first column. `dtype` is that of q, k and v.
-  GD_DEVICE void load(const Layer& in, gd_dtype dtype, int64_t batch, int64_t token, int head, int key_head, int share,
-                      int column, int key_dim, bool aligned) {
-    const char* const k_row = element(in.k.data, dtype, in.k.offset(batch, token, key_head));
-    const char* const q_row = element(in.q.data, dtype, in.q.offset(batch, token, key_head));
-    with_load(dtype, aligned, [&](gd_dtype type, bool whole) {
+// k.k, q.q and k.q.
+struct KeySums {
+  float kk, qq, kq;
+
+  KeySums() = default;
+  // Over a lane's share.
+  template <int kPerLane>
+  GD_DEVICE KeySums(const float (&k)[kPerLane], const float (&q)[kPerLane], bool l2norm) : kk(0), qq(0), kq(0) {
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        const int begin = (i * kLanesPerColumn + share) * Config::kVector;
-        if (begin < key_dim) {
-          k[i].load(element(k_row, type, begin), type, whole);
-          q[i].load(element(q_row, type, begin), type, whole);
-        } else {
-          k[i].clear();
-          q[i].clear();
-        }
-      }
-    });
-    v.load(element(in.v.data, dtype, in.v.offset(batch, token, head) + column), dtype, aligned);
-    g.load(in.g.data, in.g.dtype, in.g.offset(batch, token, head));
-    beta.load(in.beta.data, in.beta.dtype, in.beta.offset(batch, token, head));
+    for (int i = 0; i < kPerLane; ++i) kq = __fmaf_rn(k[i], q[i], kq);
+    if (!l2norm) return;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      kk = __fmaf_rn(k[i], k[i], kk);
+      qq = __fmaf_rn(q[i], q[i], qq);
+    }
+  }
+  // Over the lanes of a column.
+  template <gd_state_layout kLayout>
+  GD_DEVICE void sum_lanes(bool l2norm) {
+    kq = sum_of_lanes<kLayout>(kq);
+    if (!l2norm) return;
+    kk = sum_of_lanes<kLayout>(kk);
+    qq = sum_of_lanes<kLayout>(qq);
   }
 };
 
-template <class Config>
-struct Token {
-  static constexpr int kPerLane = Config::kPerLane, kColumns = Config::kColumns;
+// alpha and the header's a, b, c, w.
+struct TokenFactors {
+  float alpha, a, b, c, w;
 
-  float k[kPerLane], q[kPerLane];  // 0 past K
-  float v[kColumns];
-  float alpha, beta, kq;
-
-  GD_DEVICE Token(const RawToken<Config>& raw, const Layer& in, gd_dtype dtype, const HeadGate& gate) {
-    with_dtype(dtype, [&](gd_dtype type) {
-#pragma unroll
-      for (int i = 0; i < RawToken<Config>::kVectors; ++i) {
-        raw.k[i].widen(k + i * Config::kVector, type);
-        raw.q[i].widen(q + i * Config::kVector, type);
-      }
-      raw.v.widen(v, type);
-    });
-    alpha = gate.decay(in, raw.g.value());
-    beta = write_strength(in, raw.beta.value());
-    if (in.l2norm) {
-      normalise(k);
-      normalise(q);
-    }
-    kq = dot(k, q);
-  }
-
-  // s: [kColumns][kPerLane]. o: this lane's columns.
-  GD_DEVICE void advance(float (&s)[kColumns][kPerLane], float scale, float (&o)[kColumns]) const {
-    float x_k[kColumns], x_q[kColumns];
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      x_k[c] = x_q[c] = 0;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        x_k[c] = __fmaf_rn(k[i], s[c][i], x_k[c]);
-        x_q[c] = __fmaf_rn(q[i], s[c][i], x_q[c]);
-      }
-    }
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      x_k[c] = sum_of_lanes<Config::kLayout>(x_k[c]);
-      x_q[c] = sum_of_lanes<Config::kLayout>(x_q[c]);
-    }
-    const float beta_kq = __fmul_rn(beta, kq);
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const float e = __fmaf_rn(-alpha, x_k[c], v[c]);
-      o[c] = __fmul_rn(scale, __fmaf_rn(beta_kq, e, __fmul_rn(alpha, x_q[c])));
-      const float write = __fmul_rn(beta, e);
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) s[c][i] = __fmaf_rn(k[i], write, __fmul_rn(alpha, s[c][i]));
-    }
-  }
-
- private:
-  GD_DEVICE static float dot(const float (&x)[kPerLane], const float (&y)[kPerLane]) {
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) sum = __fmaf_rn(x[i], y[i], sum);
-    return sum_of_lanes<Config::kLayout>(sum);
-  }
-  GD_DEVICE static void normalise(float (&x)[kPerLane]) {
-    const float r = rsqrtf(__fadd_rn(dot(x, x), 1e-6f));
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) x[i] = __fmul_rn(x[i], r);
+  TokenFactors() = default;
+  GD_DEVICE TokenFactors(float alpha_of, float beta, const KeySums& sums, bool l2norm, float scale) : alpha(alpha_of) {
+    const float r_k = l2norm ? rsqrtf(__fadd_rn(sums.kk, 1e-6f)) : 1.0f;
+    const float r_q = __fmul_rn(l2norm ? rsqrtf(__fadd_rn(sums.qq, 1e-6f)) : 1.0f, scale);
+    a = __fmul_rn(alpha, r_k);
+    b = __fmul_rn(alpha, r_q);
+    w = __fmul_rn(beta, r_k);
+    c = __fmul_rn(__fmul_rn(sums.kq, r_q), w);
   }
 };
+
+// s: [kColumns][kPerLane], updated. x_k, x_q: sums over this lane's share.
+template <int kColumns, int kPerLane>
+GD_DEVICE void sum_states(const float (&s)[kColumns][kPerLane], const float (&k)[kPerLane], const float (&q)[kPerLane],
+                          float (&x_k)[kColumns], float (&x_q)[kColumns]) {
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    x_k[c] = x_q[c] = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      x_k[c] = __fmaf_rn(k[i], s[c][i], x_k[c]);
+      x_q[c] = __fmaf_rn(q[i], s[c][i], x_q[c]);
+    }
+  }
+}
+// x_k, x_q: sums over K. v becomes o.
+template <int kColumns, int kPerLane>
+GD_DEVICE void update_states(float (&s)[kColumns][kPerLane], const float (&k)[kPerLane], const TokenFactors& f,
+                             const float (&x_k)[kColumns], const float (&x_q)[kColumns], float (&v)[kColumns]) {
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    const float e = __fmaf_rn(-f.a, x_k[c], v[c]), write = __fmul_rn(f.w, e);
+    v[c] = __fmaf_rn(f.c, e, __fmul_rn(f.b, x_q[c]));
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) s[c][i] = __fmaf_rn(k[i], write, __fmul_rn(f.alpha, s[c][i]));
+  }
+}
+template <gd_state_layout kLayout, int kColumns, int kPerLane>
+GD_DEVICE void advance(float (&s)[kColumns][kPerLane], const float (&k)[kPerLane], const float (&q)[kPerLane],
+                       const TokenFactors& f, float (&v)[kColumns]) {
+  float x_k[kColumns], x_q[kColumns];
+  sum_states(s, k, q, x_k, x_q);
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    x_k[c] = sum_of_lanes<kLayout>(x_k[c]);
+    x_q[c] = sum_of_lanes<kLayout>(x_q[c]);
+  }
+  update_states(s, k, f, x_k, x_q, v);
+}
 
 }  // namespace gatedelta::cuda

@@ -1,5 +1,5 @@
 // Any number of tokens, one after the other, with the state in registers from the first to the last. Any head size,
-// layout and type. No shared memory, no barrier.
+// layout and type. The warps of a CTA prepare tokens together, a few at a time, in shared memory.
 #pragma once
 
 #include "cuda/decode/tile.cuh"
@@ -49,23 +49,113 @@ GD_DEVICE void store_step(const DecodeParams& p, const SequenceSpan& span, int64
   store_state(p, rows, at, tile);
 }
 
+// ---- tokens in shared memory ----------------------------------------------------------------------------------------
+
+// Tokens as the lanes of all warps read them: a lane's share of k and q in pieces of four numbers, eight lanes' pieces
+// side by side.
+template <class Config>
+struct WalkTokens {
+  static constexpr int kCount = kColumnGroups * Config::kWarps;  // tokens at a time: a group of lanes prepares one
+  float4 k[kCount][Config::kPerLane / 4][kLanesPerColumn], q[kCount][Config::kPerLane / 4][kLanesPerColumn];
+  float v[kCount][Config::kCtaColumns];
+  TokenFactors factors[kCount];
+};
+
+template <int kPerLane>
+GD_DEVICE void read_share(float (&x)[kPerLane], const float4 (&from)[kPerLane / 4][kLanesPerColumn], int share) {
+#pragma unroll
+  for (int i = 0; i < kPerLane / 4; ++i) {
+    const float4 piece = from[i][share];
+    x[4 * i] = piece.x, x[4 * i + 1] = piece.y, x[4 * i + 2] = piece.z, x[4 * i + 3] = piece.w;
+  }
+}
+template <int kPerLane>
+GD_DEVICE void write_share(float4 (&to)[kPerLane / 4][kLanesPerColumn], const float (&x)[kPerLane], int share) {
+#pragma unroll
+  for (int i = 0; i < kPerLane / 4; ++i) to[i][share] = make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+}
+
+// Tokens first .. first + count - 1 of a sequence, by all warps of the CTA.
+template <class Config>
+GD_DEVICE void prepare_tokens(WalkTokens<Config>& tokens, const DecodeParams& p, const CtaPlace& place,
+                              const SequenceSpan& span, int64_t first, int count) {
+  constexpr int kVector = Config::kVector, kPerLane = Config::kPerLane, kVectors = kPerLane / kVector;
+  const Layer& in = p.problem.in;
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  constexpr bool kRowsOfK = Config::kLayout == GD_STATE_VK;
+  const int share = kRowsOfK ? lane % kLanesPerColumn : lane / kColumnGroups;
+  const int token = warp * kColumnGroups + (kRowsOfK ? lane / kLanesPerColumn : lane % kColumnGroups);
+  const gd_dtype dtype = in.q.dtype;  // and that of k and v
+
+  Raw<kVector> raw_k[kVectors], raw_q[kVectors];
+  RawGates gates;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) raw_k[i].clear(), raw_q[i].clear();
+  if (token < count) {
+    const int64_t row = span.begin + first + token;
+    const char* const k_row = element(in.k.data, dtype, in.k.offset(span.batch, row, place.key_head));
+    const char* const q_row = element(in.q.data, dtype, in.q.offset(span.batch, row, place.key_head));
+    with_load(dtype, p.rows_aligned, [&](gd_dtype type, bool whole) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const int begin = (i * kLanesPerColumn + share) * kVector;
+        if (begin < in.key_dim) {
+          raw_k[i].load(element(k_row, type, begin), type, whole);
+          raw_q[i].load(element(q_row, type, begin), type, whole);
+        }
+      }
+    });
+    request_gates(gates, in, span.batch, row, place.head);
+  }
+  with_dtype(dtype, [&](gd_dtype type) {
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < count * Config::kCtaColumns; i += Config::kThreads) {
+      const int t = i / Config::kCtaColumns, c = i % Config::kCtaColumns, column = place.part * Config::kCtaColumns + c;
+      if (column >= in.value_dim) continue;
+      Raw<1> v;
+      v.load(element(in.v.data, type, in.v.offset(span.batch, span.begin + first + t, place.head) + column), type,
+             true);
+      v.widen(&tokens.v[t][c], type);
+    }
+  });
+  float k[kPerLane], q[kPerLane];
+  with_dtype(dtype, [&](gd_dtype type) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      raw_k[i].widen(k + i * kVector, type);
+      raw_q[i].widen(q + i * kVector, type);
+    }
+  });
+  KeySums sums(k, q, in.l2norm);
+  sums.sum_lanes<Config::kLayout>(in.l2norm);
+  if (token >= count) return;
+  write_share(tokens.k[token], k, share);
+  write_share(tokens.q[token], q, share);
+  if (share == 0) tokens.factors[token] = TokenFactors(gates.alpha(in), gates.strength(in), sums, in.l2norm, in.scale);
+}
+
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     walk_kernel(const __grid_constant__ DecodeParams p) {
+  __shared__ WalkTokens<Config> tokens;
   const RecurrentProblem& problem = p.problem;
   const Layer& in = problem.in;
   const CtaPlace place = locate(p, blockIdx.x);
   const int n = place.sequence, head = place.head;
-  Tile<Config> tile(static_cast<int>(threadIdx.x), place.part);
-  if (tile.column >= in.value_dim) return;  // V is a multiple of a warp's columns, so whole warps leave
+  Tile<Config> tile(threadIdx.x, place.part);
+  const bool has_columns = tile.column < in.value_dim;  // of a warp all lanes or none: V is a multiple of its columns
 
   if (n == in.sequences.count) {
     const int64_t used = in.sequences.used_tokens();
-    return clear_outputs(p, {0, used, in.sequences.tokens - used}, head, tile);
+    if (has_columns) clear_outputs(p, {0, used, in.sequences.tokens - used}, head, tile);
+    return;
   }
   const SequenceSpan span = in.sequences[n];
   const int64_t read_slot = problem.read_slot(n), write_slot = problem.final.slot(n);
-  if (problem.is_padding(n, read_slot)) return clear_outputs(p, span, head, tile);
+  if (problem.is_padding(n, read_slot)) {
+    if (has_columns) clear_outputs(p, span, head, tile);
+    return;
+  }
 
   int64_t accepted = span.length;
   if (problem.accept_lengths) {  // not validated on the device: the state of a length that is none is the nearest one
@@ -73,35 +163,39 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     accepted = length < 0 ? 0 : length < accepted ? length : accepted;
   }
   const bool in_place = problem.final.data == in.initial.data && write_slot == read_slot;
-  if (read_slot < 0) {
+  if (read_slot < 0 || !has_columns) {
     tile.clear();
   } else {
     tile.load(element(in.initial.data, in.initial.dtype, in.initial.offset(read_slot, head)), in.initial.dtype,
               in.key_dim, in.value_dim, p.states_aligned);
   }
-  HeadGate gate;
-  gate.load(in, head);
-  RawToken<Config> raw;
-  const auto load_token = [&](int64_t t) {
-    raw.load(in, in.q.dtype, span.batch, span.begin + t, head, place.key_head, tile.share, tile.column, in.key_dim,
-             p.rows_aligned);
-  };
-  if (span.length > 0) load_token(0);
-  tile.widen(in.initial.dtype);
-
+  bool is_first = true;
 #pragma unroll 1
-  for (int64_t done = 0;; ++done) {
-    if (done > 0 && problem.step_states) store_step(p, span, done - 1, head, tile);
-    if (done == accepted && write_slot >= 0 && !(done == 0 && in_place))
-      store_state(p, problem.final, problem.final.offset(write_slot, head), tile);
+  for (int64_t done = 0;;) {
+    constexpr int kMost = WalkTokens<Config>::kCount;
+    const int count = span.length - done < kMost ? static_cast<int>(span.length - done) : kMost;
+    prepare_tokens(tokens, p, place, span, done, count);
+    if (is_first) tile.widen(in.initial.dtype);
+    is_first = false;
+    __syncthreads();
+#pragma unroll 1
+    for (int t = 0; has_columns; ++t, ++done) {
+      if (done == accepted && write_slot >= 0 && (done == 0 ? !in_place : t > 0))
+        store_state(p, problem.final, problem.final.offset(write_slot, head), tile);
+      if (t == count) break;
+      float k[Config::kPerLane], q[Config::kPerLane], v[Config::kColumns];
+      read_share(k, tokens.k[t], tile.share);
+      read_share(q, tokens.q[t], tile.share);
+      const int column = tile.column - place.part * Config::kCtaColumns;
+#pragma unroll
+      for (int c = 0; c < Config::kColumns; ++c) v[c] = tokens.v[t][column + c];
+      advance<Config::kLayout>(tile.s, k, q, tokens.factors[t], v);
+      if (problem.o) store_output(problem.o, span.batch, span.begin + done, head, tile, v, p.rows_aligned);
+      if (problem.step_states) store_step(p, span, done, head, tile);
+    }
+    if (!has_columns) done += count;
     if (done == span.length) break;
-    const Token<Config> token(raw, in, in.q.dtype, gate);
-    const bool is_last = done + 1 == span.length;
-    if (Config::kPrefetch && !is_last) load_token(done + 1);
-    float o[Config::kColumns];
-    token.advance(tile.s, in.scale, o);
-    if (problem.o) store_output(problem.o, span.batch, span.begin + done, head, tile, o, p.rows_aligned);
-    if (!Config::kPrefetch && !is_last) load_token(done + 1);
+    __syncthreads();  // the tokens are no longer read
   }
 }
 

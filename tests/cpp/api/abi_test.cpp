@@ -91,7 +91,7 @@ AT(gd_backward_args, batch_invariant, 2096);
 AT(gd_backward_args, small_workspace, 2100);
 AT(gd_backward_args, reserved, 2104);
 
-static_assert(sizeof(gd_recurrent_args) == 1816);
+static_assert(sizeof(gd_recurrent_args) == 1824);
 AT(gd_recurrent_args, struct_size, 0);
 AT(gd_recurrent_args, exec, 8);
 AT(gd_recurrent_args, in, 96);
@@ -102,7 +102,9 @@ AT(gd_recurrent_args, accept_lengths, 1400);
 AT(gd_recurrent_args, step_states, 1496);
 AT(gd_recurrent_args, step_indices, 1592);
 AT(gd_recurrent_args, previous_accept_lengths, 1688);
-AT(gd_recurrent_args, reserved, 1784);
+AT(gd_recurrent_args, batch_invariant, 1784);
+AT(gd_recurrent_args, reserved_flags, 1788);
+AT(gd_recurrent_args, reserved, 1792);
 
 static_assert(sizeof(gd_gated_norm_args) == 528);
 AT(gd_gated_norm_args, struct_size, 0);

@@ -61,7 +61,6 @@ TEST_F(DecodePlan, WalkTakesTheRest) {
   p.in.sequences.offsets.present = true, expect_walk("packed");
   p.in.key_dim = 64, expect_walk("K");
   p.in.value_dim = 64, expect_walk("V");
-  p.in.layout = GD_STATE_KV, expect_walk("layout");
   p.in.q.dtype = GD_F32, expect_walk("fp32 inputs");
   p.final.dtype = GD_BF16, expect_walk("two types of states");
   p.step_states = states(6, GD_F32), expect_walk("per-step states");
@@ -71,6 +70,32 @@ TEST_F(DecodePlan, WalkTakesTheRest) {
   p.in.initial.slot_stride += 2, expect_walk("stride of slots");
   p.final.data = static_cast<char*>(p.final.data) + 8, expect_walk("address of states");
   p.in.initial = p.final = {}, expect_walk("no states");
+  p.in.v.batch_stride = int64_t{1} << 31, expect_walk("a stride of more than 31 bits");
+}
+
+TEST_F(DecodePlan, FoldTakesSeveralTokens) {
+  EXPECT_FALSE(takes_fold(p));  // `step` does
+  p.in.sequences.tokens = 2;
+  EXPECT_TRUE(takes_fold(p));
+  p.in.sequences.tokens = 100;
+  EXPECT_TRUE(takes_fold(p));
+  p.accept_lengths.present = true, p.step_states = states(6, GD_F32);
+  EXPECT_TRUE(takes_fold(p));
+  const RecurrentProblem fold = p;
+  const auto expect_walk = [&](const char* why) {
+    EXPECT_FALSE(takes_fold(p)) << why;
+    p = fold;
+  };
+  p.batch_invariant = true, expect_walk("bits of single tokens");
+  p.in.layout = GD_STATE_KV, expect_walk("layout");
+  p.in.q.dtype = GD_F32, expect_walk("fp32 inputs");
+  p.step_states.dtype = GD_BF16, expect_walk("two types of states");
+  p.in.sequences.tokens = int64_t{1} << 31, expect_walk("tokens");
+  p.in.key_dim = 64, expect_walk("K");
+  p.in.sequences = {3, 1, 3, {nullptr, false, true}};  // packed: lengths are not known
+  EXPECT_TRUE(takes_fold(p));
+  p.in.sequences.tokens = 1;
+  EXPECT_TRUE(takes_fold(p));
 }
 
 // The order of sums: by the types of the states a call reads and stores, and by nothing else.
@@ -89,8 +114,9 @@ TEST_F(DecodePlan, OrderOfSums) {
 }
 
 TEST_F(DecodePlan, PartsCoverAllColumns) {
-  EXPECT_EQ(decode_params(p, StepVk<4>::kCtaColumns).parts.divisor, 16u);
-  EXPECT_EQ(decode_params(p, StepVk<8>::kCtaColumns).parts.divisor, 8u);
+  EXPECT_EQ((StepVk<4, 1, 2>::kParts), 16);
+  EXPECT_EQ((StepVk<8, 4, 1>::kParts), 8);
+  EXPECT_EQ(StepKv<4>::kParts, 2);
   for (const int columns :
        {WalkVk<4, 16>::kCtaColumns, WalkVk<8, 32>::kCtaColumns, WalkKv<16>::kCtaColumns, WalkKv<32>::kCtaColumns})
     for (p.in.value_dim = 16; p.in.value_dim <= 256; p.in.value_dim += 16) {
@@ -100,6 +126,20 @@ TEST_F(DecodePlan, PartsCoverAllColumns) {
   EXPECT_EQ(decode_pairs(p.in), 36);
   p.in.sequences.offsets.present = true;  // and the tokens past the last offset
   EXPECT_EQ(decode_pairs(p.in), 40);
+}
+
+TEST_F(DecodePlan, GridCoversAllSequences) {
+  for (const int64_t count : {0, 1, 65534, 65535, 65536, 131070, 131071, 1000003}) {
+    p.in.sequences.count = count;
+    const NearGrid grid = near_grid(p, 8);
+    EXPECT_EQ(grid.x, 32u);
+    EXPECT_TRUE(grid.y <= 65535 && grid.z <= 65535);
+    EXPECT_GE(int64_t{grid.y} * grid.z, count);
+    EXPECT_LT(int64_t{grid.y} * grid.z, count + 65536);
+    EXPECT_EQ(grid.y == 0, count == 0);
+  }
+  p.in.sequences = {65535, 1, 70000, {nullptr, false, true}};  // and the tokens past the last offset
+  EXPECT_EQ(near_grid(p, 8).y * near_grid(p, 8).z, 65536u);
 }
 
 }  // namespace

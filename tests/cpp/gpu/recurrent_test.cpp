@@ -124,6 +124,58 @@ TEST_F(Recurrent, PackedDrafts) {
                "h0=0", "ht=0", "dtype=bf16 state=bf16 accept", "dtype=bf16 state=fp16 pool inplace"}));
 }
 
+// K = V = 128 and [V, K]: all tokens of a window at once on the tensor cores, for every type of states and inputs.
+TEST_F(Recurrent, Fold) {
+  const Specs types = cross({"dtype=bf16", "dtype=fp16"}, kStates);
+  const Specs gates = {"",
+                       "gate=raw beta=logit l2norm gdtype=bf16",
+                       "gate=inf",
+                       "gate=huge l2norm",
+                       "gate=mixed keys=loose",
+                       "gate=spiky beta=two"};
+  for (int T = 2; T <= 8; ++T) {
+    const std::string tokens = "B=6 T=" + std::to_string(T) + " Hk=2 Hv=4 " + kStep + gates[T % gates.size()] + " ";
+    check(cross(cross({tokens}, types), {"", "accept pool inplace", "pool ht=0", "steps=dense",
+                                         "accept pool steps=pool", "h0=0 accept", "odtype=fp32 i64 pool accept"}));
+  }
+  check(cross(cross({"B=5 T=1 Hk=2 Hv=4 " + kStep, "B=3 T=9 Hk=1 Hv=2 l2norm " + kStep, "B=3 T=16 Hk=1 Hv=3 " + kStep,
+                     "B=2 T=70 Hk=1 Hv=2 gate=spiky " + kStep,
+                     "lengths=3+0+1+8+2+5+4+17+9 pad=2 Hk=1 Hv=2 gate=raw beta=logit l2norm " + kStep,
+                     "lengths=4x0 pad=5 Hk=1 Hv=2 " + kStep},
+                    types),
+              {"", "accept pool inplace", "pool ht=0", "accept steps=dense", "accept pool steps=pool", "h0=0"}));
+}
+
+// A token that is not finite reaches no earlier output and no state before it: drafts may be anything.
+TEST_F(Recurrent, LaterTokensDoNotReachEarlierOnes) {
+  for (const std::string& spec :
+       cross(cross({"B=3 T=4", "B=3 T=8", "B=3 T=12"}, {"steps=dense", "steps=none"}),
+             cross({"Hk=1 Hv=2 dtype=bf16 accept l2norm " + kStep}, {"state=fp32", "state=bf16"}))) {
+    Problem clean(parse_case(spec)), spoilt(parse_case(spec));
+    constexpr int64_t kFirst = 3;  // of the tokens that are not finite; accepted are 0, 1 and 2 tokens
+    const gd_recurrent_args& args = spoilt.recurrent;
+    const int64_t T = args.o.shape[1];
+    for (const gd_tensor* x : {&args.in.q, &args.in.k, &args.in.v}) {
+      auto* rows = static_cast<uint16_t*>(x->data);
+      for (int64_t n = 0; n < 3; ++n)
+        for (int64_t i = kFirst * x->stride[1]; i < T * x->stride[1]; ++i) rows[n * x->stride[0] + i] = 0x7fc0;
+    }
+    ASSERT_EQ(on_device(clean.recurrent), "");
+    ASSERT_EQ(on_device(args), "");
+    EXPECT_EQ(bytes_of(clean.recurrent.final_state), bytes_of(args.final_state)) << spec;
+    for (const auto& [want, got] :
+         {std::pair(&clean.recurrent.o, &args.o), std::pair(&clean.recurrent.step_states, &args.step_states)}) {
+      if (got->dtype == GD_DTYPE_NONE) continue;
+      const std::vector<char> a = bytes_of(*want), b = bytes_of(*got);
+      const size_t token = a.size() / (3 * T);
+      for (size_t n = 0; n < 3; ++n)
+        EXPECT_TRUE(
+            std::equal(a.begin() + n * T * token, a.begin() + (n * T + kFirst) * token, b.begin() + n * T * token))
+            << spec << ", sequence " << n;
+    }
+  }
+}
+
 // Verification that stores no state: of every five sequences two have no read slot and are padded rows.
 TEST_F(Recurrent, PaddedRowsWithoutStoredStates) {
   check(cross({"B=10 T=4 Hk=1 Hv=2 K=32 V=16 pool ht=0", "lengths=3+0+1+8+2+5+4 pad=2 Hk=1 Hv=2 K=16 V=32 pool ht=0",
@@ -180,13 +232,15 @@ gd_recurrent_args tokens_of(const gd_recurrent_args& whole, int64_t first, int64
   return some;
 }
 
-// With fp32 states, how tokens are spread over calls changes no bit: speculative and plain decode agree.
+// With fp32 states and batch_invariant, how tokens are spread over calls changes no bit: speculative and plain decode
+// agree.
 TEST_F(Recurrent, OneCallHasTheBitsOfMany) {
   const Specs cases = cross(cross({"B=4 T=9 Hk=2 Hv=4 inplace"}, {"K=128 V=128", "K=64 V=32", "K=208 V=48"}),
                             cross(kLayouts, {"dtype=fp32", "dtype=bf16 gate=raw beta=logit l2norm", "dtype=fp16",
                                              "dtype=bf16 l2norm strided"}));
   for (const std::string& spec : cases) {
     Problem problem(parse_case(spec));
+    problem.recurrent.batch_invariant = 1;
     std::vector<char> o, states;
     for (const int64_t step : {9, 1, 2, 4}) {
       problem.reset();
@@ -210,11 +264,12 @@ TEST_F(Recurrent, OneCallHasTheBitsOfMany) {
   }
 }
 
-// The state after m accepted tokens is, bit by bit, that of a call with m tokens.
+// With batch_invariant the state after m accepted tokens is, bit by bit, that of a call with m tokens.
 TEST_F(Recurrent, AcceptedStateIsThatOfFewerTokens) {
   for (const std::string& layout : kLayouts) {
     Problem problem(parse_case("B=5 T=6 Hk=1 Hv=2 K=128 V=128 dtype=bf16 l2norm " + layout));
     Problem with_lengths(parse_case("B=5 T=6 Hk=1 Hv=2 K=128 V=128 dtype=bf16 l2norm accept " + layout));
+    problem.recurrent.batch_invariant = with_lengths.recurrent.batch_invariant = 1;
     ASSERT_EQ(on_device(with_lengths.recurrent), "");
     const std::vector<char> accepted = bytes_of(with_lengths.recurrent.final_state);
     const size_t state = accepted.size() / 5;

@@ -1,0 +1,53 @@
+// Slots of sequences: where a state is read and where it goes.
+#pragma once
+
+#include "cuda/decode/config.hpp"
+#include "cuda/decode/ptx.cuh"
+
+namespace gatedelta::cuda {
+
+// An index on its way from memory: asked for early, looked at late. Nothing branches or waits in between.
+struct IndexRequest {
+  const char* address = nullptr;
+  int32_t low = -1, high = 0;
+  bool is_int64 = false;
+
+  IndexRequest() = default;
+  // `otherwise`: what it is without indices.
+  GD_DEVICE IndexRequest(const NearIndices& indices, uint64_t offset, uint32_t otherwise)
+      : address(indices.data + offset), low(static_cast<int32_t>(otherwise)), is_int64(indices.is_int64) {
+    load_words_if(indices.present, indices.is_int64, address, low, high);
+  }
+  GD_DEVICE int64_t value() const {
+    const int64_t upper = is_int64 ? high : low >> 31;
+    return static_cast<int64_t>(static_cast<uint64_t>(upper) << 32 | static_cast<uint32_t>(low));
+  }
+  // Of `rows`; negative = none.
+  GD_DEVICE int32_t slot(const NearStates& rows) const {
+    return (is_int64 ? high : 0) == 0 && low >= rows.first_slot ? low : -1;
+  }
+};
+
+// The slot of sequence n.
+GD_DEVICE IndexRequest request_slot(const NearStates& rows, uint32_t n) {
+  return {rows.indices, uint64_t{n} * rows.indices.stride, rows.present ? n : ~0u};
+}
+// The one it starts from, which may be picked from a row of them.
+GD_DEVICE IndexRequest request_read_slot(const FoldParams& p, uint32_t n) {
+  uint64_t offset = uint64_t{n} * p.initial.indices.stride;
+  if (p.previous_accept_lengths.present) {
+    const int64_t column =
+        IndexRequest(p.previous_accept_lengths, uint64_t{n} * p.previous_accept_lengths.stride, 0).value() - 1;
+    const int64_t last = int64_t{p.columns} - 1;
+    offset += static_cast<uint64_t>(column < 0 ? 0 : column < last ? column : last) * p.column_stride;
+  }
+  return {p.initial.indices, offset, p.initial.present ? n : ~0u};
+}
+
+// Whether sequence n, which has no slot to read from, is a padded row.
+GD_DEVICE bool is_padding(const StepParams& p, uint32_t n) {
+  if (!p.initial.indices.present) return false;
+  return p.final.indices.present ? request_slot(p.final, n).slot(p.final) < 0 : p.pads_by_read_index;
+}
+
+}  // namespace gatedelta::cuda
