@@ -69,9 +69,11 @@ ROOMS = {
     ],
     # recurrent steps: kernels for more devices than sm90, so nothing of it
     "src/cuda/decode/config.hpp": ["src/core", "src/cuda/host_device.hpp"],
-    "src/cuda/decode/numbers.cuh": ["src/core"],
+    "src/cuda/decode/ptx.cuh": [],
+    "src/cuda/decode/numbers.cuh": ["src/core", "src/cuda/decode/ptx.cuh"],
     "src/cuda/decode": [
         "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/decode/config.hpp", "src/cuda/decode/numbers.cuh",
+        "src/cuda/decode/ptx.cuh",
     ],
     # gated norm, for the same devices
     "src/cuda/gated_norm/config.hpp": ["src/core", "src/cuda/decode/config.hpp"],

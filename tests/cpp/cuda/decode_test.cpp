@@ -71,6 +71,9 @@ TEST_F(DecodePlan, WalkTakesTheRest) {
   p.final.data = static_cast<char*>(p.final.data) + 8, expect_walk("address of states");
   p.in.initial = p.final = {}, expect_walk("no states");
   p.in.v.batch_stride = int64_t{1} << 31, expect_walk("a stride of more than 31 bits");
+  p.in.initial.slot_stride = int64_t{1} << 29, expect_walk("a stride of slots of more than 31 bits");
+  p.final.indices.stride = int64_t{1} << 28, expect_walk("a stride of indices of more than 31 bits");
+  p.previous_accept_lengths.present = true, expect_walk("picked slots");
 }
 
 TEST_F(DecodePlan, FoldTakesSeveralTokens) {
