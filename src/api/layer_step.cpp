@@ -5,6 +5,7 @@
 
 #include "api/operation.hpp"
 #include "api/validate/checker.hpp"
+#include "cuda/backend.hpp"
 
 namespace gatedelta::api {
 
@@ -172,6 +173,11 @@ gd_status run_layer_step(const gd_layer_step_args* args) {
     GD_TRY(of_part("conv", check_contents(calls.conv, scratch)));
     GD_TRY(of_part("rule", check_contents(calls.rule, scratch)));
   }
+  const Conv1dProblem& conv = calls.conv.problem;
+  const RecurrentProblem& rule = calls.rule.problem;
+  const GatedNormProblem& norm = calls.norm.problem;
+  if (args->exec.device == GD_CUDA && cuda::takes_layer_step(conv, rule, norm))
+    return report(cuda::layer_step(conv, rule, norm, {args->exec.device_index, args->exec.stream, scratch}));
   GD_TRY(run_part(calls.conv, args->exec, scratch));
   GD_TRY(run_part(calls.rule, args->exec, scratch));
   return run_part(calls.norm, args->exec, scratch);

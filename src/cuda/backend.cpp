@@ -3,6 +3,7 @@
 
 #include "cuda/conv1d/config.hpp"
 #include "cuda/gated_norm/config.hpp"
+#include "cuda/layer/config.hpp"
 #include "cuda/limits.hpp"
 #include "cuda/workspace/backward.hpp"
 
@@ -82,6 +83,10 @@ const Backend<GatedNormBackwardProblem> gated_norm_backward_backend = {
     },
 };
 
+bool takes_layer_step(const Conv1dProblem& conv, const RecurrentProblem& rule, const GatedNormProblem& norm) {
+  return takes_layer_step(LayerStepProblem{conv, rule, norm});
+}
+
 #if !GD_CUDA_COMPILED
 namespace {
 Outcome not_compiled() { return refusal(GD_UNSUPPORTED, "device is cuda, but this build has no CUDA backend"); }
@@ -95,6 +100,9 @@ Outcome conv1d(const Conv1dProblem&, const Context&) { return not_compiled(); }
 Outcome conv1d_backward(const Conv1dBackwardProblem&, const Context&) { return not_compiled(); }
 Outcome recurrent(const RecurrentProblem&, const Context&) { return not_compiled(); }
 Outcome gated_norm(const GatedNormProblem&, const Context&) { return not_compiled(); }
+Outcome layer_step(const Conv1dProblem&, const RecurrentProblem&, const GatedNormProblem&, const Context&) {
+  return not_compiled();
+}
 Outcome gated_norm_backward(const GatedNormBackwardProblem&, const Context&) { return not_compiled(); }
 #endif
 

@@ -34,4 +34,10 @@ Outcome recurrent(const RecurrentProblem&, const Context&);
 Outcome gated_norm(const GatedNormProblem&, const Context&);
 Outcome gated_norm_backward(const GatedNormBackwardProblem&, const Context&);
 
+// The layer's step in kernels of its own, where there are any for it. The rule's q, k and v are parts of the
+// convolution's y, and the norm's x is the rule's o.
+bool takes_layer_step(const Conv1dProblem& conv, const RecurrentProblem& rule, const GatedNormProblem& norm);
+Outcome layer_step(const Conv1dProblem& conv, const RecurrentProblem& rule, const GatedNormProblem& norm,
+                   const Context& context);
+
 }  // namespace gatedelta::cuda

@@ -22,7 +22,7 @@ ROOMS = {
     "src/cuda/backend.hpp": ["src/core"],
     "src/cuda/backend.cpp": [
         "src/cuda/backend.hpp", "src/cuda/limits.hpp", "src/cuda/workspace", "src/cuda/conv1d/config.hpp",
-        "src/cuda/gated_norm/config.hpp",
+        "src/cuda/gated_norm/config.hpp", "src/cuda/layer/config.hpp",
     ],
     "src/cuda/limits.hpp": ["src/core"],
     "src/cuda/limits.cpp": [
@@ -84,6 +84,12 @@ ROOMS = {
     "src/cuda/conv1d/config.hpp": ["src/core", "src/cuda/host_device.hpp"],
     "src/cuda/conv1d": [
         "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/conv1d/config.hpp", "src/cuda/decode/numbers.cuh",
+    ],
+    # the layer's step: all three
+    "src/cuda/layer/config.hpp": ["src/core", "src/cuda/decode/config.hpp", "src/cuda/gated_norm/config.hpp"],
+    "src/cuda/layer": [
+        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/conv1d", "src/cuda/decode", "src/cuda/decode/numbers.cuh",
+        "src/cuda/gated_norm", "src/cuda/layer/config.hpp",
     ],
     # callers of the C ABI
     "bindings/torch": [PUBLIC],
