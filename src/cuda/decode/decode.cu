@@ -88,11 +88,10 @@ cudaError_t launch_fold(const RecurrentProblem& problem, cudaStream_t stream) {
   const int64_t states = decode_pairs(problem.in);
   constexpr bool kIsFloat = sizeof(State) == 4;
   if (problem.step_states) {
-    using Small = FoldConfig<State, Input, FoldKind::every, kTokens, 1, true>;
-    using Large = FoldConfig<State, Input, FoldKind::every, kTokens, 2, true>;
     if constexpr (kIsFloat)
-      if (states <= 64 || states > 512) return launch_fold<Large>(problem, stream);
-    return launch_fold<Small>(problem, stream);
+      if (states > 64 && states <= 512)
+        return launch_fold<FoldConfig<State, Input, FoldKind::every, kTokens, 2, false>>(problem, stream);
+    return launch_fold<FoldConfig<State, Input, FoldKind::every, kTokens, 2, true>>(problem, stream);
   }
   if constexpr (kIsFloat)
     if (states > 2048) return launch_fold<FoldConfig<State, Input, FoldKind::last, kTokens, 2, false>>(problem, stream);
