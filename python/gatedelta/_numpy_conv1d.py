@@ -52,8 +52,7 @@ def causal_conv1d(
     """
     args = _lib.Conv1dArgs()
     _set_inputs(args, x, weight, bias, activation, cu_seqlens, initial_state)
-    if null_index < -1 or (null_index != -1 and initial_state_indices is None and final_state_indices is None):
-        raise ValueError(f"null_index is {null_index}, must be -1 without indices, and at least -1 with them")
+    _lib.check_null_index(null_index, initial_state_indices, final_state_indices)
     args.inputs.initial_indices = arrays._tensor(initial_state_indices, "initial_state_indices")
     args.inputs.first_slot = null_index + 1
     if not output_y:

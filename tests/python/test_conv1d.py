@@ -199,9 +199,9 @@ def test_nobody_s_slot():
     assert not y[[1, 3]].any() and torch.isfinite(y).all()
     assert torch.equal(pool[[0, 2, 4]], before[[0, 2, 4]])
     assert torch.equal(pool[3], torch.cat([before[3, :, 1:], x[0].T], -1))
-    with pytest.raises(ValueError, match="null_index is 0, must be -1 without indices"):
+    with pytest.raises(ValueError, match="null_index is 0, but the call has no indices"):
         gd.causal_conv1d(x, weight, null_index=0)
-    with pytest.raises(ValueError, match="null_index is -2"):
+    with pytest.raises(ValueError, match="null_index is -2, must be from -1 to"):
         gdn.causal_conv1d(x.numpy(), weight.numpy(), null_index=-2)
 
 

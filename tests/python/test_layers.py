@@ -101,8 +101,8 @@ ROOMS = {
     "tests/cpp/numerics": [PUBLIC, "testing", "cli"],
     "tests/cpp/gpu": ["testing"],
     "tests/cpp/cuda": [
-        "src/cuda/workspace", "src/cuda/schedule", "src/cuda/decode/config.hpp", "src/cuda/gated_norm/config.hpp",
-        "src/cuda/sm90/tiles.hpp", "src/cuda/sm90/chain",
+        "src/cuda/workspace", "src/cuda/schedule", "src/cuda/conv1d/config.hpp", "src/cuda/decode/config.hpp",
+        "src/cuda/gated_norm/config.hpp", "src/cuda/sm90/tiles.hpp", "src/cuda/sm90/chain",
     ],
     "tests/fuzz": [PUBLIC],
 }  # fmt: skip

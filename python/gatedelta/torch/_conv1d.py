@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import _lib
 from . import _arguments, _ops  # _ops loads the binding
 
 _fwd = torch.ops.gatedelta.conv1d.default
@@ -97,8 +98,7 @@ def causal_conv1d(
         if needs_grad:
             raise RuntimeError(_NO_GRADIENT)
         _arguments.check_written(("out", "final_state", "step_states"), out, final_state, step_states)
-        if null_index < -1 or (null_index != -1 and initial_state_indices is None and final_state_indices is None):
-            raise ValueError(f"null_index is {null_index}, must be -1 without indices, and at least -1 with them")
+        _lib.check_null_index(null_index, initial_state_indices, final_state_indices)
         if not output_y:
             if out is not None:
                 raise ValueError("out= is given, but output_y=False computes no y")
