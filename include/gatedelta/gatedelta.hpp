@@ -116,6 +116,9 @@ struct GatedNormArgs : gd_gated_norm_args {
 struct GatedNormBackwardArgs : gd_gated_norm_backward_args {
   GatedNormBackwardArgs() noexcept : gd_gated_norm_backward_args(GD_GATED_NORM_BACKWARD_ARGS_INIT) {}
 };
+struct LayerStepArgs : gd_layer_step_args {
+  LayerStepArgs() noexcept : gd_layer_step_args(GD_LAYER_STEP_ARGS_INIT) {}
+};
 
 inline std::size_t workspace_size(const gd_forward_args& args) {
   std::size_t bytes = 0;
@@ -152,6 +155,11 @@ inline std::size_t workspace_size(const gd_gated_norm_backward_args& args) {
   check(gd_gated_norm_backward_workspace(&args, &bytes));
   return bytes;
 }
+inline std::size_t workspace_size(const gd_layer_step_args& args) {
+  std::size_t bytes = 0;
+  check(gd_layer_step_workspace(&args, &bytes));
+  return bytes;
+}
 // Bytes of `saved` that let the backward skip recomputing the forward.
 inline std::size_t saved_size(const gd_forward_args& args) {
   std::size_t bytes = 0;
@@ -166,6 +174,7 @@ inline void conv1d_backward(const gd_conv1d_backward_args& args) { check(gd_conv
 inline void recurrent(const gd_recurrent_args& args) { check(gd_recurrent(&args)); }
 inline void gated_norm(const gd_gated_norm_args& args) { check(gd_gated_norm(&args)); }
 inline void gated_norm_backward(const gd_gated_norm_backward_args& args) { check(gd_gated_norm_backward(&args)); }
+inline void layer_step(const gd_layer_step_args& args) { check(gd_layer_step(&args)); }
 
 // 64-byte aligned memory that grows on demand: for exec.workspace, and for `saved`.
 class Workspace {
@@ -243,6 +252,10 @@ inline void gated_norm(gd_gated_norm_args& args, Workspace& workspace) {
 inline void gated_norm_backward(gd_gated_norm_backward_args& args, Workspace& workspace) {
   attach(args, workspace);
   gated_norm_backward(args);
+}
+inline void layer_step(gd_layer_step_args& args, Workspace& workspace) {
+  attach(args, workspace);
+  layer_step(args);
 }
 
 class ThreadPool {

@@ -25,14 +25,16 @@ size_t aligned_bytes(int64_t elements, int32_t dtype) {
 }
 
 gd_status check_absent(const char* name, const gd_tensor& tensor, const char* why) {
-  if (tensor.dtype == GD_DTYPE_NONE) return GD_OK;
+  if (is_absent(tensor)) return GD_OK;
   return invalid("%s is given: %s", name, why);
 }
 
 // The shapes that say how the channels of x are divided. Everything else is checked with the operation it belongs to.
 gd_status check_division(const gd_layer_step_args& args) {
   const gd_tensor &x = args.conv.in.x, &y = args.norm.y;
+  if (is_absent(x)) return invalid("conv.in.x is missing");
   if (x.rank != 3) return invalid("conv.in.x: rank is %d, must be 3: [B, T, D]", x.rank);
+  if (is_absent(y)) return invalid("norm.y is missing");
   if (y.rank != 4) return invalid("norm.y: rank is %d, must be 4: [B, T, Hv, V]", y.rank);
   const int64_t B = x.shape[0], T = x.shape[1], D = x.shape[2], Hv = y.shape[2], V = y.shape[3];
   constexpr int64_t kMost = int64_t{1} << 31;  // products of two sizes and a dtype stay below 2^63
@@ -64,7 +66,7 @@ gd_status check_intermediates(const gd_layer_step_args& args) {
   GD_TRY(check_absent("conv.final_indices", conv.final_indices, kShared));
   GD_TRY(check_absent("conv.previous_accept_lengths", conv.previous_accept_lengths, kShared));
   if (conv.in.first_slot != 0) return invalid("conv.in.first_slot is given: %s", kShared);
-  if (args.rule.accept_lengths.dtype != GD_DTYPE_NONE)
+  if (!is_absent(args.rule.accept_lengths))
     return refuse(GD_UNSUPPORTED,
                   "rule.accept_lengths is given: a layer's step has previous_accept_lengths alone, because "
                   "the conv state after some of the tokens is not kept");
@@ -106,14 +108,21 @@ gd_status complete(const gd_layer_step_args& args, char* workspace, Parts& parts
   parts.rule.struct_size = sizeof parts.rule;
   parts.norm.struct_size = sizeof parts.norm;
   parts.conv.exec = parts.rule.exec = parts.norm.exec = args.exec;
+  if (workspace) {
+    gd_exec& scratch = parts.conv.exec;  // the intermediates lie in front of it
+    scratch.workspace = workspace + parts.intermediate_bytes;
+    scratch.workspace_bytes -= parts.intermediate_bytes;
+    parts.rule.exec = parts.norm.exec = scratch;
+  }
   gd_inputs& in = parts.rule.in;
   parts.conv.in.cu_seqlens = in.cu_seqlens;
-  parts.conv.in.initial_indices = first_column(in.initial_indices);
-  parts.conv.in.first_slot = in.first_slot;
   parts.conv.previous_accept_lengths = args.rule.previous_accept_lengths;
-  if (parts.conv.final_state.dtype != GD_DTYPE_NONE)
-    parts.conv.final_indices =
-        args.rule.final_indices.dtype != GD_DTYPE_NONE ? args.rule.final_indices : parts.conv.in.initial_indices;
+  const gd_tensor slots = first_column(in.initial_indices);
+  if (!is_absent(parts.conv.in.initial_state)) parts.conv.in.initial_indices = slots;
+  if (!is_absent(parts.conv.final_state))
+    parts.conv.final_indices = is_absent(args.rule.final_indices) ? slots : args.rule.final_indices;
+  if (!is_absent(parts.conv.in.initial_indices) || !is_absent(parts.conv.final_indices))
+    parts.conv.in.first_slot = in.first_slot;
   parts.conv.y = view(x, convolved, D, 0, D, 1);
   parts.conv.y.rank = 3;
   in.q = view(x, convolved, D, 0, Hk, key_channels / Hk);
@@ -141,9 +150,56 @@ struct Calls {
 gd_status prepare_parts(const Parts& parts, Stage stage, Calls& calls) {
   GD_TRY(of_part("conv", prepare(kConv1d, &parts.conv, stage, calls.conv)));
   GD_TRY(of_part("rule", prepare(kRecurrent, &parts.rule, stage, calls.rule)));
+  // Without a final state a sequence without a slot is a padded row of the convolution: it is one of the rule's, too,
+  // also where the rule stores the states after each token.
+  const bool conv_pads = calls.conv.problem.in.initial.indices && calls.conv.problem.final.indices;
+  if (conv_pads && !calls.rule.problem.final) calls.rule.problem.pads_by_read_index = true;
   GD_TRY(of_part("norm", prepare(kGatedNorm, &parts.norm, stage, calls.norm)));
   calls.scratch_bytes = std::max({calls.conv.workspace_bytes, calls.rule.workspace_bytes, calls.norm.workspace_bytes});
   return GD_OK;
+}
+
+// Each operation has looked for overlaps of its own tensors; these are those of all three, and of the workspace.
+gd_status check_overlaps(const gd_layer_step_args& args) {
+  const gd_conv1d_args& conv = args.conv;
+  const gd_recurrent_args& rule = args.rule;
+  const gd_gated_norm_args& norm = args.norm;
+  struct Place {
+    const char* name;
+    const gd_tensor& tensor;
+    Role role = Role::input;
+    bool may_share = false;
+  };
+  const Place places[] = {
+      {"conv.in.x", conv.in.x},
+      {"conv.in.weight", conv.in.weight},
+      {"conv.in.bias", conv.in.bias},
+      {"conv.in.initial_state", conv.in.initial_state, Role::input, true},
+      {"conv.final_state", conv.final_state, Role::output, true},
+      {"conv.step_states", conv.step_states, Role::output},
+      {"rule.in.g", rule.in.g},
+      {"rule.in.beta", rule.in.beta},
+      {"rule.in.A_log", rule.in.A_log},
+      {"rule.in.dt_bias", rule.in.dt_bias},
+      {"rule.in.cu_seqlens", rule.in.cu_seqlens},
+      {"rule.in.initial_state", rule.in.initial_state, Role::input, true},
+      {"rule.in.initial_indices", rule.in.initial_indices},
+      {"rule.final_state", rule.final_state, Role::output, true},
+      {"rule.final_indices", rule.final_indices},
+      {"rule.step_states", rule.step_states, Role::output, true},
+      {"rule.step_indices", rule.step_indices},
+      {"rule.previous_accept_lengths", rule.previous_accept_lengths},
+      {"norm.z", norm.z},
+      {"norm.weight", norm.weight},
+      {"norm.y", norm.y, Role::output},
+  };
+  Checker check(Stage::call);
+  for (const Place& place : places) {
+    if (is_absent(place.tensor)) continue;
+    const Shape any = {"", place.tensor.rank, {kAny, kAny, kAny, kAny, kAny}};
+    GD_TRY(check.tensor(place.name, place.tensor, any, kFloats | kIntegers, 0, place.role, place.may_share));
+  }
+  return check.finish(args.exec);
 }
 
 template <class Problem>
@@ -163,10 +219,13 @@ gd_status run_layer_step(const gd_layer_step_args* args) {
   Calls calls;
   char* const workspace = static_cast<char*>(args->exec.workspace);
   GD_TRY(complete(*args, nullptr, parts));
-  GD_TRY(prepare_parts(parts, Stage::query, calls));
+  // Without room for the intermediates the parts are judged by their shapes, and then the workspace is refused.
+  const bool room = args->exec.workspace_bytes >= parts.intermediate_bytes &&
+                    reinterpret_cast<uintptr_t>(workspace) % 64 == 0 && (workspace || parts.intermediate_bytes == 0);
+  if (room) GD_TRY(complete(*args, workspace, parts));
+  GD_TRY(prepare_parts(parts, room ? Stage::call : Stage::query, calls));
   GD_TRY(check_workspace(args->exec, parts.intermediate_bytes + calls.scratch_bytes));
-  GD_TRY(complete(*args, workspace, parts));
-  GD_TRY(prepare_parts(parts, Stage::call, calls));
+  GD_TRY(check_overlaps(*args));
 
   char* const scratch = workspace + parts.intermediate_bytes;
   if (host_can_read(args->exec)) {

@@ -75,13 +75,14 @@ class Caller {
     K_ = bytes_.pick<int64_t>({16, 32, 48, 80});
     V_ = bytes_.pick<int64_t>({16, 32, 48, 144});
     float_ = bytes_.pick<int32_t>({GD_F32, GD_BF16, GD_F16});
-    switch (bytes_.next() % 7) {
+    switch (bytes_.next() % 8) {
       case 0: return forward();
       case 1: return backward();
       case 2: return gated_norm();
       case 3: return gated_norm_backward();
       case 4: return conv1d();
       case 5: return conv1d_backward();
+      case 6: return layer_step();
       default: return recurrent();
     }
   }
@@ -198,6 +199,11 @@ class Caller {
   template <class Args>
   void norm_inputs(Args& args) {
     args.x = tensor({B_, T_, Hv_, V_}, float_, Kind::input);
+    norm_options(args);
+    execution(args);
+  }
+  template <class Args>
+  void norm_options(Args& args) {
     if (!bytes_.sometimes()) args.z = tensor({B_, T_, Hv_, V_}, float_of(), Kind::input);
     if (!bytes_.sometimes()) args.weight = tensor({V_}, float_of(), Kind::input);
     args.activation = args.z.rank || bytes_.rarely() ? bytes_.pick({0, 1, 0, 1}) : 0;
@@ -206,7 +212,6 @@ class Caller {
     args.has_eps = bytes_.next() & 1;
     args.eps = args.has_eps || bytes_.rarely() ? 0.25f : 0.0f;
     if (bytes_.rarely()) args.reserved[bytes_.next() % 4] = 1;
-    execution(args);
   }
 
   void conv1d() {
@@ -265,6 +270,43 @@ class Caller {
     in.activation = bytes_.rarely() ? bytes_.next() : bytes_.next() & 1;
     if (bytes_.rarely()) in.reserved[bytes_.next() % 4] = 1;
     execution(args);
+  }
+
+  // The three operations' own arguments, without what lies between them.
+  void layer_step() {
+    gatedelta::LayerStepArgs args;
+    T_ = bytes_.pick<int64_t>({1, 2, 3, 0});
+    common(args.rule);
+    args.rule.in.q = args.rule.in.k = args.rule.in.v = {};
+    final_states(args.rule);
+    if (bytes_.sometimes()) {
+      args.rule.step_states = bytes_.sometimes() ? args.rule.in.initial_state : state(B_ * T_ + 2, Kind::output);
+      args.rule.step_indices = slots({B_, T_});
+    }
+    if (args.rule.in.initial_indices.dtype != GD_DTYPE_NONE && bytes_.sometimes()) {
+      args.rule.in.initial_indices = slots({sequences_, 2});
+      args.rule.previous_accept_lengths = indices({sequences_}, 1, 2);
+    }
+    const int64_t channels = 2 * Hk_ * K_ + Hv_ * V_;
+    taps_ = bytes_.pick<int64_t>({4, 3, 2, 4});
+    gd_conv1d_inputs& conv = args.conv.in;
+    conv.x = tensor({B_, T_, channels}, float_, Kind::key);
+    conv.weight = tensor({channels, taps_}, float_of(), Kind::key);
+    if (bytes_.sometimes()) conv.bias = tensor({channels}, float_of(), Kind::key);
+    if (!bytes_.sometimes()) {
+      const int64_t slots = args.rule.in.initial_indices.rank ? sequences_ + 3 : sequences_;
+      conv.initial_state = tensor({slots, channels, bytes_.pick<int64_t>({3, 4, 9})}, float_of(), Kind::input);
+      if (!bytes_.rarely()) args.conv.final_state = conv.initial_state;
+    }
+    conv.activation = bytes_.next() & 1;
+    norm_options(args.norm);
+    args.norm.y = tensor({B_, T_, Hv_, V_}, float_of(), Kind::output);
+    args.key_heads = bytes_.rarely() ? bytes_.next() : Hk_;
+    if (bytes_.rarely()) args.rule.o = args.norm.y;
+    if (bytes_.rarely()) args.norm.y = args.norm.z;
+    execution(args);
+    call(args, gd_layer_step_workspace, gd_layer_step);
+    if (accepted_) check_filled(args.norm.y);
   }
 
   // What all operations of the rule take.

@@ -88,7 +88,7 @@ class Checker {
   void remember(const char* name, const void* data, size_t bytes, Role role);
 
   Stage stage_;
-  Region regions_[24];  // backward has the most: 13 inputs, 8 outputs and the workspace
+  Region regions_[24];  // backward and the layer's step have the most: 21 tensors and the workspace
   int count_ = 0;
 };
 

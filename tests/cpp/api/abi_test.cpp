@@ -170,6 +170,17 @@ AT(gd_conv1d_backward_args, dbias, 1104);
 AT(gd_conv1d_backward_args, d_initial_state, 1200);
 AT(gd_conv1d_backward_args, reserved, 1296);
 
+constexpr size_t kLayerRule = 96 + sizeof(gd_conv1d_args), kLayerNorm = kLayerRule + sizeof(gd_recurrent_args);
+constexpr size_t kLayerHeads = kLayerNorm + sizeof(gd_gated_norm_args);
+static_assert(sizeof(gd_layer_step_args) == kLayerHeads + 40);
+AT(gd_layer_step_args, struct_size, 0);
+AT(gd_layer_step_args, exec, 8);
+AT(gd_layer_step_args, conv, 96);
+AT(gd_layer_step_args, rule, kLayerRule);
+AT(gd_layer_step_args, norm, kLayerNorm);
+AT(gd_layer_step_args, key_heads, kLayerHeads);
+AT(gd_layer_step_args, reserved, kLayerHeads + 8);
+
 static_assert(sizeof(gd_info) == 80);
 AT(gd_info, struct_size, 0);
 AT(gd_info, abi_version, 8);
@@ -210,6 +221,7 @@ static_assert(std::is_standard_layout_v<gd_gated_norm_backward_args> &&
 static_assert(std::is_standard_layout_v<gd_conv1d_args> && std::is_trivially_copyable_v<gd_conv1d_args>);
 static_assert(std::is_standard_layout_v<gd_conv1d_backward_args> &&
               std::is_trivially_copyable_v<gd_conv1d_backward_args>);
+static_assert(std::is_standard_layout_v<gd_layer_step_args> && std::is_trivially_copyable_v<gd_layer_step_args>);
 
 // The same sizes, as the library saw them when it was compiled.
 TEST(Abi, LibraryAgrees) {
@@ -218,6 +230,7 @@ TEST(Abi, LibraryAgrees) {
   gd_recurrent_args recurrent = {};
   gd_conv1d_args conv1d = {};
   gd_conv1d_backward_args conv1d_backward = {};
+  gd_layer_step_args layer_step = {};
   size_t bytes = 0;
   for (const size_t less : {size_t{1}, size_t{0}}) {
     const gd_status expected = less ? GD_ABI_MISMATCH : GD_INVALID_ARGUMENT;  // of the right size, but q is missing
@@ -226,6 +239,8 @@ TEST(Abi, LibraryAgrees) {
     recurrent.struct_size = sizeof recurrent - less;
     conv1d.struct_size = sizeof conv1d - less;
     conv1d_backward.struct_size = sizeof conv1d_backward - less;
+    layer_step.struct_size = sizeof layer_step - less;
+    EXPECT_EQ(gd_layer_step_workspace(&layer_step, &bytes), expected) << gd_last_error();
     EXPECT_EQ(gd_conv1d_workspace(&conv1d, &bytes), expected) << gd_last_error();
     EXPECT_EQ(gd_conv1d_backward_workspace(&conv1d_backward, &bytes), expected) << gd_last_error();
     EXPECT_EQ(gd_forward_workspace(&forward, &bytes), expected) << gd_last_error();

@@ -51,6 +51,7 @@ int main(void) {
   gd_forward_args forward = GD_FORWARD_ARGS_INIT;
   gd_backward_args backward = GD_BACKWARD_ARGS_INIT;
   gd_recurrent_args recurrent = GD_RECURRENT_ARGS_INIT;
+  gd_layer_step_args layer = GD_LAYER_STEP_ARGS_INIT;
   gd_info info = GD_INFO_INIT;
   gd_thread_pool* threads = NULL;
   void* block;
@@ -104,6 +105,10 @@ int main(void) {
   for (i = 0; i < ROWS; ++i) expect(o[i] - o_steps[i] < 1e-5f && o_steps[i] - o[i] < 1e-5f, "both forms agree on o");
   for (i = 0; i < STATE; ++i)
     expect(final_state[i] - pool_state[i] < 1e-5f && pool_state[i] - final_state[i] < 1e-5f, "and on the state");
+
+  expect(gd_layer_step_workspace(&layer, &bytes) == GD_INVALID_ARGUMENT, "gd_layer_step_workspace refuses no tensors");
+  expect(strcmp(gd_last_error(), "conv.in.x is missing") == 0, "and says which one is missing");
+  expect(gd_layer_step(&layer) == GD_INVALID_ARGUMENT, "gd_layer_step");
 
   expect(gd_thread_pool_create(2, &threads) == GD_OK && gd_thread_pool_size(threads) == 2, "gd_thread_pool_create");
   gd_thread_pool_parallel_for(threads, 3, add_one, counts);

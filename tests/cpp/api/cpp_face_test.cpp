@@ -174,4 +174,32 @@ TEST(CppFace, GatedNorm) {
   EXPECT_THROW(gated_norm_backward(gradient), Error);
 }
 
+// Without decay and l2norm, and with taps that pass the newest input on: o = scale (q . k) beta v, rows of equal
+// numbers, whose norm is 1.
+TEST(CppFace, LayerStep) {
+  constexpr std::int64_t kHeads = 1, kDim = 16, kChannels = 3 * kHeads * kDim, kTaps = 2;
+  const std::vector<float> x(kChannels, 0.5f), zero(1, 0.0f), one(1, 1.0f), z(kDim, 0.0f);
+  std::vector<float> taps(kChannels * kTaps, 0.0f), window(kChannels, 0.0f), state(kDim * kDim, 0.0f), y(kDim);
+  for (std::size_t i = 1; i < taps.size(); i += kTaps) taps[i] = 1;
+  Workspace workspace;
+  LayerStepArgs args;
+  args.key_heads = kHeads;
+  args.conv.in.x = tensor(x.data(), {1, 1, kChannels});
+  args.conv.in.weight = tensor(taps.data(), {kChannels, kTaps});
+  args.conv.in.initial_state = args.conv.final_state = tensor(window.data(), {1, kChannels, kTaps - 1});
+  args.rule.in.g = tensor(zero.data(), {1, 1, kHeads});
+  args.rule.in.beta = tensor(one.data(), {1, 1, kHeads});
+  args.rule.in.initial_state = args.rule.final_state = tensor(state.data(), {1, kHeads, kDim, kDim});
+  args.norm.z = tensor(z.data(), {1, 1, kHeads, kDim});
+  args.norm.y = tensor(y.data(), {1, 1, kHeads, kDim});
+  args.norm.activation = GD_NORM_SIGMOID;
+  layer_step(args, workspace);
+  EXPECT_GE(workspace.size(), workspace_size(args));
+  for (const float value : y) ASSERT_NEAR(value, 0.5f, 1e-4f);
+  for (const float value : state) ASSERT_NEAR(value, 0.25f, 1e-6f);
+  for (const float value : window) ASSERT_EQ(value, 0.5f);
+  args.key_heads = 0;
+  EXPECT_THROW(layer_step(args), Error);
+}
+
 }  // namespace gatedelta::test
