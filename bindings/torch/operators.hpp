@@ -18,5 +18,6 @@ struct Operator {
 
 std::span<const Operator> conv1d_operators();
 std::span<const Operator> gated_norm_operators();
+std::span<const Operator> layer_step_operators();
 
 }  // namespace gatedelta::binding

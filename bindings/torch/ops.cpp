@@ -216,7 +216,8 @@ bool register_operators() {
   constexpr char kFile[] = "bindings/torch/ops.cpp";
   TorchLibraryHandle library = nullptr;
   if (aoti_torch_library_init_def("gatedelta", kFile, __LINE__, &library) != 0) return false;
-  const std::span<const Operator> files[] = {kOperators, conv1d_operators(), gated_norm_operators()};
+  const std::span<const Operator> files[] = {kOperators, conv1d_operators(), gated_norm_operators(),
+                                             layer_step_operators()};
   for (const auto& operators : files) {
     for (const Operator& op : operators) {
       if (aoti_torch_library_def(library, op.schema) != 0) return false;

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         chunk_gated_delta_rule_fwd,
         cu_seqlens_from_positions,
         fused_recurrent_gated_delta_rule,
+        gated_delta_layer_step,
         recurrent_gated_delta_rule,
         rms_norm_gated,
     )
@@ -32,6 +33,7 @@ _TORCH_NAMES = (
     "chunk_gated_delta_rule_fwd",
     "cu_seqlens_from_positions",
     "fused_recurrent_gated_delta_rule",
+    "gated_delta_layer_step",
     "recurrent_gated_delta_rule",
     "rms_norm_gated",
 )
@@ -44,6 +46,7 @@ __all__ = [
     "chunk_gated_delta_rule_fwd",
     "cu_seqlens_from_positions",
     "fused_recurrent_gated_delta_rule",
+    "gated_delta_layer_step",
     "include_directory",
     "info",
     "library_path",

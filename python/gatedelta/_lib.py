@@ -24,8 +24,8 @@ GATE_LOG, GATE_RAW = 0, 1
 BETA_VALUE, BETA_LOGIT, BETA_LOGIT_DOUBLED = 0, 1, 2
 STATE_KV, STATE_VK = 0, 1
 NORM_SILU, NORM_SIGMOID = 0, 1
-CP_AUTO, CP_OFF = 0, 1
 CONV1D_LINEAR, CONV1D_SILU = 0, 1
+CP_AUTO, CP_OFF = 0, 1
 MAX_THREADS = 1024  # of one call
 MAX_SLOTS = 1 << 44  # of a pool
 
@@ -41,6 +41,29 @@ PYTHON_NAMES = {
     "y": "out",
     "d_y": "dy",
     "isa": "GATEDELTA_ISA",
+    # Of the layer's step, whose messages say which operation they are about.
+    "conv: x": "mixed_qkv",
+    "conv: weight": "conv_weight",
+    "conv: bias": "conv_bias",
+    "conv: initial_state": "conv_state",
+    "conv: final_state": "conv_state",
+    "conv: initial_indices": "state_indices",
+    "conv: final_indices": "final_state_indices",
+    "rule: g": "a",
+    "rule: beta": "b",
+    "rule: initial_state": "state",
+    "rule: final_state": "state",
+    "rule: initial_indices": "state_indices",
+    "norm: z": "z",
+    "norm: weight": "norm_weight",
+    "conv.in.x": "mixed_qkv",
+    "conv.in.initial_state": "conv_state",
+    "conv.final_state": "conv_state",
+    "rule.in.initial_state": "state",
+    "rule.final_state": "state",
+    "rule.step_states": "step_states",
+    "norm.z": "z",
+    "norm.y": "out",
     "gate is not raw": "use_gate_in_kernel is not True",
 }
 
@@ -245,6 +268,18 @@ class Conv1dBackwardArgs(_Args):
     ]
 
 
+class LayerStepArgs(_Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("exec", Exec),
+        ("conv", Conv1dArgs),
+        ("rule", RecurrentArgs),
+        ("norm", GatedNormArgs),
+        ("key_heads", c_int64),
+        _RESERVED,
+    ]
+
+
 class Info(_Args):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -278,6 +313,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gd_conv1d_workspace": (c_int32, [POINTER(Conv1dArgs), POINTER(c_size_t)]),
     "gd_conv1d_backward": (c_int32, [POINTER(Conv1dBackwardArgs)]),
     "gd_conv1d_backward_workspace": (c_int32, [POINTER(Conv1dBackwardArgs), POINTER(c_size_t)]),
+    "gd_layer_step": (c_int32, [POINTER(LayerStepArgs)]),
+    "gd_layer_step_workspace": (c_int32, [POINTER(LayerStepArgs), POINTER(c_size_t)]),
     "gd_get_info": (c_int32, [POINTER(Info)]),
     "gd_isa_name": (c_char_p, [c_int32]),
     "gd_last_error": (c_char_p, []),
@@ -320,7 +357,7 @@ def library() -> ctypes.CDLL:
 
 
 def in_python_names(message: str) -> str:
-    return re.sub(rf"\b({'|'.join(PYTHON_NAMES)})\b", lambda name: PYTHON_NAMES[name[0]], message)
+    return re.sub(rf"\b({'|'.join(map(re.escape, PYTHON_NAMES))})\b", lambda name: PYTHON_NAMES[name[0]], message)
 
 
 def allowed_dtypes(name: str) -> str:

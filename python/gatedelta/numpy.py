@@ -19,6 +19,7 @@ import numpy as np
 from . import _lib
 from ._lib import UnsupportedError
 from ._numpy_conv1d import Conv1d, Conv1dGradients, causal_conv1d, causal_conv1d_backward
+from ._numpy_layer_step import layer_step
 from ._numpy_norm import NormGradients, rms_norm_gated, rms_norm_gated_backward
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Conv1d", "Conv1dGradients", "Forward", "Gradients", "Layer", "NormGradients", "Recurrent", "UnsupportedError",
-    "backward", "causal_conv1d", "causal_conv1d_backward", "forward", "recurrent", "rms_norm_gated",
+    "backward", "causal_conv1d", "causal_conv1d_backward", "forward", "layer_step", "recurrent", "rms_norm_gated",
     "rms_norm_gated_backward",
 ]  # fmt: skip
 

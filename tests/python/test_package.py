@@ -83,6 +83,9 @@ def test_structs_are_those_of_the_header(root):
         "gd_forward_args": _lib.ForwardArgs,
         "gd_backward_args": _lib.BackwardArgs,
         "gd_recurrent_args": _lib.RecurrentArgs,
+        "gd_conv1d_inputs": _lib.Conv1dInputs,
+        "gd_conv1d_args": _lib.Conv1dArgs,
+        "gd_layer_step_args": _lib.LayerStepArgs,
         "gd_info": _lib.Info,
     }
     for name, mirror in mirrors.items():

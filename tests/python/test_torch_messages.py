@@ -32,7 +32,7 @@ def test_option_bits_are_those_of_the_binding():
 
 def test_names_are_those_of_the_binding():
     source = (ROOT / "bindings" / "torch" / "names.cpp").read_text()
-    assert dict(re.findall(r'\{"([\w ]+)", "([\w ]+)"\}', source)) == _lib.PYTHON_NAMES
+    assert dict(re.findall(r'\{"([\w .:]+)", "([\w ]+)"\}', source)) == _lib.PYTHON_NAMES
 
 
 def state(*shape):

@@ -26,6 +26,7 @@ from ._functional import (
     fused_recurrent_gated_delta_rule,
     recurrent_gated_delta_rule,
 )
+from ._layer_step import gated_delta_layer_step
 from ._norm import rms_norm_gated
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "chunk_gated_delta_rule_fwd",
     "cu_seqlens_from_positions",
     "fused_recurrent_gated_delta_rule",
+    "gated_delta_layer_step",
     "recurrent_gated_delta_rule",
     "rms_norm_gated",
 ]
