@@ -616,6 +616,21 @@ def test_errors_of_decode(bench, monkeypatch, store, layout):
             assert decode.errors_of(problem, wrong)["err_state"] > 0.01
 
 
+def test_errors_of_the_layers_step(bench, monkeypatch):
+    """What bench/layer_step.py calls is what it compares with: here on the CPU."""
+    pytest.importorskip("torch")
+    import decode
+    import layer_step
+
+    monkeypatch.setattr(decode, "DEVICE", "cpu")
+    for row in layer_step.rows_of((3,)):
+        problem = layer_step.Problem(row | {"hk": 2, "hv": 4}, 2)
+        others = problem.states(1).clone()
+        errors = layer_step.errors_of(problem, layer_step.our_calls(problem)["step"])
+        assert 0 < errors["err_o"] < 4.5e-3 and errors["err_state"] < 4.5e-3
+        assert others.equal(problem.states(1))
+
+
 def test_rows_that_share_kernels_are_compiled_together(bench):
     pytest.importorskip("torch")
     import decode
