@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cuda/workspace/forward.hpp"
+#include "cuda/workspace/walks.hpp"
 
 namespace gatedelta::cli {
 
@@ -33,6 +34,13 @@ ForwardProblem problem_of(const testing::Case& c) {
   p.checkpoint_every = c.every;
   p.checkpoint_offsets.present = c.offsets;
   p.segment_chunks = c.segment;
+  // What decides which sequences are walked, as on CUDA.
+  p.in.key_dim = p.in.value_dim = cuda::kHeadDim;
+  p.in.q.dtype = GD_BF16;
+  p.in.layout = c.layout;
+  if (c.h0) p.in.initial.dtype = c.state;
+  if (c.ht) p.final.dtype = c.state;
+  if (c.every || c.offsets) p.checkpoints.dtype = c.state;
   return p;
 }
 
@@ -47,13 +55,22 @@ std::string explain_plan(const testing::Case& c, int blocks) {
   const cuda::ForwardWorkspace workspace = cuda::forward_layout(p);
   const cuda::Limits limits = {blocks, static_cast<int>(cuda::max_entries(p)), workspace.boundary_count};
   const auto count = static_cast<int>(p.in.sequences.count), heads = static_cast<int>(c.Hv);
+  const cuda::WalkPlan walk = cuda::walk_plan(p);
   std::vector<int> chunks(p.in.sequences.count);
-  for (int n = 0; n < count; ++n)
-    chunks[n] = static_cast<int>(cuda::ChunkedSequences::chunks(c.lengths.empty() ? c.T : c.lengths[n]));
+  int walked = 0;
+  for (int n = 0; n < count; ++n) {
+    const int64_t length = c.lengths.empty() ? c.T : c.lengths[n];
+    if (length > walk.longest) chunks[n] = static_cast<int>(cuda::ChunkedSequences::chunks(length));
+    walked += length <= walk.longest;
+  }
 
   std::string text;
   add(text, "  %d sequences of %d value heads on %d blocks, workspace %.1f MiB, room for %d boundaries\n", count, heads,
       blocks, static_cast<double>(workspace.bytes) / (1 << 20), limits.boundaries);
+  if (walk.which == cuda::Walked::kAll) return text + "  not cut: so few tokens are walked, in one kernel\n";
+  if (walk.which == cuda::Walked::kSome)
+    add(text, "  %d sequences of at most %d tokens are walked, in a kernel of their own\n", walked,
+        static_cast<int>(walk.longest));
   cuda::LengthClass classes[cuda::kMaxClasses + 1] = {};
   const auto classes_of = [&](int share) { return cuda::length_classes(chunks.data(), count, heads, share, classes); };
   if (p.segment_chunks > 0 && (!cuda::is_planned(count, heads) || limits.entries > cuda::kMaxPlannedEntries))

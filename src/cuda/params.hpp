@@ -22,16 +22,17 @@ struct CallParams {
   bool l2norm, state_value_first;
   float scale;
   StateRows initial, final, checkpoints;
+  int walked_tokens;         // sequences of at most so many tokens are another kernel's, empty ones included
   int64_t checkpoint_every;  // tokens; 0 = none
   IndexRows checkpoint_offsets;
   uint8_t* prepared;  // [chunks][value_heads][prepared_bytes]
   int prepared_bytes;
   bool has_saved;             // a backward with the forward's saved results
-  int* order;                 // [N] sequences, longest first
+  int* order;                 // [N] sequences, longest first; inside `saved`, null without it
   int64_t* first_checkpoint;  // [N] its number; with checkpoint_offsets, after how many tokens it is
   ChunkDecay* decays;         // [value_heads][chunks]
   CutCost* cuts;              // [kShares][kCutBlocks]
-  SavedList* saved_list;      // inside `saved`; null without it
+  SavedList* saved_list;      // likewise
   bool saves_list;            // the forward writes it, the backward copies it if present
   Schedule* schedule;
   WorkItem* work;       // [schedule->count]
@@ -50,6 +51,8 @@ struct CallParams {
     if (n == sequences.count) return true;
     return initial.indices && final.indices && initial.slot(n) < 0 && final.slot(n) < 0;
   }
+  static constexpr int kNothingWalked = -1;
+  GD_HOST_DEVICE bool is_walked(int64_t length) const { return length <= walked_tokens; }
   GD_HOST_DEVICE uint8_t* prepared_chunk(int64_t chunk_index, int head) const {
     return prepared + (chunk_index * value_heads + head) * prepared_bytes;
   }

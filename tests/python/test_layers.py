@@ -29,7 +29,10 @@ ROOMS = {
         "src/core", "src/cuda/limits.hpp", "src/cuda/workspace", "src/cuda/decode/config.hpp",
         "src/cuda/gated_norm/config.hpp",
     ],
-    "src/cuda/workspace": ["src/core", "src/cuda/schedule", "src/cuda/sm90/prepare/config.hpp"],
+    "src/cuda/workspace": [
+        "src/core", "src/cuda/tensors.hpp", "src/cuda/schedule", "src/cuda/sm90/prepare/config.hpp",
+        "src/cuda/decode/config.hpp",
+    ],
     # what host and device share
     "src/cuda/host_device.hpp": [],
     "src/cuda/tensors.hpp": ["src/core", "src/cuda/host_device.hpp"],
@@ -59,8 +62,8 @@ ROOMS = {
         "src/cuda/sm90/prepare/config.hpp",
     ],
     "src/cuda/sm90/forward": [
-        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/schedule", "src/cuda/workspace", "src/cuda/sm90/chain",
-        "src/cuda/sm90/prepare",
+        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/schedule", "src/cuda/workspace", "src/cuda/decode",
+        "src/cuda/sm90/chain", "src/cuda/sm90/prepare",
     ],
     "src/cuda/sm90/backward": [
         "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/schedule", "src/cuda/workspace", "src/cuda/params.hpp",

@@ -33,12 +33,12 @@ inline CallParams call_params(const ForwardProblem& problem, char* workspace, in
   p.initial = in.initial;
   p.final = problem.final;
   p.checkpoints = problem.checkpoints;
+  p.walked_tokens = CallParams::kNothingWalked;
   p.checkpoint_every = problem.checkpoint_every;
   p.checkpoint_offsets = problem.checkpoint_offsets;
   p.prepared = reinterpret_cast<uint8_t*>(base + layout.prepared);
   p.prepared_bytes = prepared_bytes;
   p.decays = reinterpret_cast<ChunkDecay*>(base + layout.decays);
-  p.order = reinterpret_cast<int*>(base + layout.order);
   p.first_checkpoint = reinterpret_cast<int64_t*>(base + layout.first_checkpoint);
   p.cuts = reinterpret_cast<CutCost*>(base + layout.cuts);
   if (problem.saved) {

@@ -9,16 +9,24 @@ namespace gatedelta::cuda {
 
 constexpr int kPlannedLists = 2;  // one CTA writes each
 
+// Entry i of an uncut list, in the order that the forward saved.
+GD_DEVICE WorkItem saved_item(const BackwardParams& p, int i, int parts) {
+  const int seq_head = parts == 2 ? i / 2 : i, rank = seq_head / p.value_heads;
+  WorkItem item = item_of_head(p, whole_item(p, p.order[rank]), seq_head - rank * p.value_heads);
+  if (parts == 2) item.half = i % 2;
+  return item;
+}
+
 // Both lists where nothing is cut. Prepare may have written the states' list already; with slices it is a different
 // list.
 GD_DEVICE void list_both_uncut(const BackwardParams& p) {
   const int thread = static_cast<int>(blockIdx.x) * kScheduleThreads + static_cast<int>(threadIdx.x);
   const int stride = static_cast<int>(gridDim.x) * kScheduleThreads;
-  const bool is_listed = p.list != kSortedList && !p.has_saved, is_sliced = p.slice1_work != nullptr;
+  const bool is_listed = !p.has_saved, is_sliced = p.slice1_work != nullptr;
   const int parts = p.list == kEvenList ? p.even_parts : p.list == kPlannedList ? -p.cuts[0].number : 1;
   const int entries = p.sequences.count * p.value_heads * parts;
   for (int i = thread; i < entries; i += stride) {
-    const WorkItem item = is_listed ? p.work[i] : uncut_item(p, i, parts, [&](int rank) { return p.order[rank]; });
+    const WorkItem item = is_listed ? p.work[i] : saved_item(p, i, parts);
     if (!is_listed && !is_sliced) p.work[i] = item;
     p.grad_work[i] = mirrored(item, p.value_heads);
   }
@@ -43,10 +51,7 @@ GD_DEVICE void list_recompute(const BackwardParams& p, const ScheduleSmem& s) {
   for (int i = threadIdx.x; i < pieces.numbers(); i += kScheduleThreads) {
     const auto [rank, head, begin, slice, place] = pieces.piece(i, chunks);
     if (place < 0) continue;
-    WorkItem item = s.items[rank];
-    item.head = head;
-    item.key_head = floor_div(head, p.group);
-    item.prepared += head;
+    WorkItem item = item_of_head(p, s.items[rank], head);
     cut_item<Pass::kStates>(item, begin, min(begin + pieces.length, chunks(rank)), chunks(rank), p.value_heads);
     if (begin > 0) {
       item.from = kFromSaved;

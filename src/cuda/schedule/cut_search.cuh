@@ -1,4 +1,4 @@
-// What helper CTAs of the prepare kernel plan from lengths alone: the order of sequences and the best cuts.
+// What helper CTAs of the prepare kernel plan from lengths alone: uncut lists and the best cuts.
 #pragma once
 
 #include "cuda/schedule/cost_model.hpp"
@@ -6,11 +6,11 @@
 
 namespace gatedelta::cuda {
 
-// The rank of a sequence is the number of longer ones, plus equally long ones before it.
+// What a forward with `saved` and one with checkpoints need of the lengths, and counters that begin at 0.
 template <int kThreads>
-GD_DEVICE void sort_sequences(const CallParams& p) {
+GD_DEVICE void look_at_lengths(const CallParams& p) {
   const int count = p.sequences.count;
-  for (int n = threadIdx.x; n < count; n += kThreads) {
+  for (int n = threadIdx.x; n < count && p.order; n += kThreads) {
     int rank = n;
     if (p.sequences.offsets && count <= kMaxSorted) {
       const int64_t length = p.sequences[n].length;
@@ -52,8 +52,7 @@ struct CutSmem {
 // Groups the sequences into length classes. Valid for all threads after the next barrier.
 GD_DEVICE void find_classes(const CallParams& p, int share, CutSmem& s) {
   const int tid = threadIdx.x, count = p.sequences.count;
-  const int chunks =
-      tid < count && !p.is_padding(tid) ? static_cast<int>(ChunkedSequences::chunks(p.sequences[tid].length)) : 0;
+  const int chunks = tid < count ? static_cast<int>(ChunkedSequences::chunks(whole_item(p, tid).tokens)) : 0;
   if (tid < count) s.chunks[tid] = chunks;
   if (tid == 0) s.lengths = {};
   __syncthreads();
@@ -87,7 +86,7 @@ GD_DEVICE void choose_cut(const CallParams& p, int helper, CutSmem& s) {
   __syncthreads();
   CutCost& best = p.cuts[helper];
   if (s.parts > 0) {
-    list_uncut(p, helper * kThreads + tid, kShares * kCutBlocks * kThreads, s.parts, [](int rank) { return rank; });
+    list_uncut(p, (helper * kThreads + tid) / 32, kShares * kCutBlocks * kThreads / 32, tid % 32, s.parts);
     if (tid == 0) best.number = -s.parts;
     return;
   }

@@ -8,11 +8,8 @@ namespace gatedelta::cuda {
 __global__ void __launch_bounds__(kScheduleThreads, 1) schedule_kernel(const __grid_constant__ CallParams p) {
   __shared__ ScheduleSmem smem;
   allow_next_kernel();
-  if (p.list == kPlannedList) rank_sequences(p, smem);
+  rank_sequences(p, smem);
   wait_for_previous_kernel();
-  if (p.list == kSortedList)
-    return list_uncut(p, static_cast<int>(blockIdx.x) * kScheduleThreads + static_cast<int>(threadIdx.x),
-                      static_cast<int>(gridDim.x) * kScheduleThreads, 1, [&](int rank) { return p.order[rank]; });
   if (blockIdx.x == 0) {
     Scheduler<Pass::kForward>{p, smem, p.schedule, p.work, p.limits.entries}.plan();
   } else {

@@ -56,7 +56,7 @@ GD_DEVICE void rank_sequences(const CallParams& p, ScheduleSmem& s) {
   for (int seq_head = tid; seq_head < count * p.value_heads; seq_head += kScheduleThreads) s.lacks_warmup[seq_head] = 0;
   WorkItem item{};
   if (tid < count) {
-    item = whole_item(p, tid, 0);
+    item = whole_item(p, tid);
     s.first_chunk[tid] = item.tokens;
   }
   __syncthreads();
@@ -103,11 +103,12 @@ struct Scheduler {
   GD_DEVICE bool plan() const {
     __syncthreads();
     look_at_prepared();
-    __syncthreads();
+    const int tid = threadIdx.x;
+    const int with_chunks = __syncthreads_count(tid < p.sequences.count && s.chunks[tid] > 0) * p.value_heads;
     Cut cut = p.forced;
     if (!cut.decaying && s.cuts[0].number < 0) return false;
     // Saved estimates may be for cuts that this backward must not make.
-    if (!cut.decaying && (p.may_cut || !p.has_saved)) cut = best_cut();
+    if (!cut.decaying && (p.may_cut || !p.has_saved)) cut = best_cut(with_chunks);
     find_segments(cut);
     __syncthreads();
     find_order(cut);
@@ -132,9 +133,11 @@ struct Scheduler {
     }
   }
 
-  // Every warp computes it. Costs are positive, so their bits compare as unsigned integers.
-  GD_DEVICE Cut best_cut() const {
-    const int share = p.may_cut ? floor_div(s.persistent * (kShares - 1) + seq_heads() / 2, seq_heads()) : 0;
+  // Every warp computes it; with_chunks: pairs of sequence and head that have any. Costs are positive, so their bits
+  // compare as unsigned integers.
+  GD_DEVICE Cut best_cut(int with_chunks) const {
+    const int share =
+        p.may_cut && with_chunks > 0 ? floor_div(s.persistent * (kShares - 1) + with_chunks / 2, with_chunks) : 0;
     static_assert(kCutBlocks <= 32);
     const int lane = threadIdx.x & 31;
     const CutCost mine = s.cuts[share * kCutBlocks + lane % kCutBlocks];
@@ -234,10 +237,7 @@ struct Scheduler {
   GD_DEVICE void write_seq_head(const ListPlan& list, int seq_head, int lane, int lanes) const {
     const int rank = rank_of(seq_head), head = seq_head - rank * p.value_heads, chunks = s.chunks[rank];
     const bool persistent = persists(seq_head, rank);
-    WorkItem whole = s.items[rank];
-    whole.head = head;
-    whole.key_head = floor_div(head, p.group);
-    whole.prepared += head;
+    const WorkItem whole = item_of_head(p, s.items[rank], head);
     list_seq_head<kPass>(list, whole, seq_head, chunks, s.segments[persistent][rank], persistent, s.before[seq_head],
                          s.warmups + s.first_warmup[rank] + head * (s.segments[0][rank] - 1), lane, lanes,
                          [&](int i, const WorkItem& item) { work[i] = item; });

@@ -139,9 +139,9 @@ constexpr int kMergeTiles = 3;  // tiles that a merge of half of the value colum
 // A boundary's counter. Four warpgroups add 1 each for the transition, then two add 2 each for the state.
 enum Ready { kTransitionReady = 4, kStateReady = 8 };
 
-// How the work list is made. Planned: the schedule kernel cuts. Sorted: too many sequences to plan, work enough
-// without; longest first. Even: made by the prepare kernel, for equal lengths that fill the GPU uncut and for sequences
-// too short to cut.
+// How the work list is made. Planned: the schedule kernel cuts. The others are uncut and made by the prepare kernel.
+// Sorted: too many sequences to plan, work enough without. Even: equal lengths that fill the GPU, or sequences too
+// short to cut.
 enum ListMode { kPlannedList, kSortedList, kEvenList };
 constexpr int kMaxSorted = 1024;  // sequences that are sorted by length; more of them balance themselves
 // Limits of a plan.

@@ -27,7 +27,7 @@ inline ChunkedSequences sequences_of(const gatedelta::Sequences& s) {
   return {static_cast<int>(s.count), static_cast<int>(s.batch), s.tokens, s.offsets};
 }
 
-// One per chunk and key head, after the helpers that sort and plan.
+// One per chunk and key head, after the helpers that list and plan.
 inline int64_t prepare_blocks(const ChunkedSequences& s, int64_t key_heads) {
   return s.workspace_chunks() * key_heads + kPrepareHelpers;
 }
@@ -93,13 +93,13 @@ constexpr int64_t kSaveIntervalTokens = kSaveInterval * kChunkTokens;
 constexpr int64_t kStateBytes = int64_t{kHeadDim} * kHeadDim * 4;
 constexpr int64_t kCutsBytes = kShares * kCutBlocks * int64_t{sizeof(CutCost)};
 struct SavedLayout {
-  size_t prepared = 0;  // [chunk_count][Hv][kBackwardPreparedBytes]
-  size_t decays = 0;    // ChunkDecay [Hv][chunk_count]
-  size_t order = 0;     // these as in the workspace
-  size_t first_checkpoint = 0;
-  size_t cuts = 0;
-  size_t list = 0;    // SavedList
-  size_t states = 0;  // fp32 [intervals][Hv][K][V], or [V][K]
+  size_t prepared = 0;          // [chunk_count][Hv][kBackwardPreparedBytes]
+  size_t decays = 0;            // ChunkDecay [Hv][chunk_count]
+  size_t order = 0;             // int [N], sequences, longest first
+  size_t first_checkpoint = 0;  // as in the workspace
+  size_t cuts = 0;              // the same
+  size_t list = 0;              // SavedList
+  size_t states = 0;            // fp32 [intervals][Hv][K][V], or [V][K]
   size_t bytes = 0;
 };
 inline SavedLayout saved_layout(const Layer& in) {
@@ -128,7 +128,6 @@ struct ForwardWorkspace {
   static constexpr size_t kCallersAlign = 64;  // of the memory itself
 
   size_t prepared = 0;          // [chunk_count][Hv][prepared_bytes]
-  size_t order = 0;             // int [N]
   size_t first_checkpoint = 0;  // int64_t [N], if there are checkpoints
   size_t decays = 0;            // ChunkDecay [Hv][chunk_count]
   size_t cuts = 0;              // CutCost [kShares][kCutBlocks]
@@ -157,7 +156,6 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p, int prepared_byt
   const int64_t count = p.in.sequences.count, chunk_count = sequences_of(p.in.sequences).workspace_chunks();
   const bool saves = p.saved.present;  // these live in `saved` instead
   w.prepared = take(saves ? 0 : chunk_count * p.in.value_heads * prepared_bytes);
-  w.order = take(saves ? 0 : count * int64_t{sizeof(int)});
   const bool has_checkpoints = p.checkpoint_every || p.checkpoint_offsets;
   w.first_checkpoint = take(has_checkpoints && !saves ? count * int64_t{sizeof(int64_t)} : 0);
   w.decays = take(saves ? 0 : chunk_count * p.in.value_heads * int64_t{sizeof(ChunkDecay)});

@@ -92,7 +92,6 @@ Regions regions_of(const ForwardWorkspace& w, const ForwardProblem& p, const Ran
   if (!p.saved) {
     regions = {
         {"prepared", w.prepared, chunk_heads * prepared_bytes},
-        {"order", w.order, layer.count() * 4},
         {"first_checkpoint", w.first_checkpoint, p.checkpoint_every || p.checkpoint_offsets ? layer.count() * 8 : 0},
         {"decays", w.decays, chunk_heads * 8},
         {"cuts", w.cuts, kShares * kCutBlocks * 8}};

@@ -62,8 +62,7 @@ TEST(ChunkIndices, OfADenseBatchHaveNoGaps) {
 TEST(Workspace, PartsFollowEachOther) {
   const ForwardWorkspace w = forward_layout(packed(5, 1000, 3, true));
   EXPECT_EQ(w.prepared, 0u);
-  EXPECT_EQ(w.order, (1000 / 64 + 5 + 1) * size_t{3} * kPreparedBytes);
-  EXPECT_EQ(w.first_checkpoint, w.order + 128);
+  EXPECT_EQ(w.first_checkpoint, (1000 / 64 + 5 + 1) * size_t{3} * kPreparedBytes);
   EXPECT_EQ(w.decays, w.first_checkpoint + 128);
   EXPECT_EQ(w.cuts, w.decays + 21 * 3 * 8 + 8);
   EXPECT_EQ(w.schedule, w.cuts + kShares * kCutBlocks * 8);
@@ -73,7 +72,7 @@ TEST(Workspace, PartsFollowEachOther) {
   EXPECT_EQ(w.boundaries, w.boundary_ready + 128);
   EXPECT_GT(w.boundary_count, 4);
   EXPECT_EQ(w.bytes, w.boundaries + static_cast<size_t>(w.boundary_count) * kBoundaryBytes + 64);
-  for (const size_t at : {w.prepared, w.order, w.first_checkpoint, w.decays, w.cuts, w.schedule, w.work, w.initial_read,
+  for (const size_t at : {w.prepared, w.first_checkpoint, w.decays, w.cuts, w.schedule, w.work, w.initial_read,
                           w.boundary_ready, w.boundaries})
     EXPECT_EQ(at % ForwardWorkspace::kAlign, 0u);
 }

@@ -32,6 +32,54 @@ TEST_F(Forward, Packs) {
          "lengths=40+0+90 pad=3 Hk=1 Hv=2 h0=0"});
 }
 
+// Sequences of a few tokens are walked, those beside them are not.
+TEST_F(Forward, ShortSequences) {
+  check(cross({"B=3 T=1", "T=16 Hk=2 Hv=4", "B=2 T=17", "lengths=3+0+5 pad=4", "lengths=64x1 Hk=2 Hv=4",
+               "lengths=40+6x1+0+17x1 Hk=1 Hv=2", "lengths=3x1+200+5x2+0+17+16+65 pad=20 Hk=1 Hv=3",
+               "lengths=70x1+2x150+0+9 pad=2 i64 strided"},
+              {"", "layout=vk gate=mixed", "layout=vk gate=raw l2norm beta=logit gdtype=bf16 state=bf16"}));
+  check(cross({"lengths=40x1+300+20x9+100+30x16+31 Hk=1 Hv=2", "lengths=7x2+0+9x70 pad=3 Hk=1 Hv=2 segment=1",
+               "lengths=1100x1+70+3x0+5 Hk=1 Hv=1", "lengths=64+3+0+200+1+130+16+65 every=64"},
+              {"layout=vk gate=mixed"}));
+}
+
+TEST_F(Forward, StatesOfShortSequences) {
+  check(cross(cross({"lengths=4x1+0+64+16+17+3x3+65+2x8 pad=4 Hk=1 Hv=2"}, {"state=fp32", "state=bf16"}),
+              cross({"layout=kv", "layout=vk"}, {"pool=1 i64 strided", "inplace pool=1", "inplace", "h0=0", "ht=0"})));
+  check(cross({"B=9 T=3 Hk=1 Hv=2"}, {"pool=1 inplace", "pool=1 layout=vk strided", "state=fp16 layout=vk"}));
+}
+
+// Ragged packs with states in a pool, as engines send them: more items than CTAs, so that states are read and written
+// between the chunks of other items.
+TEST_F(Forward, RaggedPacks) {
+  std::string lengths;
+  for (int i = 0; i < 40; ++i) lengths += (i ? "+" : "") + std::to_string(1 + i * 7919 % 300);
+  check(cross({"lengths=" + lengths + " Hk=1 Hv=4"},
+              {"pool=1 inplace layout=vk", "pool=1", "pool=1 state=bf16 layout=vk", "h0=0 strided"}));
+}
+
+// A sequence gives the same bits alone and in a pack of long ones.
+TEST_F(Forward, ShortSequencesDoNotDependOnTheBatch) {
+  Problem problem(parse_case("lengths=5+3x1000 Hk=2 Hv=4 K=128 V=128 dtype=bf16 layout=vk"));
+  problem.forward.batch_invariant = 1;
+  DeviceForward device(problem.forward);
+  ASSERT_EQ(device.run(), "");
+  ASSERT_EQ(device.download(problem.forward), "");
+  const auto o = bytes_of(problem.forward.o), states = bytes_of(problem.forward.final_state);
+
+  problem.reset();
+  device.upload(problem.forward);
+  gd_forward_args& alone = device.args();
+  for (gd_tensor* t : {&alone.in.q, &alone.in.k, &alone.in.v, &alone.in.g, &alone.in.beta, &alone.o}) t->shape[1] = 5;
+  for (gd_tensor* t : {&alone.in.initial_state, &alone.final_state}) t->shape[0] = 1;
+  alone.in.cu_seqlens.shape[0] = 2;
+  ASSERT_EQ(device.run(), "");
+  ASSERT_EQ(device.download(problem.forward), "");
+  const auto o_alone = bytes_of(problem.forward.o), states_alone = bytes_of(problem.forward.final_state);
+  EXPECT_EQ(std::memcmp(o.data(), o_alone.data(), o.size() / 3005 * 5), 0);
+  EXPECT_EQ(std::memcmp(states.data(), states_alone.data(), states.size() / 4), 0);
+}
+
 TEST_F(Forward, Heads) {
   check({"B=2 T=150 Hk=2 Hv=2", "B=2 T=150 Hk=2 Hv=4", "T=150 Hk=1 Hv=3", "T=150 Hk=2 Hv=16 l2norm", "T=70 Hk=5 Hv=15",
          "T=70 Hk=1 Hv=33"});

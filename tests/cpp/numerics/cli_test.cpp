@@ -57,6 +57,9 @@ TEST(Cli, ExplainsHowSequencesAreCut) {
   EXPECT_NE(even.output.find("not cut: heads of one length keep the GPU busy"), std::string::npos) << even.output;
   EXPECT_NE(gatedelta("bench --explain lengths=100x50 Hk=1 Hv=1").output.find("longest first"), std::string::npos);
   EXPECT_NE(gatedelta("bench --explain lengths=0 Hk=1 Hv=1").output.find("not cut"), std::string::npos);
+  EXPECT_NE(gatedelta("bench --explain lengths=9+200+16+2x3 Hk=1 Hv=1 layout=vk")
+                .output.find("4 sequences of at most 16 tokens are walked"),
+            std::string::npos);
   EXPECT_NE(gatedelta("bench --explain lengths=200+400 Hk=1 Hv=1").output.find("too short for it, in halves"),
             std::string::npos);
   EXPECT_NE(gatedelta("bench --explain T=640 segment=3").output.find("segments of 3 chunks"), std::string::npos);

@@ -1,8 +1,9 @@
-// The CUDA backend: a validated problem becomes two or three kernels on the caller's stream.
+// The CUDA backend: a validated problem becomes one to four kernels on the caller's stream.
 #include "cuda/backend.hpp"
 #include "cuda/host/params.cuh"
 #include "cuda/host/tensor_map.cuh"
 #include "cuda/sm90/forward/launch.cuh"
+#include "cuda/sm90/forward/short_walk.hpp"
 #include "cuda/sm90/prepare/launch.cuh"
 
 namespace gatedelta::cuda {
@@ -24,7 +25,7 @@ Outcome launch(const CallParams& p, int device, cudaStream_t stream) {
   if (const cudaError_t error = launch_prepare<Elem>(p, device, stream))
     return failure(error, "launch the prepare kernel");
   if (p.sequences.count == 0) return {};  // prepare has zeroed the outputs of padding
-  if (p.list != kEvenList)
+  if (p.list == kPlannedList)
     if (const cudaError_t error = launch_schedule(p, stream)) return failure(error, "launch the schedule kernel");
   if (const cudaError_t error = launch_main<Elem>(p, device, stream))
     return failure(error, "launch the forward kernel");
@@ -52,12 +53,22 @@ int usable_devices() {
 
 Outcome forward(const ForwardProblem& problem, const Context& context) {
   return with_device(context.device, kChunkedDevices, [&](int multiprocessors) -> Outcome {
+    const auto stream = static_cast<cudaStream_t>(context.stream);
+    const WalkPlan plan = walk_plan(problem);
+    const auto walk = [&](bool early) -> Outcome {
+      if (const cudaError_t error = launch_short_walk(problem, plan, early, stream))
+        return failure(error, "launch the walk of short sequences");
+      return {};
+    };
+    if (plan.which == Walked::kAll) return walk(false);
     CallParams p = call_params(problem, context.workspace, multiprocessors);
+    if (plan.which == Walked::kSome) p.walked_tokens = static_cast<int>(plan.longest);
     const bool bf16 = problem.in.q.dtype == GD_BF16;
     if (p.sequences.batch > 0 && p.sequences.tokens > 0)  // an empty tensor has no map, and no kernel uses one
       if (Outcome outcome = encode_maps(p, bf16); outcome.status != GD_OK) return outcome;
-    const auto stream = static_cast<cudaStream_t>(context.stream);
-    return bf16 ? launch<__nv_bfloat16>(p, context.device, stream) : launch<__half>(p, context.device, stream);
+    Outcome outcome =
+        bf16 ? launch<__nv_bfloat16>(p, context.device, stream) : launch<__half>(p, context.device, stream);
+    return outcome.status != GD_OK || plan.which == Walked::kNone ? outcome : walk(true);
   });
 }
 

@@ -20,6 +20,11 @@ struct ForwardChain : Chain<Elem, Pass::kForward> {
   using typename Base::OperandStage;
   using typename Base::State;
 
+  // The walk of short sequences needs nothing of this kernel: it fills the SMs that this one leaves.
+  GD_DEVICE void begin() const {
+    if (p.walked_tokens != CallParams::kNothingWalked) allow_next_kernel();
+  }
+
   GD_DEVICE void run_math(int math_wg) const {
     this->for_each_item(math_wg, [&](int i, const WorkItem& item, Chunk chunk, int half, bool is_identity, State& state,
                                      LoadStage& load, OperandStage& operand, int& storing_stage) {
@@ -51,7 +56,7 @@ struct ForwardChain : Chain<Elem, Pass::kForward> {
       if (item.kind == kDryRun) {
         storing_stage = load.previous_stage();
         wait_for_previous_kernel();
-        this->copy_empty_sequences(state, math_wg);
+        if (!p.is_walked(0)) this->copy_empty_sequences(state, math_wg);
       } else if (is_identity) {
         this->store_transition(state, math_wg, half, load.previous_stage(), item.to);
       } else {

@@ -23,8 +23,7 @@ cudaError_t launch_prepare(const CallParams& p, int device, cudaStream_t stream)
 }
 
 inline cudaError_t launch_schedule(const CallParams& p, cudaStream_t stream) {
-  const int blocks = p.list != kPlannedList ? kScheduleBlocks : p.saves_list ? 2 : 1;
-  return launch_early(schedule_kernel, blocks, kScheduleThreads, 0, stream, p);
+  return launch_early(schedule_kernel, p.saves_list ? 2 : 1, kScheduleThreads, 0, stream, p);
 }
 
 template <class Elem>

@@ -1,8 +1,8 @@
 // Prepare: everything of a chunk that is small and does not depend on the state. One CTA of four warps per (chunk, key
 // head): K K^T once, then for every value head of the group
 //   T = (I + stril(beta K K^T))^-1      (K normalised; rows of T scaled by r^k, so that T^T K needs no normalised K)
-// the row vectors (config.hpp) and the decay record (schedule/warmup.hpp). A few more CTAs sort the sequences and
-// estimate cuts.
+// the row vectors (config.hpp) and the decay record (schedule/warmup.hpp). A few more CTAs estimate cuts or
+// list the sequences.
 //
 // The inverse, in 16 x 16 blocks, warp I owning block row I:
 //   D_I = (I + L_II)^-1                 two 8 x 8 substitutions in fp32, joined by fp16 products
@@ -64,19 +64,19 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
   allow_next_kernel();
   if (blockIdx.x < kPrepareHelpers) {
     const int helper = static_cast<int>(blockIdx.x);
-    if (helper == 0) return sort_sequences<kPrepareThreads>(p);
-    if (p.list == kEvenList)
-      return list_uncut(p, (helper - 1) * kPrepareThreads + tid, (kPrepareHelpers - 1) * kPrepareThreads, p.even_parts,
-                        [](int rank) { return rank; });
-    if (p.list == kPlannedList) choose_cut<kPrepareThreads>(p, helper - 1, *reinterpret_cast<CutSmem*>(dynamic_smem));
-    return;
+    if (helper == 0) return look_at_lengths<kPrepareThreads>(p);
+    if (p.list == kPlannedList)
+      return choose_cut<kPrepareThreads>(p, helper - 1, *reinterpret_cast<CutSmem*>(dynamic_smem));
+    constexpr int kWarps = kPrepareThreads / 32;
+    return list_uncut(p, (helper - 1) * kWarps + warp, (kPrepareHelpers - 1) * kWarps, lane,
+                      p.list == kEvenList ? p.even_parts : 1);
   }
 
   const int block = static_cast<int>(blockIdx.x) - kPrepareHelpers;
   const int chunk_index = static_cast<int>(static_cast<uint32_t>(block) / static_cast<uint32_t>(p.key_heads));
   const int key_head = block - chunk_index * p.key_heads;
   const auto [n, batch, token, rows, chunk] = locate_chunk(p.sequences, chunk_index, lane);
-  if (rows <= 0) return;
+  if (rows <= 0 || (chunk == 0 && p.is_walked(rows))) return;
   if (p.is_padding(n)) {
     if (p.o) zero_rows(p, batch, token, rows, key_head);
     return;
