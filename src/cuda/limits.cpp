@@ -87,6 +87,9 @@ Outcome check_limits(const ForwardProblem& p) {
   if (p.saved && in.initial.indices && p.final.indices)
     return refusal(GD_UNSUPPORTED, "saved is given, but on CUDA not together with initial_indices and final_indices");
   GD_CHECK(check_layer(in));
+  if (in.initial.slots > kMaxSlots)
+    return refusal(GD_UNSUPPORTED, "initial_state has %" PRId64 " slots, must have at most %" PRId64 " on CUDA",
+                   in.initial.slots, kMaxSlots);
   GD_CHECK(check_segments(p));
   for (const auto& [name, rows] :
        {std::pair("q", &in.q), std::pair("k", &in.k), std::pair("v", &in.v), std::pair("o", &p.o)})

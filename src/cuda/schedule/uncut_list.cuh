@@ -19,6 +19,7 @@ GD_DEVICE WorkItem whole_item(const CallParams& p, int n) {
   item.prepared = static_cast<int>(p.sequences.first_chunk_index(n)) * p.value_heads;
   item.from = kFromInitial;
   item.to = kToFinal;
+  item.initial_slot = static_cast<int>(p.initial.slot(n));
   return item;
 }
 GD_DEVICE WorkItem item_of_head(const CallParams& p, const WorkItem& whole, int head) {

@@ -30,10 +30,10 @@ struct alignas(64) WorkItem {
   int warmup_tokens;                   // leading tokens without outputs
   int prepared;  // chunk_index * heads + head of its first chunk; in a merge, its first boundary tile
   int from, to;
-  int origin;    // first token of the sequence
-  int seq_head;  // sequence * heads + head: which counter of readers
-  int readers;   // warpgroups that must have read the initial state before the final one may overwrite it
-  int unused;    // pads the entry to 64 bytes
+  int origin;        // first token of the sequence
+  int seq_head;      // sequence * heads + head: which counter of readers
+  int readers;       // warpgroups that must have read the initial state before the final one may overwrite it
+  int initial_slot;  // of the forward; negative: the initial state is zero
 };
 static_assert(sizeof(WorkItem) == 64);
 

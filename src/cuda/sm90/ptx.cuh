@@ -261,6 +261,9 @@ GD_DEVICE void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t
                "l"(src), "r"(bytes), "r"(barrier)
                : "memory");
 }
+GD_DEVICE void bulk_prefetch(const void* src, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
+}
 GD_DEVICE void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes)
                : "memory");

@@ -16,6 +16,7 @@ namespace gatedelta::cuda {
 constexpr int64_t kMaxTokens = INT_MAX - (kChunkTokens - 1);  // a position rounded up to whole chunks
 constexpr int64_t kMaxSeqHeads = INT_MAX / 2;                 // N * Hv: room for a stride
 constexpr int64_t kMaxPrepareBlocks = INT_MAX;                // of one launch
+constexpr int64_t kMaxSlots = INT_MAX;                        // of initial states: a work item holds its own
 constexpr int64_t kMaxGroup = 256;                            // Hv / Hk: prepare holds the betas of a group
 
 // TMA's requirements on q, k, v and o.

@@ -397,6 +397,12 @@ TYPED_TEST(CudaRules, Tokens) {
   EXPECT_TRUE(this->c.unsupported("T is 2147483585, must be at most 2147483584 on CUDA"));
 }
 
+TEST_F(Cuda, Slots) {
+  c.in.initial_state = c.made_up(GD_F32, {int64_t{1} << 31, kHv, kD, kD});
+  c.in.initial_indices = c.made_up(GD_I32, {kB});
+  EXPECT_TRUE(c.unsupported("initial_state has 2147483648 slots, must have at most 2147483647 on CUDA"));
+}
+
 TYPED_TEST(CudaRules, SequencesTimesHeads) {
   this->c.set_heads(1, 1);
   this->set_tokens(1, 64);

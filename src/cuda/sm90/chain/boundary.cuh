@@ -48,7 +48,8 @@ GD_DEVICE void Chain<Elem, kPass>::begin_state(float (&s)[64], const WorkItem& i
   }
   if constexpr (kPass == Pass::kStates)
     if (item.from == kFromSaved) return load_state(s, p.checkpoints, item.seq_head, item.head, half);
-  load_state(s, p.initial, item.from == kFromInitial ? p.initial.slot(item.sequence) : -1, item.head, half);
+  const int64_t slot = kPass == Pass::kForward ? item.initial_slot : p.initial.slot(item.sequence);
+  load_state(s, p.initial, item.from == kFromInitial ? slot : -1, item.head, half);
 }
 
 template <class Elem, Pass kPass>
@@ -60,8 +61,11 @@ GD_DEVICE void Chain<Elem, kPass>::begin_identity(float (&s)[64], int half) cons
   }
 }
 
+// final_slot() is where a final state goes.
 template <class Elem, Pass kPass>
-GD_DEVICE void Chain<Elem, kPass>::end_state(const float (&s)[64], int math_wg, const WorkItem& item, int half) const {
+template <class Slot>
+GD_DEVICE void Chain<Elem, kPass>::end_state(const float (&s)[64], int math_wg, const WorkItem& item, int half,
+                                             const Slot& final_slot) const {
   if (item.to >= 0) {
     store_boundary(s, item.to, half);
     named_barrier_sync(kItemDone + math_wg, kWarpgroupThreads);
@@ -70,7 +74,7 @@ GD_DEVICE void Chain<Elem, kPass>::end_state(const float (&s)[64], int math_wg, 
   }
   if (item.to == kToFinal) {
     if (item.readers > 0) wait_until(p.initial_read + item.seq_head, item.readers);
-    return store_state(p.final, p.final.slot(item.sequence), item.head, half, s);
+    return store_state(p.final, final_slot(), item.head, half, s);
   }
   if (item.from != kFromInitial || !p.final) return;
   named_barrier_sync(kItemDone + math_wg, kWarpgroupThreads);

@@ -234,7 +234,12 @@ struct Chain {
   GD_DEVICE void wait_until(const int* counter, int value) const;
   GD_DEVICE void begin_state(float (&s)[64], const WorkItem& item, int half) const;
   GD_DEVICE void begin_identity(float (&s)[64], int half) const;
-  GD_DEVICE void end_state(const float (&s)[64], int math_wg, const WorkItem& item, int half) const;
+  template <class Slot>
+  GD_DEVICE void end_state(const float (&s)[64], int math_wg, const WorkItem& item, int half,
+                           const Slot& final_slot) const;
+  GD_DEVICE void end_state(const float (&s)[64], int math_wg, const WorkItem& item, int half) const {
+    end_state(s, math_wg, item, half, [&] { return p.final.slot(item.sequence); });
+  }
   GD_DEVICE void store_transition(const State& state, int math_wg, int half, int stage, int boundary) const;
   GD_DEVICE static float high_part(float x) { return static_cast<float>(static_cast<Elem>(x)); }
   GD_DEVICE void merge(State& state, int math_wg, const WorkItem& item, LoadStage& load, int& storing_stage) const;
@@ -255,8 +260,11 @@ struct Chain {
 
   template <class F>
   GD_DEVICE void with_matrix(const StateRows& states, int64_t slot, int head, int half, const F& f) const;
+  template <class T>
+  GD_DEVICE static bool has_pairs(const T* at, int k_stride);
   GD_DEVICE void load_state(float (&s)[64], const StateRows& states, int64_t slot, int head, int half) const;
   GD_DEVICE void store_state(const StateRows& states, int64_t slot, int head, int half, const float (&s)[64]) const;
+  GD_DEVICE void prefetch_state(int slot, int head, int half) const;
 };
 
 }  // namespace gatedelta::cuda

@@ -103,7 +103,20 @@ template <class Elem, Pass kPass>
 GD_DEVICE void Chain<Elem, kPass>::load_ragged_chunk(uint32_t tiles, bool two, int tile_stride, const TokenRows& src,
                                                      const Chunk& chunk, int head, int column) const {
   const auto* from = static_cast<const uint16_t*>(src.data) + src.offset(chunk.batch, chunk.token, head) + column;
-  load_ragged_rows(tiles, two, tile_stride, from, src.token_stride, chunk.tokens(), lane, 32);
+  if constexpr (kPass == Pass::kForward) {
+    // As load_ragged_rows, with addresses that only advance: a short sequence waits for this.
+    const int thread = opaque_lane();
+    const int packet = thread % 8, tile = two ? thread / 8 % 2 : 0, step = two ? 2 : 4, tokens = chunk.tokens();
+    const uint32_t to = tiles + tile * tile_stride + packet * 16;
+    from += tile * 64 + packet * 8;
+    int row = two ? thread / 16 : thread / 8;
+    const uint16_t* at = from + row * src.token_stride;
+#pragma unroll 2
+    for (; row < kChunkTokens; row += step, at += step * src.token_stride)
+      copy_async16(swizzled(to + row * kTileRowBytes), row < tokens ? at : from, row < tokens);
+  } else {
+    load_ragged_rows(tiles, two, tile_stride, from, src.token_stride, chunk.tokens(), lane, 32);
+  }
 }
 
 }  // namespace gatedelta::cuda

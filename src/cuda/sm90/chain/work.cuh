@@ -126,6 +126,9 @@ GD_DEVICE void Chain<Elem, kPass>::fetch_work(Loader& loader) const {
   loader.prefetch_tokens =
       waits ? min(3 * kChunkTokens, cursor.chunk.tokens_left - kLoadStages * kChunkTokens) : 3 * kChunkTokens;
   publish_work(loader.word, cursor.work);
+  if constexpr (kPass == Pass::kForward)
+    if (!ends && field(offsetof(WorkItem, from)) == kFromInitial)
+      prefetch_state(field(offsetof(WorkItem, initial_slot)), cursor.chunk.head, cursor.chunk.half);
 }
 
 template <class Elem, Pass kPass>

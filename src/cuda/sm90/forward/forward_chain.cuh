@@ -48,6 +48,7 @@ struct ForwardChain : Chain<Elem, Pass::kForward> {
         } while (chunk.tokens_left > until);
         if (p.checkpoints) store_checkpoint(state.s, i, math_wg, chunk);
       }
+      const int64_t final_slot = p.final.slot(item.sequence);  // early: it arrives while the last O leaves
       if (item.kind == kOutputs) {
         this->release_value_stage(storing_stage);
         this->store_last_output(math_wg, chunk.before(), load.previous_stage());
@@ -60,7 +61,7 @@ struct ForwardChain : Chain<Elem, Pass::kForward> {
       } else if (is_identity) {
         this->store_transition(state, math_wg, half, load.previous_stage(), item.to);
       } else {
-        this->end_state(state.s, math_wg, item, half);
+        this->end_state(state.s, math_wg, item, half, [=] { return final_slot; });
       }
     });
   }
