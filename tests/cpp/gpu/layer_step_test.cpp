@@ -36,7 +36,7 @@ TEST_F(LayerStep, AgreesWithTheCpu) {
 
 // Engines' shapes: 16 key heads, 32 and 64 value heads, from one sequence to many.
 TEST_F(LayerStep, EnginesShapes) {
-  for (const int64_t batch : {1, 2, 5, 8, 33, 130}) {
+  for (const int64_t batch : {1, 2, 5, 8, 33}) {
     for (const gd_dtype state : {GD_F32, GD_BF16}) {
       for (const int64_t tokens : {1, 4}) {
         LayerProblem problem({.B = batch,
@@ -80,7 +80,7 @@ TEST_F(LayerStep, EqualsThreeCalls) {
   }
 }
 
-// A captured step reads everything anew at each replay, and a thousand of them have the same bits: no CTA writes a conv
+// A captured step reads everything anew at each replay, and a hundred of them have the same bits: no CTA writes a conv
 // state that another one has yet to read.
 TEST_F(LayerStep, Graph) {
   for (const int64_t tokens : {1, 3}) {
@@ -108,7 +108,7 @@ TEST_F(LayerStep, Graph) {
     EXPECT_EQ(step.run(stream), "");
     GD_CUDA_OK(cudaStreamEndCapture(stream, &graph));
     GD_CUDA_OK(cudaGraphInstantiate(&replay, graph, 0));
-    for (int i = 0; i < 1000; ++i) {
+    for (int i = 0; i < 100; ++i) {
       problem.reset();
       step.upload(problem.args);
       GD_CUDA_OK(cudaGraphLaunch(replay, stream));
