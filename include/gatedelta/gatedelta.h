@@ -209,8 +209,8 @@ typedef struct gd_recurrent_args {
   gd_tensor previous_accept_lengths; /* [N]   optional int32 or int64, with in.initial_indices [N, S]: how many tokens
                                         of its last draft a sequence has kept. It starts from the slot of the last one,
                                         column previous_accept_lengths - 1, the nearest where there is none */
-  int32_t batch_invariant;  /* nonzero: a sequence's bits depend neither on its neighbours nor, with fp32 states, on how
-                               its tokens are spread over calls: draft verification has the bits of plain decode */
+  int32_t batch_invariant; /* nonzero: a sequence's bits depend neither on its neighbours nor, with fp32 states, on how
+                              its tokens are spread over calls: draft verification has the bits of plain decode */
   int32_t reserved_flags;
   uint64_t reserved[4];
 } gd_recurrent_args;

@@ -130,7 +130,7 @@ gd_status check_slots(const Problem& p, const StateRows& pool, uint64_t* bitmap)
   const bool reads = same_pool(pool, p.in.initial), finals = same_pool(pool, p.final);
   const bool series = states.indices && same_pool(pool, states);
   const auto word = [&](int64_t slot) -> uint64_t& { return bitmap[slot / 64]; };
-  const auto bit = [](int64_t slot) { return uint64_t{1} << slot % 64; };
+  const auto bit = [](int64_t slot) { return uint64_t{1} << (static_cast<uint64_t>(slot) % 64); };
 
   // visit(place, slot) for every slot sequence n writes in this pool.
   const auto each_write = [&](int64_t n, int64_t before, auto&& visit) -> gd_status {

@@ -111,7 +111,7 @@ gd_status check_slots(const Conv1dProblem& p, uint64_t* bitmap) {
   const ConvStates &read = p.in.initial, &written = p.final;
   const bool in_place = same_pool(read, written);
   const auto word = [&](int64_t slot) -> uint64_t& { return bitmap[slot / 64]; };
-  const auto bit = [](int64_t slot) { return uint64_t{1} << slot % 64; };
+  const auto bit = [](int64_t slot) { return uint64_t{1} << (static_cast<uint64_t>(slot) % 64); };
   const int64_t count = p.in.sequences.count;
   // Clears only the words it will look at: a call uses a few slots of a pool that may have millions.
   for (int64_t n = 0; n < count; ++n) {
