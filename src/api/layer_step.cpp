@@ -33,6 +33,8 @@ gd_status check_absent(const char* name, const gd_tensor& tensor, const char* wh
 gd_status check_division(const gd_layer_step_args& args) {
   const gd_tensor &x = args.conv.in.x, &y = args.norm.y;
   if (is_absent(x)) return invalid("conv.in.x is missing");
+  if (x.dtype != GD_F32 && x.dtype != GD_BF16 && x.dtype != GD_F16)
+    return invalid("conv.in.x: dtype is %d (%s), must be float32, bfloat16 or float16", x.dtype, dtype_name(x.dtype));
   if (x.rank != 3) return invalid("conv.in.x: rank is %d, must be 3: [B, T, D]", x.rank);
   if (is_absent(y)) return invalid("norm.y is missing");
   if (y.rank != 4) return invalid("norm.y: rank is %d, must be 4: [B, T, Hv, V]", y.rank);

@@ -146,6 +146,9 @@ TEST(LayerStepRules, Channels) {
   EXPECT_TRUE(step.invalid("norm.y: rank is 3, must be 4: [B, T, Hv, V]"));
   step.norm.y = {};
   EXPECT_TRUE(step.invalid("norm.y is missing"));
+  step.conv.in.x.dtype = 95;
+  EXPECT_TRUE(step.invalid("conv.in.x: dtype is 95 (unknown), must be float32, bfloat16 or float16"));
+  step.conv.in.x.dtype = GD_F32;
   step.conv.in.x.rank = 2;
   EXPECT_TRUE(step.invalid("conv.in.x: rank is 2, must be 3: [B, T, D]"));
   step.conv.in.x = {};
