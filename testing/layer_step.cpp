@@ -255,7 +255,8 @@ void LayerProblem::fill(const gd_tensor& t, double scale, double mean) {
   ++stream_;
   uint64_t index = 0;
   const auto walk = [&](const auto& self, int d, int64_t offset) -> void {
-    if (d == t.rank || d == GD_MAX_RANK) return store(t.data, t.dtype, offset, mean + scale * normal(spec.seed, stream_, index++));
+    if (d == t.rank || d == GD_MAX_RANK)
+      return store(t.data, t.dtype, offset, mean + scale * normal(spec.seed, stream_, index++));
     for (int64_t i = 0; i < t.shape[d]; ++i) self(self, d + 1, offset + i * t.stride[d]);
   };
   walk(walk, 0, 0);

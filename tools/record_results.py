@@ -96,6 +96,9 @@ def record_gpu(folder: Path) -> None:
     history.append(H200 / "history.csv", history.line_of(result))
     for path in pictures:
         shutil.copyfile(path, H200 / path.name)
+    layer_step = folder / "layer_step.json"
+    if layer_step.exists():
+        keep(H200 / layer_step.name, json.loads(layer_step.read_text()))
     segments = folder / "segments.json"
     if not segments.exists():
         return

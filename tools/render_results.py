@@ -614,13 +614,30 @@ def h200_serving_rows() -> str:
     return "\n\n".join(parts)
 
 
+def h200_layer_step() -> str:
+    path = H200 / "layer_step.json"
+    if not path.exists():
+        return "*No layer step was timed.*"
+    result = json.loads(path.read_text())
+    cells = []
+    for row in result["rows"]:
+        best = {part: min(times, key=times.get) for part, times in row["peers_ms"].items()}
+        names = ", ".join(f"{part} {microseconds(row['peers_ms'][part][name])} ({name})" for part, name in best.items())
+        cells.append([f"{row['batch']} {row['state_dtype']}", microseconds(row["ms"]),
+                      microseconds(row["separate_ms"]), microseconds(row["best_peer_ms"]), f"{row['speedup']:.2f}×",
+                      names, *(f"{row[error]:.1e}" for error in serving.ERRORS)])  # fmt: skip
+    columns = ["batch, states", "`gd_layer_step`, µs", "our three calls", "peers' fastest three", "speedup",
+               "of these", "error of o", "error of the state"]  # fmt: skip
+    return "\n\n".join([h200_heading(result["header"]), table(columns, cells)])
+
+
 TABLES = {
     "cpu-speed": cpu_speed, "cpu-isas": cpu_isas, "accuracy": accuracy,
     "headline": headline, "h200-forward": h200_forward, "h200-rows": h200_rows, "h200-profile": h200_profile,
     "h200-backward": h200_backward, "h200-backward-rows": h200_backward_rows, "h200-segments": h200_segments,
     "h200-accuracy": h200_accuracy, "h200-gradients": h200_gradients, "h200-long": h200_long,
     "h200-decode": h200_decode, "h200-verify": h200_verify, "h200-packs": h200_packs,
-    "h200-serving-rows": h200_serving_rows,
+    "h200-serving-rows": h200_serving_rows, "h200-layer-step": h200_layer_step,
 }  # fmt: skip
 
 
