@@ -224,7 +224,7 @@ def test_library_refuses(name):
         (_ops.chunk_fwd, _ops.BATCH_INVARIANT << 1),
         (_ops.chunk_fwd_save, -1),
         (_ops.recurrent, _ops.UNCUT),
-        (_ops.recurrent, _ops.BATCH_INVARIANT),
+        (_ops.recurrent, _ops.SMALL_WORKSPACE),
     ],
 )
 def test_operators_refuse_options_they_lack(operator, options):

@@ -83,7 +83,7 @@ def test_contents(wheel, root):
     assert package == sources | native
     assert not any(stat.S_ISLNK(info.external_attr >> 16) for info in files.values())
     # Eight operations; those for compute capability 8.0 and later with machine code for two architectures, and PTX.
-    assert wheel.stat().st_size < 5_000_000
+    assert wheel.stat().st_size < 6_000_000
 
 
 def test_metadata_requires_nothing(installed):
@@ -117,7 +117,8 @@ def test_only_the_c_abi_is_exported(installed):
         pytest.skip("no nm")
     header = (installed / "gatedelta" / "include" / "gatedelta" / "gatedelta.h").read_text()
     declared = set(re.findall(r"GD_API [\w *]+?\**(gd_\w+)\(", header))
-    for name, expected in (("libgatedelta.so.0", declared), ("libgatedelta_torch.so", set())):
+    direct = {"gatedelta_make_direct_recurrent"}  # what gatedelta.torch._direct looks up
+    for name, expected in (("libgatedelta.so.0", declared), ("libgatedelta_torch.so", direct)):
         command = ["nm", "-D", "--defined-only", str(installed / "gatedelta" / "lib" / name)]
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
         # Weak symbols are instantiations of the C++ library's templates.
