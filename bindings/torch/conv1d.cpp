@@ -139,11 +139,6 @@ void conv_bwd(StableIValue* stack, uint64_t, uint64_t) {
   args.d_y = device.input(dy, "dy");
   args.d_final_state = device.input(d_final_state, "dht");
 
-  struct Gradient {
-    const Tensor& of;
-    gd_tensor& place;
-    const char* name;
-  };
   const Gradient gradients[] = {
       {inputs.x, args.dx, "x"},
       {inputs.weight, args.dweight, "weight"},
@@ -151,16 +146,9 @@ void conv_bwd(StableIValue* stack, uint64_t, uint64_t) {
       {inputs.initial_state, args.d_initial_state, "initial_state"},
   };
   Tensor results[std::size(gradients)];
-  for (size_t i = 0; i < std::size(gradients); ++i) {
-    const auto& [of, place, name] = gradients[i];
-    if (!(wanted >> i & 1)) {
-      results[i] = device.nothing();
-      continue;
-    }
-    if (!of) fail(std::string("the gradient of ") + name + " is wanted, but there is no " + name);
-    results[i] = i == 0 ? empty_rows(device, of) : device.empty_like(of);
-    place = device.output(results[i], name);
-  }
+  allocate_gradients(device, gradients, wanted, results, [&](const Gradient& gradient) {
+    return &gradient.of == &inputs.x ? empty_rows(device, gradient.of) : device.empty_like(gradient.of);
+  });
   run_with_workspace(args, device, gd_conv1d_backward_workspace, gd_conv1d_backward);
   for (size_t i = 0; i < std::size(gradients); ++i) stack[i] = returned(std::move(results[i]));
 }

@@ -102,24 +102,13 @@ void norm_bwd(StableIValue* stack, uint64_t, uint64_t) {
   inputs.describe(device, args);
   args.d_y = as_rows(device.input(dy, "dy", 1), "dy");
 
-  struct Gradient {
-    const Tensor& of;
-    gd_tensor& place;
-    const char* name;
-  };
   const Gradient gradients[] = {
       {inputs.x, args.dx, "x"}, {inputs.gate, args.dz, "gate"}, {inputs.weight, args.dweight, "weight"}};
   Tensor results[std::size(gradients)];
-  for (size_t i = 0; i < std::size(gradients); ++i) {
-    const auto& [of, place, name] = gradients[i];
-    if (!(wanted >> i & 1)) {
-      results[i] = device.nothing();
-      continue;
-    }
-    if (!of) fail(std::string("the gradient of ") + name + " is wanted, but there is no " + name);
-    results[i] = device.empty_like(of);
-    place = device.output(results[i], name);
-    if (&of != &inputs.weight) place = as_rows(place, name);
+  allocate_gradients(device, gradients, wanted, results,
+                     [&](const Gradient& gradient) { return device.empty_like(gradient.of); });
+  for (gd_tensor* rows : {&args.dx, &args.dz}) {
+    if (rows->dtype != GD_DTYPE_NONE) *rows = as_rows(*rows, rows == &args.dx ? "x" : "gate");
   }
   run_with_workspace(args, device, gd_gated_norm_backward_workspace, gd_gated_norm_backward);
   for (size_t i = 0; i < std::size(gradients); ++i) stack[i] = returned(std::move(results[i]));

@@ -115,11 +115,6 @@ void chunk_bwd(StableIValue* stack, uint64_t, uint64_t) {
     if (args.saved_bytes > 0) GD_TORCH(torch_get_const_data_ptr(saved.get(), &args.saved));
   }
 
-  struct Gradient {
-    const Tensor& of;
-    gd_tensor& place;
-    const char* name;
-  };
   const Gradient gradients[] = {
       {inputs.q, args.dq, "q"},
       {inputs.k, args.dk, "k"},
@@ -131,19 +126,12 @@ void chunk_bwd(StableIValue* stack, uint64_t, uint64_t) {
       {inputs.initial_state, args.d_initial_state, "initial_state"},
   };
   Tensor results[std::size(gradients)];
-  for (size_t i = 0; i < std::size(gradients); ++i) {
-    const auto& [of, place, name] = gradients[i];
-    if (!(wanted >> i & 1)) {
-      results[i] = device.nothing();
-      continue;
-    }
-    if (!of) fail(std::string("the gradient of ") + name + " is wanted, but there is no " + name);
-    if (&of == &inputs.initial_state && inputs.initial_indices) {
+  allocate_gradients(device, gradients, wanted, results, [&](const Gradient& gradient) {
+    if (&gradient.of == &inputs.initial_state && inputs.initial_indices) {
       fail("there is no gradient of a pool of initial states: give the states of this call's sequences instead");
     }
-    results[i] = device.empty_like(of);
-    place = device.output(results[i], name);
-  }
+    return device.empty_like(gradient.of);
+  });
   run_with_workspace(args, device, gd_backward_workspace, gd_backward);
   for (size_t i = 0; i < std::size(gradients); ++i) stack[i] = returned(std::move(results[i]));
 }

@@ -27,6 +27,30 @@ Args new_args() {
   return args;
 }
 
+// A result of a backward: the input it is the gradient of, its place in the call's struct, and its name in messages.
+struct Gradient {
+  const Tensor& of;
+  gd_tensor& place;
+  const char* name;
+};
+// Of the results whose bit in `wanted` is set, allocate(gradient) makes the tensor; the others are empty.
+template <size_t kCount, class Allocate>
+void allocate_gradients(const Device& device, const Gradient (&gradients)[kCount], int64_t wanted,
+                        Tensor (&results)[kCount], const Allocate& allocate) {
+  for (size_t i = 0; i < kCount; ++i) {
+    const Gradient& gradient = gradients[i];
+    if (!(wanted >> i & 1)) {
+      results[i] = device.nothing();
+      continue;
+    }
+    if (!gradient.of) {
+      fail(std::string("the gradient of ") + gradient.name + " is wanted, but there is no " + gradient.name);
+    }
+    results[i] = allocate(gradient);
+    gradient.place = device.output(results[i], gradient.name);
+  }
+}
+
 // Queries the workspace, allocates it, runs. `workspace` and `run` are a pair of functions of the C ABI. On CUDA the
 // kernels may still run when the workspace is freed: torch reuses it only for later work of the same stream.
 template <typename Args>

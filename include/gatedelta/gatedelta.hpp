@@ -120,52 +120,37 @@ struct LayerStepArgs : gd_layer_step_args {
   LayerStepArgs() noexcept : gd_layer_step_args(GD_LAYER_STEP_ARGS_INIT) {}
 };
 
-inline std::size_t workspace_size(const gd_forward_args& args) {
+namespace detail {
+template <class Args>
+std::size_t size_from(gd_status (*query)(const Args*, std::size_t*), const Args& args) {
   std::size_t bytes = 0;
-  check(gd_forward_workspace(&args, &bytes));
+  check(query(&args, &bytes));
   return bytes;
 }
+}  // namespace detail
+
+inline std::size_t workspace_size(const gd_forward_args& args) { return detail::size_from(gd_forward_workspace, args); }
 inline std::size_t workspace_size(const gd_backward_args& args) {
-  std::size_t bytes = 0;
-  check(gd_backward_workspace(&args, &bytes));
-  return bytes;
+  return detail::size_from(gd_backward_workspace, args);
 }
-inline std::size_t workspace_size(const gd_conv1d_args& args) {
-  std::size_t bytes = 0;
-  check(gd_conv1d_workspace(&args, &bytes));
-  return bytes;
-}
+inline std::size_t workspace_size(const gd_conv1d_args& args) { return detail::size_from(gd_conv1d_workspace, args); }
 inline std::size_t workspace_size(const gd_conv1d_backward_args& args) {
-  std::size_t bytes = 0;
-  check(gd_conv1d_backward_workspace(&args, &bytes));
-  return bytes;
+  return detail::size_from(gd_conv1d_backward_workspace, args);
 }
 inline std::size_t workspace_size(const gd_recurrent_args& args) {
-  std::size_t bytes = 0;
-  check(gd_recurrent_workspace(&args, &bytes));
-  return bytes;
+  return detail::size_from(gd_recurrent_workspace, args);
 }
 inline std::size_t workspace_size(const gd_gated_norm_args& args) {
-  std::size_t bytes = 0;
-  check(gd_gated_norm_workspace(&args, &bytes));
-  return bytes;
+  return detail::size_from(gd_gated_norm_workspace, args);
 }
 inline std::size_t workspace_size(const gd_gated_norm_backward_args& args) {
-  std::size_t bytes = 0;
-  check(gd_gated_norm_backward_workspace(&args, &bytes));
-  return bytes;
+  return detail::size_from(gd_gated_norm_backward_workspace, args);
 }
 inline std::size_t workspace_size(const gd_layer_step_args& args) {
-  std::size_t bytes = 0;
-  check(gd_layer_step_workspace(&args, &bytes));
-  return bytes;
+  return detail::size_from(gd_layer_step_workspace, args);
 }
 // Bytes of `saved` that let the backward skip recomputing the forward.
-inline std::size_t saved_size(const gd_forward_args& args) {
-  std::size_t bytes = 0;
-  check(gd_forward_saved_size(&args, &bytes));
-  return bytes;
-}
+inline std::size_t saved_size(const gd_forward_args& args) { return detail::size_from(gd_forward_saved_size, args); }
 
 inline void forward(const gd_forward_args& args) { check(gd_forward(&args)); }
 inline void backward(const gd_backward_args& args) { check(gd_backward(&args)); }

@@ -1,6 +1,8 @@
-"""Gradients of the gated delta rule in reverse mode."""
+"""Gradients in reverse mode: those of the gated delta rule, and what all backward operators share."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -9,6 +11,37 @@ from . import _arguments, _ops
 # Where the inputs that have gradients stand among the arguments of GatedDeltaRule, in the order of chunk_bwd's results:
 # q, k, v, g, beta, A_log, dt_bias, initial_state.
 _POSITIONS = (0, 1, 2, 3, 4, 9, 10, 7)
+
+
+def once(operator: Callable, of: str) -> Callable:
+    """A backward operator for a caller who may differentiate its results again: that is refused."""
+
+    class Gradients(torch.autograd.Function):
+        @staticmethod
+        def forward(*args):
+            return operator(*args)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            raise RuntimeError(f"the gradients of {of} cannot be differentiated again (double backward)")
+
+        @staticmethod
+        def vmap(info, in_dims, *args):
+            raise NotImplementedError(_arguments.NO_VMAP)
+
+    def call(*args):
+        # Compiled graphs refuse a double backward themselves.
+        record = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return (Gradients.apply if record else operator)(*args)
+
+    return call
+
+
+_chunk_bwd = once(_ops.chunk_bwd, "the gated delta rule")
 
 
 class GatedDeltaRule(torch.autograd.Function):
@@ -46,9 +79,7 @@ class GatedDeltaRule(torch.autograd.Function):
             d_final_state = None  # compiled graphs pass one of the empty tensor
         needs = ctx.needs_input_grad
         wanted = sum(1 << bit for bit, position in enumerate(_POSITIONS) if needs[position])
-        # Compiled graphs refuse a double backward themselves.
-        record = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        results = (_Gradients.apply if record else _ops.chunk_bwd)(
+        results = _chunk_bwd(
             q, k, v, g, beta, ctx.options, cu_seqlens, initial_state, ctx.scale, A_log, dt_bias, indices, d_o,
             d_final_state, None if ctx.recompute else saved, wanted,
         )  # fmt: skip
@@ -57,26 +88,6 @@ class GatedDeltaRule(torch.autograd.Function):
             if needs[position]:
                 gradients[position] = results[bit]
         return tuple(gradients)
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        raise NotImplementedError(_arguments.NO_VMAP)
-
-
-class _Gradients(torch.autograd.Function):
-    """The backward, for a caller who may differentiate its results again: that is refused."""
-
-    @staticmethod
-    def forward(*args):
-        return _ops.chunk_bwd(*args)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise RuntimeError("the gradients of the gated delta rule cannot be differentiated again (double backward)")
 
     @staticmethod
     def vmap(info, in_dims, *args):

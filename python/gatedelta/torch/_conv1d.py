@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from .. import _lib
-from . import _arguments, _ops  # _ops loads the binding
+from . import _arguments, _autograd, _ops  # _ops loads the binding
 
 _fwd = torch.ops.gatedelta.conv1d.default
 _fwd_out = torch.ops.gatedelta.conv1d_out.default
 _bwd = torch.ops.gatedelta.conv1d_bwd.default
+_gradients = _autograd.once(_bwd, "causal_conv1d")
 
 # The bits of the operators' `options`, as in bindings/torch/conv1d.cpp (a test compares them).
 SILU = 1 << 0
@@ -161,44 +162,13 @@ class CausalConv1d(torch.autograd.Function):
             d_final_state = None  # compiled graphs pass one of the empty tensor
         needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 5)]
         wanted = sum(1 << bit for bit, needed in enumerate(needs) if needed)
-        # Compiled graphs refuse a double backward themselves.
-        record = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        results = (_Gradients.apply if record else _bwd)(
-            x, weight, bias, ctx.options, cu_seqlens, initial_state, dy, d_final_state, wanted
-        )
+        results = _gradients(x, weight, bias, ctx.options, cu_seqlens, initial_state, dy, d_final_state, wanted)
         dx, dweight, dbias, d_initial = (result if needed else None for result, needed in zip(results, needs))
         return dx, dweight, dbias, None, None, d_initial, None
 
     @staticmethod
     def vmap(info, in_dims, *args):
         raise NotImplementedError(_arguments.NO_VMAP)
-
-
-class _Gradients(torch.autograd.Function):
-    """The backward, for a caller who may differentiate its results again: that is refused."""
-
-    @staticmethod
-    def forward(*args):
-        return _bwd(*args)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise RuntimeError("the gradients of causal_conv1d cannot be differentiated again (double backward)")
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        raise NotImplementedError(_arguments.NO_VMAP)
-
-
-def _check_devices(x: Tensor, **tensors: Tensor | None) -> None:
-    """torch also calls the fake operator where a single tensor is on `meta`: the call would write nothing."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != x.device:
-            raise RuntimeError(f"gatedelta: {name} is on {tensor.device}, but x is on {x.device}")
 
 
 def _empty_rows(x: Tensor) -> Tensor:
@@ -218,7 +188,7 @@ def _empty_states(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, size: in
 
 @torch.library.register_fake("gatedelta::conv1d")
 def _(x, weight, bias, options, cu_seqlens, initial_state, state_size):
-    _check_devices(x, weight=weight, bias=bias, cu_seqlens=cu_seqlens, initial_state=initial_state)
+    _ops.check_devices("x", x=x, weight=weight, bias=bias, cu_seqlens=cu_seqlens, initial_state=initial_state)
     states = _empty_states(x, weight, cu_seqlens, state_size) if options & FINAL_STATE else _ops._nothing(x)
     return _empty_rows(x), states
 
@@ -228,8 +198,8 @@ def _(
     x, weight, bias, options, cu_seqlens, initial_state, initial_indices, first_slot, out, final_state, final_indices,
     in_place, previous_accept_lengths, step_states,
 ):  # fmt: skip
-    _check_devices(
-        x, weight=weight, bias=bias, cu_seqlens=cu_seqlens, initial_state=initial_state,
+    _ops.check_devices(
+        "x", x=x, weight=weight, bias=bias, cu_seqlens=cu_seqlens, initial_state=initial_state,
         initial_state_indices=initial_indices, out=out, final_state=final_state, final_state_indices=final_indices,
         previous_accept_lengths=previous_accept_lengths, step_states=step_states,
     )  # fmt: skip
@@ -237,8 +207,8 @@ def _(
 
 @torch.library.register_fake("gatedelta::conv1d_bwd")
 def _(x, weight, bias, options, cu_seqlens, initial_state, dy, d_final_state, wanted):
-    _check_devices(
-        x, weight=weight, bias=bias, cu_seqlens=cu_seqlens, initial_state=initial_state, dy=dy, dht=d_final_state
+    _ops.check_devices(
+        "x", x=x, weight=weight, bias=bias, cu_seqlens=cu_seqlens, initial_state=initial_state, dy=dy, dht=d_final_state
     )
     results = [_ops._nothing(x)] * 4
     if wanted & 1:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _arguments, _ops  # _ops loads the binding
+from . import _arguments, _autograd, _ops  # _ops loads the binding
 
 _fwd = torch.ops.gatedelta.rms_norm_gated.default
 _fwd_out = torch.ops.gatedelta.rms_norm_gated_out.default
 _bwd = torch.ops.gatedelta.rms_norm_gated_bwd.default
+_gradients = _autograd.once(_bwd, "rms_norm_gated")
 
 # The bits of the operators' `options`, as in bindings/torch/gated_norm.cpp (a test compares them).
 SIGMOID = 1 << 0
@@ -85,9 +86,7 @@ class RmsNormGated(torch.autograd.Function):
         _arguments.refuse_tangents(dy)
         needs = ctx.needs_input_grad[:3]
         wanted = sum(1 << bit for bit, needed in enumerate(needs) if needed)
-        # Compiled graphs refuse a double backward themselves.
-        record = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        results = (_Gradients.apply if record else _bwd)(x, gate, weight, ctx.eps, ctx.options, dy, wanted)
+        results = _gradients(x, gate, weight, ctx.eps, ctx.options, dy, wanted)
         return (*(result if needed else None for result, needed in zip(results, needs)), None, None)
 
     @staticmethod
@@ -95,45 +94,18 @@ class RmsNormGated(torch.autograd.Function):
         raise NotImplementedError(_arguments.NO_VMAP)
 
 
-class _Gradients(torch.autograd.Function):
-    """The backward, for a caller who may differentiate its results again: that is refused."""
-
-    @staticmethod
-    def forward(*args):
-        return _bwd(*args)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise RuntimeError("the gradients of rms_norm_gated cannot be differentiated again (double backward)")
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        raise NotImplementedError(_arguments.NO_VMAP)
-
-
-def _check_devices(x: Tensor, **tensors: Tensor | None) -> None:
-    """torch also calls the fake operator where a single tensor is on `meta`: the call would write nothing."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != x.device:
-            raise RuntimeError(f"gatedelta: {name} is on {tensor.device}, but x is on {x.device}")
-
-
 @torch.library.register_fake("gatedelta::rms_norm_gated")
 def _(x, gate, weight, eps, options):
-    _check_devices(x, gate=gate, weight=weight)
+    _ops.check_devices("x", x=x, gate=gate, weight=weight)
     return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("gatedelta::rms_norm_gated_out")
 def _(x, gate, weight, eps, options, out):
-    _check_devices(x, gate=gate, weight=weight, out=out)
+    _ops.check_devices("x", x=x, gate=gate, weight=weight, out=out)
 
 
 @torch.library.register_fake("gatedelta::rms_norm_gated_bwd")
 def _(x, gate, weight, eps, options, dy, wanted):
-    _check_devices(x, gate=gate, weight=weight, dy=dy)
+    _ops.check_devices("x", x=x, gate=gate, weight=weight, dy=dy)
     return tuple(t.new_empty(t.shape) if wanted >> i & 1 else _ops._nothing(x) for i, t in enumerate((x, gate, weight)))

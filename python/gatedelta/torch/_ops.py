@@ -96,12 +96,13 @@ def _saved_bytes(tensors: dict[str, Tensor | None], o: Tensor, options: int) -> 
     return _lib.size_query("gd_forward_saved_size", args)
 
 
-def _check_devices(arguments: dict[str, object]) -> None:
+def check_devices(first: str, **arguments: object) -> None:
     """torch also calls the fake operator where a single tensor is on `meta`: the call would write nothing."""
-    device = arguments["q"].device
+    device = arguments[first].device
     for name, tensor in arguments.items():
         if isinstance(tensor, Tensor) and tensor.device != device:
-            raise RuntimeError(f"gatedelta: {_lib.in_python_names(name)} is on {tensor.device}, but q is on {device}")
+            name = _lib.in_python_names(name)
+            raise RuntimeError(f"gatedelta: {name} is on {tensor.device}, but {first} is on {device}")
 
 
 def _outputs(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: int) -> tuple[Tensor, Tensor]:
@@ -117,7 +118,7 @@ def _(
     q, k, v, g, beta, options, cu_seqlens=None, initial_state=None, scale=None, A_log=None, dt_bias=None,
     initial_indices=None,
 ):  # fmt: skip
-    _check_devices(locals())
+    check_devices("q", **locals())
     return _outputs(q, v, cu_seqlens, options)
 
 
@@ -126,7 +127,7 @@ def _(
     q, k, v, g, beta, options, cu_seqlens=None, initial_state=None, scale=None, A_log=None, dt_bias=None,
     initial_indices=None,
 ):  # fmt: skip
-    _check_devices(locals())
+    check_devices("q", **locals())
     tensors = {
         "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens,
         "initial_state": initial_state, "initial_indices": initial_indices,
@@ -140,7 +141,7 @@ def _(
     q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias, initial_indices, o, final_state,
     final_indices, in_place, checkpoints, checkpoint_indices, checkpoint_every, checkpoint_offsets=None,
 ):  # fmt: skip
-    _check_devices(locals())
+    check_devices("q", **locals())
 
 
 @torch.library.register_fake("gatedelta::chunk_bwd")
@@ -148,7 +149,7 @@ def _(
     q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias, initial_indices, d_o, d_final_state,
     saved, wanted,
 ):  # fmt: skip
-    _check_devices(locals())
+    check_devices("q", **locals())
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     return tuple(x.new_empty(x.shape) if wanted >> i & 1 else _nothing(q) for i, x in enumerate(inputs))
 
@@ -158,4 +159,4 @@ def _(
     q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias, initial_indices, o, final_state,
     final_indices, in_place, accept_lengths, step_states, step_indices, previous_accept_lengths=None,
 ):  # fmt: skip
-    _check_devices(locals())
+    check_devices("q", **locals())
