@@ -136,6 +136,7 @@ const std::vector<Key>& keys() {
       integer("pad", &Case::pad, "tokens past the last packed sequence"),
       integer("Hk", &Case::Hk, "query/key heads"),
       integer("Hv", &Case::Hv, "value heads, a multiple of Hk"),
+      boolean("tiled", &Case::tiled, "value head h uses key head h % Hk instead of h / (Hv/Hk)"),
       integer("K", &Case::K, "head size of q and k"),
       integer("V", &Case::V, "head size of v"),
       choice("dtype", &Case::dtype, kDtypes, "q, k, v, do and their gradients: fp32 bf16 fp16"),

@@ -51,6 +51,7 @@ struct Case {
   std::vector<int64_t> lengths;  // not empty: packed sequences; then B = 1 and T follows from them and pad
   int64_t pad = 0;               // tokens past the last offset
   int64_t Hk = 1, Hv = 1, K = 64, V = 64;
+  bool tiled = false;                    // value head h uses key head h % Hk
   gd_dtype dtype = GD_F32;               // q, k, v, do and their gradients
   gd_dtype odtype = GD_DTYPE_NONE;       // o; none = dtype
   gd_dtype gdtype = GD_F32;              // g, beta

@@ -175,6 +175,7 @@ Problem::Problem(const Case& c) : spec((check_case(c), c)) {
                                                      : GD_BETA_VALUE;
   in.state_layout = c.layout;
   in.l2norm = c.l2norm;
+  in.key_head_order = c.tiled ? GD_KEY_HEADS_TILED : GD_KEY_HEADS_GROUPED;
   in.has_scale = c.scale.has_value();
   in.scale = c.scale.value_or(0);
   if (!c.lengths.empty()) {

@@ -44,7 +44,9 @@ struct Judgement {
 
 class Judge {
  public:
-  explicit Judge(const Case& c, ReferenceOptions options = {}) : problem_(c), options_(options) {}
+  explicit Judge(const Case& c, ReferenceOptions options = {}) : problem_(c), options_(options) {
+    if (c.tiled) options_.key_heads = 0;  // the value heads of the first key heads are not the first ones
+  }
 
   Judgement forward(const Exec& exec);
   // The same for a call made elsewhere: `run` fills the outputs of these arguments and returns "" or what went

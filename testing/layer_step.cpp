@@ -62,6 +62,7 @@ std::string LayerCase::text() const {
                                                 {moves, " moves"},
                                                 {drafts, " drafts"},
                                                 {null_slot, " null_slot"},
+                                                {tiled, " tiled"},
                                                 {i64, " i64"},
                                                 {bias, " bias"},
                                                 {transformers, " transformers"}};
@@ -111,6 +112,7 @@ LayerProblem::LayerProblem(const LayerCase& c) : spec(c) {
   args.rule.in.gate = GD_GATE_RAW;
   args.rule.in.beta_kind = GD_BETA_LOGIT;
   args.rule.in.l2norm = 1;
+  args.rule.in.key_head_order = c.tiled ? GD_KEY_HEADS_TILED : GD_KEY_HEADS_GROUPED;
   args.rule.in.state_layout = c.value_first ? GD_STATE_VK : GD_STATE_KV;
   args.norm.z = make("z", c.x, {B, T, c.Hv, c.V});
   args.norm.weight = make("norm.weight", c.x, {c.V});
@@ -344,6 +346,7 @@ std::vector<LayerCase> layer_cases() {
       add([](LayerCase& c) { c.lengths = {2, 4, 0, 1, 3}, c.drafts = true; });
       add([](LayerCase& c) { c.state = GD_BF16, c.conv_state = GD_F32, c.y = GD_F32, c.Hv = 6, c.W = 3; });
       add([](LayerCase& c) { c.W = 2, c.T = 5; });
+      add([](LayerCase& c) { c.tiled = true, c.Hv = 6; });
     }
   }
   return cases;

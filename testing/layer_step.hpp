@@ -24,6 +24,7 @@ struct LayerCase {
   bool moves = false;         // final_indices name other slots
   bool drafts = false;        // rows of slots, lengths accepted of the windows before, states of all tokens
   bool null_slot = false;     // slot 0 is nobody
+  bool tiled = false;         // key heads are
   bool i64 = false, bias = true, transformers = false;  // the last: the norm rounds before its gate
   uint64_t seed = 1;
 

@@ -102,11 +102,13 @@ class Stream {
       : in_(in),
         span_(span),
         head_(head),
-        key_head_(head / (in.v.shape[2] / in.q.shape[2])),
+        key_head_(in.key_head_order == GD_KEY_HEADS_TILED ? head % in.q.shape[2]
+                                                          : head / (in.v.shape[2] / in.q.shape[2])),
         K(in.q.shape[3]),
         V(in.v.shape[3]),
         scale(in.has_scale ? in.scale : 1 / std::sqrt(static_cast<double>(K))) {}
 
+  int64_t key_head() const { return key_head_; }
   double raw_gate(int64_t t) const { return at(in_.g, span_.batch, span_.begin + t, head_); }
   double raw_beta(int64_t t) const { return at(in_.beta, span_.batch, span_.begin + t, head_); }
   double gate_input(int64_t t) const { return raw_gate(t) + head_value(in_.dt_bias, head_); }
@@ -211,6 +213,15 @@ struct StateShape {
   }
 };
 
+// The value heads that use a key head.
+std::vector<int64_t> heads_of(const gd_inputs& in, int64_t key_head) {
+  const int64_t Hk = in.q.shape[2], group = in.v.shape[2] / Hk;
+  std::vector<int64_t> heads;
+  for (int64_t i = 0; i < group; ++i)
+    heads.push_back(in.key_head_order == GD_KEY_HEADS_TILED ? i * Hk + key_head : key_head * group + i);
+  return heads;
+}
+
 // Runs work(n, key head) for every sequence and selected key head.
 template <class Work>
 void for_each_group(const gd_inputs& in, int64_t sequences, const ReferenceOptions& options, Work&& work) {
@@ -231,7 +242,7 @@ ForwardTruth reference_forward(const gd_forward_args& args, const ReferenceOptio
   const gd_inputs& in = args.in;
   const auto spans = sequence_spans(in);
   const StateShape shape(in);
-  const int64_t T = in.q.shape[1], H = shape.heads, V = shape.V, matrix = shape.K * V, group = H / in.q.shape[2];
+  const int64_t T = in.q.shape[1], H = shape.heads, V = shape.V, matrix = shape.K * V;
   const bool at_offsets = is_given(args.checkpoint_offsets), keep = is_given(args.checkpoints) && !at_offsets;
 
   std::vector<int64_t> first_checkpoint(spans.size() + 1, 0);
@@ -249,7 +260,7 @@ ForwardTruth reference_forward(const gd_forward_args& args, const ReferenceOptio
     if (is_padding(args, n)) return;
     const Span span = spans[n];
     Token x;
-    for (int64_t h = key_head * group; h < (key_head + 1) * group; ++h) {
+    for (const int64_t h : heads_of(in, key_head)) {
       Stream stream(in, span, h);
       Vector S = shape.take(in.initial_state, read_slot(in, n), h);
       for (int64_t t = 0; t < span.length; ++t) {
@@ -270,7 +281,7 @@ RecurrentTruth reference_recurrent(const gd_recurrent_args& args, const Referenc
   const gd_inputs& in = args.in;
   const auto spans = sequence_spans(in);
   const StateShape shape(in);
-  const int64_t T = in.q.shape[1], H = shape.heads, V = shape.V, matrix = shape.K * V, group = H / in.q.shape[2];
+  const int64_t T = in.q.shape[1], H = shape.heads, V = shape.V, matrix = shape.K * V;
   const bool steps = args.step_states.dtype != GD_DTYPE_NONE;
 
   RecurrentTruth truth;
@@ -283,7 +294,7 @@ RecurrentTruth reference_recurrent(const gd_recurrent_args& args, const Referenc
     const Span span = spans[n];
     const int64_t accept = args.accept_lengths.dtype == GD_DTYPE_NONE ? span.length : index_at(args.accept_lengths, n);
     Token x;
-    for (int64_t h = key_head * group; h < (key_head + 1) * group; ++h) {
+    for (const int64_t h : heads_of(in, key_head)) {
       Stream stream(in, span, h);
       Vector S = shape.take(in.initial_state, read_slot(args, n), h);
       if (accept == 0) shape.put(S, truth.final_state, n, h);
@@ -341,7 +352,7 @@ struct Adjoint {
              const Vector& after, Vector& dS, double& dA_log, double& d_dt_bias) {
     Token x;
     stream.read(t, x);
-    const int64_t position = span.batch * T + span.begin + t, key_head = head / (Hv / Hk);
+    const int64_t position = span.batch * T + span.begin + t, key_head = stream.key_head();
     Vector d_out(V), dS_k(V, 0), dq(K), dk(K);
     const int64_t d_o_row = span.batch * d_o.stride[0] + (span.begin + t) * d_o.stride[1] + head * d_o.stride[2];
     for (int64_t j = 0; j < V; ++j) {
@@ -421,7 +432,7 @@ BackwardTruth reference_backward(const gd_backward_args& args, const ReferenceOp
   Vector dA_log(count * H, 0), d_dt_bias(count * H, 0);  // per sequence, summed in a fixed order below
 
   for_each_group(in, count, options, [&](int64_t n, int64_t key_head) {
-    for (int64_t h = key_head * (H / Hk); h < (key_head + 1) * (H / Hk); ++h) {
+    for (const int64_t h : heads_of(in, key_head)) {
       Adjoint adjoint{in, args.d_o, truth, T, Hk, H, K, V};
       Vector dS = shape.take(args.d_final_state, n, h);
       adjoint.run(spans[n], h, shape.take(in.initial_state, read_slot(in, n), h), dS, dA_log[n * H + h],

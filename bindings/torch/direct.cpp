@@ -23,6 +23,7 @@ struct Helpers {
   PyObject *forward_ad, *current_level;  // a module's dict, and the key of the depth there
   PyObject* dispatch_modes;              // functions: how many are active, is one active, which one is
   PyObject *function_modes, *transforms, *profiler, *tracer;
+  PyObject *grouped, *tiled;  // strings, which Python keeps once
 };
 Helpers helpers;
 const DLPackExchangeAPI* dlpack = nullptr;
@@ -76,7 +77,7 @@ struct Given {
   PyObject *q, *k, *v, *g, *gk, *gv, *beta, *scale, *initial_state, *output_final_state, *l2norm, *raw_gate, *A_log,
       *dt_bias, *beta_sigmoid, *neg_eigval, *state_v_first, *cu_seqlens, *transpose_state_layout, *output_o, *out,
       *initial_indices, *final_state, *final_indices, *accept_lengths, *step_states, *step_indices,
-      *previous_accept_lengths, *null_index, *batch_invariant;
+      *previous_accept_lengths, *null_index, *batch_invariant, *key_head_order;
 };
 
 // Python's error is set.
@@ -105,6 +106,7 @@ class Step {
     for (PyObject* flag : {from_.output_final_state, from_.l2norm, from_.raw_gate, from_.beta_sigmoid, from_.neg_eigval,
                            from_.state_v_first, from_.output_o, from_.batch_invariant})
       if (flag != helpers.yes && flag != helpers.no) return false;
+    if (from_.key_head_order != helpers.grouped && from_.key_head_order != helpers.tiled) return false;
     if (!absent(from_.gk) || !absent(from_.gv) || !absent(from_.transpose_state_layout)) return false;
     if (given(from_.neg_eigval) && !given(from_.beta_sigmoid)) return false;
     if (!given(from_.output_o) && !absent(from_.out)) return false;
@@ -116,6 +118,7 @@ class Step {
                                                : GD_BETA_VALUE;
     in.state_layout = given(from_.state_v_first) ? GD_STATE_VK : GD_STATE_KV;
     in.l2norm = given(from_.l2norm);
+    in.key_head_order = from_.key_head_order == helpers.tiled ? GD_KEY_HEADS_TILED : GD_KEY_HEADS_GROUPED;
     if (!Object(PyObject_Type(from_.null_index)).is(helpers.int_type)) return false;
     const int64_t null_index = PyLong_AsLong(from_.null_index);
     if (null_index < -1 || null_index >= kMaxSlots || PyErr_Occurred()) return false;

@@ -37,6 +37,7 @@ gd_inputs Inputs::describe(const Device& device, int64_t also, const Tensor* in_
   in.beta_kind = has(kBetaLogitDoubled) ? GD_BETA_LOGIT_DOUBLED : has(kBetaLogit) ? GD_BETA_LOGIT : GD_BETA_VALUE;
   in.state_layout = has(kStateVFirst) ? GD_STATE_VK : GD_STATE_KV;
   in.l2norm = has(kL2norm);
+  in.key_head_order = has(kTiledKeyHeads) ? GD_KEY_HEADS_TILED : GD_KEY_HEADS_GROUPED;
   in.has_scale = scale.has_value();
   in.scale = static_cast<float>(scale.value_or(0));
   in.first_slot = first_slot;

@@ -23,9 +23,10 @@ enum Option : int64_t {
   kUncut = 1 << 6,       // GD_CP_OFF
   kBatchInvariant = 1 << 7,
   kSmallWorkspace = 1 << 8,  // of a backward
+  kTiledKeyHeads = 1 << 13,  // those between are LayerOption's
 };
 constexpr int kFirstSlotShift = 16;  // from this bit on: gd_inputs.first_slot
-constexpr int64_t kInputOptions = kFinalState - 1;
+constexpr int64_t kInputOptions = (kFinalState - 1) | kTiledKeyHeads;
 constexpr int64_t kSchedule = kUncut | kBatchInvariant;
 
 struct Inputs {

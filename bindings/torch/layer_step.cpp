@@ -20,7 +20,7 @@ enum LayerOption : int64_t {
   kStepsInState = 1 << 12,  // the states after each token go to slots of `state`; there is no final state
 };
 constexpr int64_t kTaken = kBetaLogit | kBetaLogitDoubled | kStateVFirst | kL2norm | kConvSilu | kNormSigmoid |
-                           kNormRoundBeforeGate | kStepsInState;
+                           kNormRoundBeforeGate | kStepsInState | kTiledKeyHeads;
 
 // Without step states, `state` gets the final ones.
 constexpr char kLayerStep[] =
@@ -71,6 +71,7 @@ void layer_step(StableIValue* stack, uint64_t, uint64_t) {
   rule.in.beta_kind = has(kBetaLogitDoubled) ? GD_BETA_LOGIT_DOUBLED : GD_BETA_LOGIT;
   rule.in.state_layout = has(kStateVFirst) ? GD_STATE_VK : GD_STATE_KV;
   rule.in.l2norm = has(kL2norm);
+  rule.in.key_head_order = has(kTiledKeyHeads) ? GD_KEY_HEADS_TILED : GD_KEY_HEADS_GROUPED;
   rule.in.has_scale = scale.has_value();
   rule.in.scale = static_cast<float>(scale.value_or(0));
   rule.in.first_slot = options >> kFirstSlotShift;

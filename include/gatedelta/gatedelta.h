@@ -86,6 +86,12 @@ typedef enum gd_beta {
 /* Inner order of every state matrix of a call. With K = V no check can tell the two apart. */
 typedef enum gd_state_layout { GD_STATE_KV = 0, GD_STATE_VK = 1 } gd_state_layout;
 
+/* Which key head a value head uses, of Hk and Hv heads. With Hk = 1 or Hv = Hk the two are the same. */
+typedef enum gd_key_head_order {
+  GD_KEY_HEADS_GROUPED = 0, /* value head h uses key head h / (Hv/Hk): the value heads of a key head are neighbours */
+  GD_KEY_HEADS_TILED = 1    /* value head h uses key head h % Hk, as in ggml */
+} gd_key_head_order;
+
 /* Cutting one sequence into segments that run in parallel on one GPU. */
 typedef enum gd_context_parallel { GD_CP_AUTO = 0, GD_CP_OFF = 1 } gd_context_parallel;
 
@@ -121,7 +127,7 @@ typedef struct gd_exec {
 /* The layer's inputs, common to all operations. N = number of sequences: B, or cu_seqlens' length - 1. */
 typedef struct gd_inputs {
   gd_tensor q, k;          /* [B, T, Hk, K]  bf16, fp16 or fp32; last stride 1 */
-  gd_tensor v;             /* [B, T, Hv, V]  dtype of q; Hv a multiple of Hk, value head h uses key head h / (Hv/Hk) */
+  gd_tensor v;             /* [B, T, Hv, V]  dtype of q; Hv a multiple of Hk, see key_head_order */
   gd_tensor g;             /* [B, T, Hv]     fp32, bf16 or fp16; see gate */
   gd_tensor beta;          /* [B, T, Hv]     fp32, bf16 or fp16; see beta_kind */
   gd_tensor A_log;         /* [Hv]           GD_GATE_RAW only */
@@ -136,9 +142,11 @@ typedef struct gd_inputs {
   int32_t l2norm;            /* nonzero: q and k are divided by sqrt(sum of squares + 1e-6) first */
   int32_t has_scale;         /* nonzero: `scale` is used as given, also 0; otherwise K^-1/2 */
   float scale;
-  int64_t first_slot; /* slots below it are nobody, in every index tensor of the call: they are neither read nor
-                         written. 0: the negative ones; 1 where a pool's block 0 is nobody. Only with indices */
-  uint64_t reserved[3];
+  int64_t first_slot;     /* slots below it are nobody, in every index tensor of the call: they are neither read nor
+                             written. 0: the negative ones; 1 where a pool's block 0 is nobody. Only with indices */
+  int32_t key_head_order; /* gd_key_head_order. On CUDA gd_forward and gd_backward take only grouped ones */
+  int32_t reserved_flags;
+  uint64_t reserved[2];
 } gd_inputs;
 
 /* Chunked forward. */

@@ -23,6 +23,7 @@ CPU, CUDA = 0, 1
 GATE_LOG, GATE_RAW = 0, 1
 BETA_VALUE, BETA_LOGIT, BETA_LOGIT_DOUBLED = 0, 1, 2
 STATE_KV, STATE_VK = 0, 1
+KEY_HEAD_ORDERS = {"grouped": 0, "tiled": 1}
 NORM_SILU, NORM_SIGMOID = 0, 1
 CONV1D_LINEAR, CONV1D_SILU = 0, 1
 CP_AUTO, CP_OFF = 0, 1
@@ -115,7 +116,9 @@ class Inputs(ctypes.Structure):
         ("has_scale", c_int32),
         ("scale", c_float),
         ("first_slot", c_int64),
-        ("reserved", c_uint64 * 3),
+        ("key_head_order", c_int32),
+        ("reserved_flags", c_int32),
+        ("reserved", c_uint64 * 2),
     ]
 
 
@@ -372,6 +375,12 @@ def check_null_index(null_index: int, *indices: Any) -> None:
         raise ValueError(f"null_index is {null_index}, must be from -1 to {MAX_SLOTS - 1}")
     if null_index != -1 and all(array is None for array in indices):
         raise ValueError(f"null_index is {null_index}, but the call has no indices")
+
+
+def key_head_order(name: str) -> int:
+    if name not in KEY_HEAD_ORDERS:
+        raise ValueError(f"key_head_order is {name!r}, must be 'grouped' or 'tiled'")
+    return KEY_HEAD_ORDERS[name]
 
 
 def check(status: int) -> None:

@@ -40,6 +40,7 @@ def layer_step(
     norm_activation: str = "silu",
     norm_eps: float = 1e-6,
     round_before_gate: bool = False,
+    key_head_order: str = "grouped",
     out: np.ndarray | None = None,
     num_threads: int | None = None,
 ) -> np.ndarray:
@@ -77,6 +78,7 @@ def layer_step(
     rule.inputs.beta_kind = _lib.BETA_LOGIT_DOUBLED if allow_neg_eigval else _lib.BETA_LOGIT
     rule.inputs.state_layout = _lib.STATE_VK if state_v_first else _lib.STATE_KV
     rule.inputs.l2norm = use_qk_l2norm_in_kernel
+    rule.inputs.key_head_order = _lib.key_head_order(key_head_order)
     rule.inputs.has_scale = scale is not None
     rule.inputs.scale = 0.0 if scale is None else scale
     arrays._set_null_index(rule, null_index, state_indices, final_state_indices, step_indices)

@@ -55,6 +55,7 @@ class Layer(TypedDict, total=False):
     allow_neg_eigval: bool  # False
     state_v_first: bool  # False
     cu_seqlens: np.ndarray | None  # None
+    key_head_order: str  # "grouped"
 
 
 class Forward(NamedTuple):
@@ -241,6 +242,7 @@ def _set_inputs(
     allow_neg_eigval=False,
     state_v_first=False,
     cu_seqlens=None,
+    key_head_order="grouped",
 ) -> None:
     """The defaults here are those of ``Layer``."""
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
@@ -267,6 +269,7 @@ def _set_inputs(
     inputs.beta_kind = use_beta_sigmoid_in_kernel + allow_neg_eigval
     inputs.state_layout = _lib.STATE_VK if state_v_first else _lib.STATE_KV
     inputs.l2norm = use_qk_l2norm_in_kernel
+    inputs.key_head_order = _lib.key_head_order(key_head_order)
     inputs.has_scale = scale is not None
     inputs.scale = 0.0 if scale is None else scale
 

@@ -20,6 +20,7 @@ struct SavedBuffer {
 
 struct Layer {
   int64_t key_heads = 0, value_heads = 0, group = 0;  // group = value_heads / key_heads
+  bool tiled = false;                                 // key heads are tiled, and that is not the same as grouped
   int key_dim = 0, value_dim = 0;                     // K, V
   Sequences sequences;
   TokenRows q, k, v, g, beta;
@@ -31,6 +32,10 @@ struct Layer {
   gd_state_layout layout = GD_STATE_KV;
   bool l2norm = false;
   float scale = 0;
+
+  GD_ALWAYS_INLINE int64_t key_head(int64_t head) const { return tiled ? head % key_heads : head / group; }
+  // Value heads in the order of their key heads: those of a group follow one another.
+  GD_ALWAYS_INLINE int64_t value_head(int64_t i) const { return tiled ? i % group * key_heads + i / group : i; }
 };
 
 // What the forward and the recurrent step have in common.

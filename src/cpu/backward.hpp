@@ -122,14 +122,14 @@ class Backward {
 
   // One item does all value heads of a key head.
   void run_group(const Lane& w, int64_t n, int64_t key_head) {
-    const int64_t first = key_head * in_.group;
+    const auto head = [&](int64_t h) { return in_.value_head(key_head * in_.group + h); };
     const auto G = [&](int64_t h) { return w.G + h * dims_.state_size(); };
-    for (int64_t h = 0; h < in_.group; ++h) begin_head(G(h), n, first + h);
+    for (int64_t h = 0; h < in_.group; ++h) begin_head(G(h), n, head(h));
     for (int64_t replay = replays_of(n) - 1; replay >= 0; --replay) {
-      for (int64_t h = 0; h < in_.group; ++h) run_replay(w, n, replay, first + h, G(h), w.dq, w.dk, h == 0);
+      for (int64_t h = 0; h < in_.group; ++h) run_replay(w, n, replay, head(h), G(h), w.dq, w.dk, h == 0);
       store_key_gradients(w, n, replay, key_head, w.dq, w.dk);
     }
-    for (int64_t h = 0; h < in_.group; ++h) end_head(G(h), n, first + h);
+    for (int64_t h = 0; h < in_.group; ++h) end_head(G(h), n, head(h));
   }
 
   // Each item is one value head of one replay. Once all heads of a replay are done, their dq and dk are summed, in the
@@ -139,7 +139,8 @@ class Backward {
     for (int64_t n = 0; n < in_.sequences.count; ++n) steps = std::max(steps, replays_of(n));
     for (int64_t step = 0; step < steps; ++step) {
       for_each_item<typename E::Session>(context_, in_.sequences.count * in_.value_heads, [&](int index, int64_t item) {
-        const int64_t n = item / in_.value_heads, head = item % in_.value_heads, replay = replays_of(n) - 1 - step;
+        const int64_t n = item / in_.value_heads, head = in_.value_head(item % in_.value_heads),
+                      replay = replays_of(n) - 1 - step;
         float* G = shared_->G + item * dims_.state_size();
         if (step == 0) begin_head(G, n, head);
         if (replay >= 0)
@@ -207,7 +208,7 @@ class Backward {
     for (int c = 0; c < count; ++c) {
       const ChunkSpan span = chunk_span(sequence, begin + c);
       std::memcpy(w.replay_states + c * dims_.state_size(), w.state, sizeof(float) * dims_.state_size());
-      prepare_key<E>(w.key, w.key_scratch, dims_, in_, span, head / in_.group, false, false);
+      prepare_key<E>(w.key, w.key_scratch, dims_, in_, span, in_.key_head(head), false, false);
       prepare_gates(*w.value_scratch.gates, in_, span, head);
       invert_unit_lower(w.value_scratch.T, w.key_scratch.KK, w.value_scratch.gates->beta);
       std::memcpy(w.replay_T + c * C * C, w.value_scratch.T, sizeof(float) * C * C);
@@ -229,7 +230,7 @@ class Backward {
   // the gradients read beside them.
   void prefetch_panel_share(const ChunkSpan& next, bool replays, int64_t head, int p) const {
     const int begin = next.rows * p / dims_.value_panels(), end = next.rows * (p + 1) / dims_.value_panels();
-    prefetch_rows(replays ? in_.k : in_.q, next, begin, end, head / in_.group, 0, dims_.K);
+    prefetch_rows(replays ? in_.k : in_.q, next, begin, end, in_.key_head(head), 0, dims_.K);
     prefetch_rows(replays ? in_.v : problem_.d_o, next, begin, end, head, 0, dims_.V);
   }
 

@@ -41,7 +41,7 @@ class ChunkGradients {
     for (int p = 0; p < dims_.value_panels(); ++p) {
       const int begin = next.rows * p / dims_.value_panels(), end = next.rows * (p + 1) / dims_.value_panels();
       for (const TokenRows* rows : {&in_.q, &in_.k})
-        prefetch_rows(*rows, next, begin, end, head / in_.group, 0, dims_.K);
+        prefetch_rows(*rows, next, begin, end, in_.key_head(head), 0, dims_.K);
       prefetch_rows(problem_.d_o, next, begin, end, head, 0, dims_.V);
       if (problem_.dv) prefetch_rows<true>(problem_.dv, span, 0, span.rows, head, p * kPanel, kPanel);
       value_panel(w, span, c, head, p, state_panel(G, dims_, p), sums);
@@ -130,7 +130,7 @@ class ChunkGradients {
     const float s = in_.scale;
     const int Kp = dims_.Kp;
 
-    prepare_key<E>(w.key, key, dims_, in_, span, head / in_.group, true, true);
+    prepare_key<E>(w.key, key, dims_, in_, span, in_.key_head(head), true, true);
     store_key_transposed<E>(w.Qta, w.key.Qa, key.Q, w.Qt, dims_);
     if constexpr (!E::kTwinForms)
       for (int kp = 0; kp < dims_.key_panels(); ++kp) {

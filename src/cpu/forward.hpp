@@ -275,23 +275,25 @@ class Forward {
       return HeadState<E>(carve, dims_);
     };
     for (int h = 0; h < heads; ++h)
-      for (int p = 0; p < dims_.value_panels(); ++p) begin_panel(state(h).panel(dims_, p), n, first + h, p);
+      for (int p = 0; p < dims_.value_panels(); ++p)
+        begin_panel(state(h).panel(dims_, p), n, in_.value_head(first + h), p);
     for (int64_t chunk = 0; chunk < chunks_of(sequence.length); ++chunk) {
       const ChunkSpan span = chunk_span(sequence, chunk);
       for (int h = 0; h < heads; ++h) {
+        const int64_t head = in_.value_head(first + h);
         if (h == 0 || (first + h) % in_.group == 0)
-          prepare_key<E>(lane.key, lane.key_scratch, dims_, in_, span, (first + h) / in_.group, bool(problem_.o),
-                         false);
-        prepare_value<E>(lane.value, lane.value_scratch, lane.key_scratch, in_, span, first + h, bool(problem_.o));
+          prepare_key<E>(lane.key, lane.key_scratch, dims_, in_, span, in_.key_head(head), bool(problem_.o), false);
+        prepare_value<E>(lane.value, lane.value_scratch, lane.key_scratch, in_, span, head, bool(problem_.o));
         const HeadState<E> head_state = state(h);
         for (int p = 0; p < dims_.value_panels(); ++p) {
           prefetch_next(sequence, chunk, first, h, p);
-          advance_panel(head_state.panel(dims_, p), lane.panel, lane.key, lane.value, n, sequence, chunk, first + h, p);
+          advance_panel(head_state.panel(dims_, p), lane.panel, lane.key, lane.value, n, sequence, chunk, head, p);
         }
       }
     }
     for (int h = 0; h < heads; ++h)
-      for (int p = 0; p < dims_.value_panels(); ++p) end_panel(state(h).panel(dims_, p), n, first + h, p);
+      for (int p = 0; p < dims_.value_panels(); ++p)
+        end_panel(state(h).panel(dims_, p), n, in_.value_head(first + h), p);
   }
 
   // Prefetches what a panel and the next one will touch, and a share of k and q of the next head.
@@ -299,12 +301,13 @@ class Forward {
     const int panels = dims_.value_panels();
     const ChunkSpan span = chunk_span(sequence, chunk);
     const bool last_panel = p + 1 == panels, last_head = h + 1 == plan_.heads_per_item;
-    if (!last_panel) prefetch_panel(span, first + h, p, span, first + h, p + 1);
+    const int64_t head = in_.value_head(first + h);
+    if (!last_panel) prefetch_panel(span, head, p, span, head, p + 1);
     if (last_head && chunk + 1 == chunks_of(sequence.length)) return;
     const ChunkSpan next = last_head ? chunk_span(sequence, chunk + 1) : span;
-    const int64_t next_head = last_head ? first : first + h + 1, key_head = next_head / in_.group;
-    if (last_panel) prefetch_panel(span, first + h, p, next, next_head, 0);
-    if (key_head == (first + h) / in_.group && !last_head) return;
+    const int64_t next_head = in_.value_head(last_head ? first : first + h + 1), key_head = in_.key_head(next_head);
+    if (last_panel) prefetch_panel(span, head, p, next, next_head, 0);
+    if (key_head == in_.key_head(head) && !last_head) return;
     const int begin = next.rows * p / panels, end = next.rows * (p + 1) / panels;
     prefetch_rows(in_.k, next, begin, end, key_head, 0, dims_.K);
     if (problem_.o) prefetch_rows(in_.q, next, begin, end, key_head, 0, dims_.K);
@@ -359,9 +362,11 @@ class Forward {
             const ChunkSpan span = chunk_span(sequence, chunk);
             prepare_key<E>(key_operands(n, key_head, c), lane.key_scratch, dims_, in_, span, key_head, bool(problem_.o),
                            false);
-            for (int64_t h = key_head * in_.group; h < (key_head + 1) * in_.group; ++h)
-              prepare_value<E>(value_operands(n, h, c), lane.value_scratch, lane.key_scratch, in_, span, h,
+            for (int64_t h = 0; h < in_.group; ++h) {
+              const int64_t head = in_.value_head(key_head * in_.group + h);
+              prepare_value<E>(value_operands(n, head, c), lane.value_scratch, lane.key_scratch, in_, span, head,
                                bool(problem_.o));
+            }
           });
       for_each_item<typename E::Session>(context_, count * in_.value_heads * panels, [&](int lane_index, int64_t item) {
         const int p = static_cast<int>(item % panels);
@@ -373,7 +378,7 @@ class Forward {
         if (begin == 0) begin_panel(state, n, head, p);
         const int64_t chunks = chunks_of(sequence.length);
         for (int64_t c = 0; c < block_chunks && begin + c < chunks; ++c) {
-          const KeyOperands<E> key = key_operands(n, head / in_.group, c);
+          const KeyOperands<E> key = key_operands(n, in_.key_head(head), c);
           const int64_t chunk = begin + c, next = std::min(chunk + 1, chunks - 1);
           prefetch_panel(chunk_span(sequence, chunk), head, p, chunk_span(sequence, next), head, p);
           advance_panel(state, lane.panel, key, value_operands(n, head, c), n, sequence, chunk, head, p);

@@ -183,7 +183,7 @@ class Recurrent {
   }
 
   void load_token(const Lane& w, int t, int64_t batch, int64_t token, int64_t head) const {
-    const int64_t key_head = head / in_.group;
+    const int64_t key_head = in_.key_head(head);
     float *k = w.k + t * K_, *q = w.q + t * K_;
     load_row(k, in_.k.data, in_.k.dtype, in_.k.offset(batch, token, key_head), K_);
     load_row(q, in_.q.data, in_.q.dtype, in_.q.offset(batch, token, key_head), K_);

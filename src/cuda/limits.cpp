@@ -22,6 +22,11 @@ Outcome check_layer(const Layer& in) {
     if (size != kHeadDim) return refusal(GD_UNSUPPORTED, "%s is %d, must be %d on CUDA", name, size, kHeadDim);
   if (in.q.dtype != GD_BF16 && in.q.dtype != GD_F16)
     return refusal(GD_UNSUPPORTED, "q, k and v are %s, must be bfloat16 or float16 on CUDA", dtype_name(in.q.dtype));
+  if (in.tiled)
+    return refusal(GD_UNSUPPORTED,
+                   "key_head_order is tiled with Hk = %" PRId64 " and Hv = %" PRId64
+                   ", must be grouped on CUDA but in recurrent steps: reorder the value heads",
+                   in.key_heads, in.value_heads);
   if (in.group > kMaxGroup)
     return refusal(GD_UNSUPPORTED, "Hv / Hk is %" PRId64 ", must be at most %" PRId64 " on CUDA", in.group, kMaxGroup);
 

@@ -329,6 +329,7 @@ class Caller {
     if (in.gate == GD_GATE_RAW && bytes_.sometimes()) in.dt_bias = tensor({Hv_}, float_of(), Kind::input);
     in.beta_kind = bytes_.pick({0, 1, 2, 0});
     in.l2norm = bytes_.next() & 1;
+    if (bytes_.sometimes()) in.key_head_order = bytes_.pick<int32_t>({1, 1, 1, 2});
     in.has_scale = bytes_.next() & 1;
     in.scale = in.has_scale || bytes_.rarely() ? 0.25f : 0.0f;
     if (packed) in.cu_seqlens = offsets();
@@ -339,7 +340,7 @@ class Caller {
       if (pool && bytes_.sometimes()) in.first_slot = bytes_.pick<int64_t>({1, 2, 100, -1});
     }
     if (bytes_.rarely()) in.first_slot = bytes_.next() - 1;
-    if (bytes_.rarely()) in.reserved[bytes_.next() % 3] = 1;
+    if (bytes_.rarely()) in.reserved[bytes_.next() % 2] = 1;
     execution(args);
   }
 

@@ -26,7 +26,7 @@ def test_option_bits_are_those_of_the_binding():
     header = (ROOT / "bindings" / "torch" / "inputs.hpp").read_text()
     theirs = {name.lower(): 1 << int(bit) for name, bit in re.findall(r"\bk(\w+) = 1 << (\d+)", header)}
     names = "GATE_RAW BETA_LOGIT BETA_LOGIT_DOUBLED STATE_V_FIRST L2NORM FINAL_STATE UNCUT BATCH_INVARIANT "
-    names = (names + "SMALL_WORKSPACE").split()
+    names = (names + "SMALL_WORKSPACE TILED_KEY_HEADS").split()
     assert theirs == {name.replace("_", "").lower(): getattr(_ops, name) for name in names}
 
 

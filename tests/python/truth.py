@@ -213,6 +213,7 @@ class Case:
             "allow_neg_eigval": inputs.beta_kind == _lib.BETA_LOGIT_DOUBLED,
             "state_v_first": inputs.state_layout == _lib.STATE_VK,
             "cu_seqlens": self.cu_seqlens,
+            "key_head_order": list(_lib.KEY_HEAD_ORDERS)[inputs.key_head_order],
         }
 
     @property

@@ -73,6 +73,7 @@ def pack_options(
     l2norm: bool = False,
     auto_cp: bool = True,
     batch_invariant: bool = False,
+    key_head_order: str = "grouped",
 ) -> int:
     """The operators' options, except FINAL_STATE and SMALL_WORKSPACE."""
     options = 0
@@ -94,6 +95,8 @@ def pack_options(
         options |= _ops.UNCUT
     if batch_invariant:
         options |= _ops.BATCH_INVARIANT
+    if key_head_order != "grouped" and _lib.key_head_order(key_head_order):
+        options |= _ops.TILED_KEY_HEADS
     return options
 
 

@@ -22,6 +22,7 @@ def _load():
             c._len_torch_dispatch_stack,
             c._is_torch_function_mode_enabled, c._are_functorch_transforms_active, c._autograd._profiler_enabled,
             c._get_tracing_state,
+            "grouped", "tiled",
         )  # fmt: skip
     except AttributeError:  # names of torch's own, which it may change
         return None

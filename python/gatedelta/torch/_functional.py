@@ -58,6 +58,7 @@ def chunk_gated_delta_rule(
     checkpoint_every: int = 0,
     checkpoint_offsets: Tensor | None = None,
     null_index: int = -1,
+    key_head_order: str = "grouped",
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule over whole sequences, for training and prefill. Returns (o, final_state or None).
 
@@ -103,6 +104,8 @@ def chunk_gated_delta_rule(
             its tokens (a multiple of 64; 0 or less: none). checkpoints is then ``[N, Hv, ...]``, or a pool with slots
             ``[N]``.
         null_index: indices up to this one mean nobody, as negative ones do: engines whose block 0 is nobody's pass 0.
+        key_head_order: "grouped", value head h uses key head ``h // (Hv // Hk)``, or "tiled", ``h % Hk`` as in ggml
+            (not on CUDA, where only recurrent steps take it).
         Index tensors may have any strides: a column of a block table is taken as it is.
         Buffers that are written to have no gradient: with them, no other argument may require one, and neither may
         they.
@@ -125,7 +128,7 @@ def chunk_gated_delta_rule(
         state_v_first = _arguments.state_layout(state_v_first, transpose_state_layout)
     options = _arguments.pack_options(
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, use_qk_l2norm_in_kernel,
-        auto_cp, batch_invariant,
+        auto_cp, batch_invariant, key_head_order,
     )  # fmt: skip
     if null_index != -1:
         options |= _arguments.first_slot_option(
@@ -207,6 +210,7 @@ def fused_recurrent_gated_delta_rule(
     previous_accept_lengths: Tensor | None = None,
     null_index: int = -1,
     batch_invariant: bool = False,
+    key_head_order: str = "grouped",
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gated delta rule token by token, for decode (T = 1) and draft verification. Returns (o, final_state or None).
 
@@ -227,7 +231,7 @@ def fused_recurrent_gated_delta_rule(
         previous_accept_lengths ``[N]``: initial_state_indices is ``[N, S]``, and a sequence starts from the slot in
             column ``previous_accept_lengths - 1`` (the nearest one there is): that of the last token it kept of its
             last draft, whose states went to these slots. Such a call has no gradient.
-        null_index: as in ``chunk_gated_delta_rule``.
+        null_index, key_head_order: as in ``chunk_gated_delta_rule``; on CUDA gradients need grouped heads.
         batch_invariant: a sequence's bits depend neither on its neighbours nor, with fp32 states, on how its tokens are
             spread over calls: verification has the bits of plain decode (always so on the CPU; slower on CUDA).
         output_o: False computes and returns no o: only the states move (commit of accepted tokens).
@@ -240,6 +244,7 @@ def fused_recurrent_gated_delta_rule(
             use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
             transpose_state_layout, output_o, out, initial_state_indices, final_state, final_state_indices,
             accept_lengths, step_states, step_indices, previous_accept_lengths, null_index, batch_invariant,
+            key_head_order,
         )  # fmt: skip
         if results is not None:
             return results
@@ -255,7 +260,7 @@ def fused_recurrent_gated_delta_rule(
         state_v_first = _arguments.state_layout(state_v_first, transpose_state_layout)
     options = _arguments.pack_options(
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, use_qk_l2norm_in_kernel,
-        batch_invariant=batch_invariant,
+        batch_invariant=batch_invariant, key_head_order=key_head_order,
     )  # fmt: skip
     if null_index != -1:
         options |= _arguments.first_slot_option(null_index, initial_state_indices, final_state_indices, step_indices)

@@ -52,6 +52,7 @@ def gated_delta_layer_step(
     norm_activation: str = "silu",
     norm_eps: float = 1e-6,
     round_before_gate: bool = False,
+    key_head_order: str = "grouped",
     out: Tensor | None = None,
 ) -> Tensor:
     """What lies between a layer's two projections in decode and draft verification. Returns out ``[B, T, Hv, V]``.
@@ -77,6 +78,7 @@ def gated_delta_layer_step(
     previous_accept_lengths ``[N]``, with state_indices ``[N, S]``: how many tokens of its last draft a sequence has
         kept. Its state is in column ``previous_accept_lengths - 1``. Its conv state is in the slot of column 0, and
         holds, from the left, the W - 2 inputs before the draft and then the draft's.
+    key_head_order: as in ``chunk_gated_delta_rule``.
     out: buffer for the result; otherwise it has mixed_qkv's dtype.
     There is no gradient: no argument may require one.
     """
@@ -84,7 +86,9 @@ def gated_delta_layer_step(
         _TENSORS, mixed_qkv, z, a, b, conv_weight, conv_bias, conv_state, A_log, dt_bias, state, norm_weight,
         state_indices, final_state_indices, cu_seqlens, previous_accept_lengths, step_states, step_indices, out,
     )  # fmt: skip
-    options = _arguments.pack_options(False, True, allow_neg_eigval, state_v_first, use_qk_l2norm_in_kernel)
+    options = _arguments.pack_options(
+        False, True, allow_neg_eigval, state_v_first, use_qk_l2norm_in_kernel, key_head_order=key_head_order
+    )
     if conv_activation is not None:
         if conv_activation not in ("silu", "swish"):
             raise ValueError(f"conv_activation is {conv_activation!r}, must be 'silu', 'swish' or None")

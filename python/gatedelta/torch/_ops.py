@@ -34,6 +34,7 @@ FINAL_STATE = 1 << 5  # the operator returns it
 UNCUT = 1 << 6  # auto_cp=False
 BATCH_INVARIANT = 1 << 7
 SMALL_WORKSPACE = 1 << 8  # of a backward
+TILED_KEY_HEADS = 1 << 13  # those between are other operators'
 FIRST_SLOT_SHIFT = 16  # from this bit on: gd_inputs.first_slot
 
 _DTYPES = {

@@ -21,13 +21,14 @@ gd_status check_head_dim(const char* name, int64_t size) {
 }  // namespace
 
 gd_status validate_layer(Checker& check, const gd_inputs& in, Layer& layer, bool picked) {
-  GD_TRY(check_reserved("in", in.reserved));
+  GD_TRY(check_reserved("in", in.reserved, in.reserved_flags));
   GD_TRY(check_enum("gate", in.gate, GD_GATE_RAW));
   GD_TRY(check_enum("beta_kind", in.beta_kind, GD_BETA_LOGIT_DOUBLED));
   GD_TRY(check_enum("state_layout", in.state_layout, GD_STATE_VK));
   layer.gate = static_cast<gd_gate>(in.gate);
   layer.beta_kind = static_cast<gd_beta>(in.beta_kind);
   layer.layout = static_cast<gd_state_layout>(in.state_layout);
+  GD_TRY(check_enum("key_head_order", in.key_head_order, GD_KEY_HEADS_TILED));
   layer.l2norm = in.l2norm != 0;
   if (in.first_slot < 0) return invalid("first_slot is %" PRId64 ", must not be negative", in.first_slot);
   layer.first_slot = in.first_slot;
@@ -52,6 +53,7 @@ gd_status validate_layer(Checker& check, const gd_inputs& in, Layer& layer, bool
   if (layer.value_heads > kMaxHeads)
     return invalid("v has Hv = %" PRId64 " heads, must be at most %" PRId64, layer.value_heads, kMaxHeads);
   layer.group = layer.value_heads / layer.key_heads;
+  layer.tiled = in.key_head_order == GD_KEY_HEADS_TILED && layer.key_heads > 1 && layer.group > 1;
   for (const auto& [name, dtype] : {std::pair("k", in.k.dtype), std::pair("v", in.v.dtype)})
     if (dtype != in.q.dtype)
       return invalid("%s: dtype is %s, must be %s as that of q", name, dtype_name(dtype), dtype_name(in.q.dtype));

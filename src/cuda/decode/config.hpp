@@ -31,6 +31,18 @@ struct Divider {
   GD_HOST_DEVICE uint32_t remainder(uint32_t n, uint32_t quotient) const { return n - quotient * divisor; }
 };
 
+// Which key head a value head uses.
+struct KeyHeads : private Divider {  // by Hv / Hk, or with tiled key heads by Hk
+  KeyHeads() = default;
+  explicit KeyHeads(const Layer& in) : Divider(static_cast<uint32_t>(in.tiled ? in.key_heads : in.group)) {
+    if (!in.tiled) divisor = 0;  // the quotient is the key head, no remainder is taken
+  }
+  GD_HOST_DEVICE uint32_t of(uint32_t head) const {
+    const uint32_t q = quotient(head);
+    return divisor ? remainder(head, q) : q;
+  }
+};
+
 // How a kernel holds a state: kVector neighbouring numbers of K per access, kPerLane numbers of each column per lane.
 // The order of a column's sums follows from these two alone.
 template <gd_state_layout kLayoutOf, int kVectorOf, int kPerLaneOf, int kColumnsOf, int kWarpsOf>
@@ -194,7 +206,7 @@ struct StepParams {
   uint32_t sequences = 0;
   bool l2norm = false, pads_by_read_index = false;
   NearRows k, q, v, g, beta, A_log, dt_bias;
-  Divider group;
+  KeyHeads key_heads;
   float scale = 0;
   gd_gate gate = GD_GATE_LOG;
   gd_beta beta_kind = GD_BETA_VALUE;
@@ -209,7 +221,7 @@ inline StepParams step_params(const RecurrentProblem& p) {
   s.q = NearRows(in.q), s.k = NearRows(in.k), s.v = NearRows(in.v), s.o = NearRows(p.o);
   s.g = NearRows(in.g), s.beta = NearRows(in.beta);
   if (in.gate == GD_GATE_RAW) s.A_log = NearRows(in.A_log), s.dt_bias = NearRows(in.dt_bias);
-  s.group = Divider(static_cast<uint32_t>(in.group));
+  s.key_heads = KeyHeads(in);
   s.sequences = static_cast<uint32_t>(in.sequences.count);
   s.scale = in.scale, s.gate = in.gate, s.beta_kind = in.beta_kind;
   s.l2norm = in.l2norm, s.pads_by_read_index = p.pads_by_read_index;
@@ -283,7 +295,8 @@ static_assert(256 / WalkVk<4, 32>::kCtaColumns <= kMaxParts);
 // Everything a kernel needs. All of it is a kernel argument: a captured call depends on no memory of the host.
 struct DecodeParams {
   RecurrentProblem problem;
-  Divider parts, heads, group;  // CTAs per pair; value heads; value heads per key head
+  Divider parts, heads;  // CTAs per pair; value heads
+  KeyHeads key_heads;
   bool rows_aligned, states_aligned;
 };
 inline DecodeParams decode_params(const RecurrentProblem& p, int cta_columns) {
@@ -291,7 +304,7 @@ inline DecodeParams decode_params(const RecurrentProblem& p, int cta_columns) {
   return {p,
           Divider(parts),
           Divider(static_cast<uint32_t>(p.in.value_heads)),
-          Divider(static_cast<uint32_t>(p.in.group)),
+          KeyHeads(p.in),
           rows_aligned(p),
           states_aligned(p)};
 }

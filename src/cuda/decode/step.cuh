@@ -20,7 +20,7 @@ struct StepPlace {
 template <int kParts>
 GD_DEVICE StepPlace step_place(const StepParams& p, const IndexRequest& slot) {
   const uint32_t zero = zero_after(slot.address), x = blockIdx.x + zero, head = x / kParts;
-  return {near_sequence() + zero, head, p.group.quotient(head), x % kParts};
+  return {near_sequence() + zero, head, p.key_heads.of(head), x % kParts};
 }
 
 // A token's numbers on their way from memory: this lane's share of k and q, and its columns of v.

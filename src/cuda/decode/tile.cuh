@@ -13,7 +13,7 @@ struct CtaPlace {
 GD_DEVICE CtaPlace locate(const DecodeParams& p, uint32_t cta) {
   const uint32_t pair = p.parts.quotient(cta), sequence = p.heads.quotient(pair);
   const uint32_t head = p.heads.remainder(pair, sequence);
-  return {static_cast<int>(sequence), static_cast<int>(head), static_cast<int>(p.group.quotient(head)),
+  return {static_cast<int>(sequence), static_cast<int>(head), static_cast<int>(p.key_heads.of(head)),
           static_cast<int>(p.parts.remainder(cta, pair))};
 }
 

@@ -48,7 +48,9 @@ AT(gd_inputs, l2norm, 972);
 AT(gd_inputs, has_scale, 976);
 AT(gd_inputs, scale, 980);
 AT(gd_inputs, first_slot, 984);
-AT(gd_inputs, reserved, 992);
+AT(gd_inputs, key_head_order, 992);
+AT(gd_inputs, reserved_flags, 996);
+AT(gd_inputs, reserved, 1000);
 
 static_assert(sizeof(gd_forward_args) == 1760);
 AT(gd_forward_args, struct_size, 0);

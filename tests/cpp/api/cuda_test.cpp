@@ -391,6 +391,19 @@ TYPED_TEST(CudaRules, Groups) {
   EXPECT_TRUE(this->c.unsupported("Hv / Hk is 257, must be at most 256 on CUDA"));
 }
 
+TYPED_TEST(CudaRules, TiledKeyHeads) {
+  this->c.in.key_head_order = GD_KEY_HEADS_TILED;
+  EXPECT_TRUE(this->c.unsupported("key_head_order is tiled with Hk = " + std::to_string(kHk) +
+                                  " and Hv = " + std::to_string(kHv) +
+                                  ", must be grouped on CUDA but in recurrent steps: reorder the value heads"));
+  size_t bytes = 0;
+  for (const auto& [key_heads, value_heads] : {std::pair<int64_t, int64_t>{3, 3}, {1, 4}}) {  // where orders agree
+    this->c.set_heads(key_heads, value_heads);
+    this->c.in.key_head_order = GD_KEY_HEADS_TILED;
+    EXPECT_EQ(query(this->c, &bytes), GD_OK) << gd_last_error();
+  }
+}
+
 TYPED_TEST(CudaRules, Tokens) {
   this->c.set_heads(1, 1);
   this->set_tokens(1, (int64_t{1} << 31) - 63);

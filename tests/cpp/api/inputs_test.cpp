@@ -223,6 +223,14 @@ RULE(StateLayout) {
   EXPECT_TRUE(c.invalid("state_layout is 3, must be from 0 to 1"));
 }
 
+RULE(KeyHeadOrder) {
+  CALL;
+  c.in.key_head_order = GD_KEY_HEADS_TILED;
+  EXPECT_TRUE(c.accepts());
+  c.in.key_head_order = 2;
+  EXPECT_TRUE(c.invalid("key_head_order is 2, must be from 0 to 1"));
+}
+
 RULE(RawGateNeedsALog) {
   CALL;
   c.in.gate = GD_GATE_RAW;
@@ -414,7 +422,10 @@ RULE(ScaleNotFinite) {
 
 RULE(ReservedInputs) {
   CALL;
-  c.in.reserved[2] = 1;
+  c.in.reserved[1] = 1;
+  EXPECT_TRUE(c.invalid("in: reserved fields must be zero"));
+  c.in.reserved[1] = 0;
+  c.in.reserved_flags = 1;
   EXPECT_TRUE(c.invalid("in: reserved fields must be zero"));
 }
 

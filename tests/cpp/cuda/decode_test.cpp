@@ -20,6 +20,20 @@ TEST(DecodeDivider, DividesExactly) {
   }
 }
 
+TEST(DecodeKeyHeads, GroupedAndTiled) {
+  for (const int64_t key_heads : {1, 2, 3, 16, 48, 641})
+    for (const int64_t group : {1, 2, 3, 8}) {
+      Layer in;
+      in.key_heads = key_heads, in.group = group, in.value_heads = key_heads * group;
+      for (const bool tiled : {false, true}) {
+        in.tiled = tiled;
+        const KeyHeads key_heads_of(in);
+        for (int64_t head = 0; head < in.value_heads; ++head)
+          EXPECT_EQ(key_heads_of.of(static_cast<uint32_t>(head)), in.key_head(head)) << key_heads << " " << group;
+      }
+    }
+}
+
 class DecodePlan : public ::testing::Test {
  protected:
   RecurrentProblem p;

@@ -62,6 +62,9 @@ TEST_F(Recurrent, Heads) {
     const std::string heads = "Hk=2 Hv=" + std::to_string(2 * group) + " l2norm ";
     check(cross({"B=3 T=2 K=32 V=16 " + heads, "B=3 T=1 " + heads + kStep}, kDtypes));
   }
+  check(cross(cross({"tiled Hk=2 Hv=6", "tiled Hk=5 Hv=10 l2norm"}, kDtypes),
+              {"B=3 T=2 K=32 V=16", "B=3 T=1 " + kStep, "B=3 T=1 K=128 V=128 layout=kv", "B=3 T=4 " + kStep,
+               "lengths=3+0+1+9 pad=1 " + kStep, "lengths=2+1 K=48 V=64"}));
   check({"T=3 Hk=1 Hv=33 K=16 V=32 dtype=bf16", "T=3 Hk=5 Hv=15 K=16 V=16", "T=1 Hk=7 Hv=21 dtype=bf16 " + kStep});
 }
 

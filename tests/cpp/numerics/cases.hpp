@@ -73,6 +73,10 @@ inline Specs head_cases() {  // value heads per key head
   }
   all.push_back("T=70 Hk=1 Hv=8 K=16 V=32 dtype=bf16");
   all.push_back("T=70 Hk=5 Hv=15 K=16 V=16");
+  for (const char* heads : {"Hk=2 Hv=4 dtype=bf16", "Hk=4 Hv=12", "Hk=3 Hv=24 dtype=fp16", "Hk=1 Hv=4", "Hk=3 Hv=3"}) {
+    all.push_back("tiled B=2 T=90 K=32 V=16 l2norm gate=raw beta=logit " + std::string(heads));
+    all.push_back("tiled T=150 K=16 V=48 layout=vk strided " + std::string(heads));
+  }
   return all;
 }
 
@@ -105,6 +109,7 @@ inline Specs pack_cases() {
     all.push_back("lengths=129 pad=70 Hk=1 Hv=1 K=16 V=16 gate=raw l2norm " + dtype);
   }
   all.push_back("lengths=4x0 pad=5 Hk=1 Hv=2 K=16 V=16");
+  all.push_back("lengths=70+0+1100+1 pad=3 Hk=2 Hv=6 tiled K=16 V=16 pool every=64");
   all.push_back("lengths=0 Hk=1 Hv=2 K=16 V=16");
   all.push_back("B=3 T=0 Hk=1 Hv=2 K=16 V=16");
   all.push_back("lengths=40+0+90 pad=3 Hk=1 Hv=2 K=16 V=16 h0=0 dht=0");

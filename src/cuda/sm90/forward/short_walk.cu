@@ -94,7 +94,7 @@ template <class Config>
 GD_DEVICE void fold_if_short(const ShortFoldParams& p, FoldShared<Config>& shared) {
   constexpr uint32_t kTokens = Config::kTokens;
   const uint32_t pair = blockIdx.x / Config::kParts, n = p.heads.quotient(pair), head = p.heads.remainder(pair, n);
-  const StepPlace place{n, head, p.group.quotient(head), blockIdx.x % Config::kParts};
+  const StepPlace place{n, head, p.key_heads.of(head), blockIdx.x % Config::kParts};
   Fold<Config> fold(p, shared, place);
   fold.batch = p.offsets ? 0 : n;
   fold.begin = p.offsets ? static_cast<uint32_t>(p.offsets[n]) : 0;
