@@ -1,15 +1,18 @@
-# Installs BUILD into a fresh prefix, builds the stranger's project against it with CMake and with pkg-config, and runs
-# what came out.
+# Installs BUILD into a fresh prefix and moves that: nothing installed may know where it was. Then builds the stranger's
+# project, in C and C++, against it with CMake and with pkg-config, and runs what came out.
 function(run)
   execute_process(COMMAND ${ARGV} COMMAND_ECHO STDOUT COMMAND_ERROR_IS_FATAL ANY)
 endfunction()
 set(work ${BUILD}/install_test)
+set(examples ${CMAKE_CURRENT_LIST_DIR}/../../examples)
 file(REMOVE_RECURSE ${work})
-run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${work}/prefix --component library)
+run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${work}/first --component library)
+file(RENAME ${work}/first ${work}/prefix)
 run(${CMAKE_COMMAND} -S ${CMAKE_CURRENT_LIST_DIR} -B ${work}/build -G Ninja -DCMAKE_PREFIX_PATH=${work}/prefix
     -DCMAKE_C_COMPILER=${C_COMPILER} -DCMAKE_CXX_COMPILER=${CXX_COMPILER})
 run(${CMAKE_COMMAND} --build ${work}/build)
 run(${work}/build/stranger)
+run(${work}/build/stranger_cpp)
 run(${work}/prefix/bin/gatedelta info)
 
 file(GLOB_RECURSE pc ${work}/prefix/*/gatedelta.pc)
@@ -25,9 +28,16 @@ query_pkg_config(version --modversion)
 if(NOT version STREQUAL VERSION)
   message(FATAL_ERROR "gatedelta.pc says version ${version}, the project is ${VERSION}")
 endif()
-query_pkg_config(flags --cflags --libs)
+query_pkg_config(compile --cflags)
+query_pkg_config(link --libs)
 query_pkg_config(libdir --variable=libdir)
-separate_arguments(flags UNIX_COMMAND "${flags}")
-run(${C_COMPILER} -std=c99 -pedantic-errors ${CMAKE_CURRENT_LIST_DIR}/../../examples/c/decode.c ${flags} -lm
-    -Wl,-rpath,${libdir} -o ${work}/decode)
+separate_arguments(compile UNIX_COMMAND "${compile}")
+separate_arguments(link UNIX_COMMAND "${link}")
+set(link ${link} -Wl,-rpath,${libdir})
+run(${C_COMPILER} -std=c99 -pedantic-errors ${examples}/c/decode.c ${compile} ${link} -lm -o ${work}/decode)
 run(${work}/decode)
+run(${CXX_COMPILER} -std=c++20 ${examples}/cpp/prefill.cpp ${compile} ${link} -o ${work}/prefill)
+run(${work}/prefill)
+# An engine that loads the library itself needs the headers alone.
+run(${C_COMPILER} -std=c99 -pedantic-errors ${examples}/c/engine.c ${compile} -ldl -lm -o ${work}/engine)
+run(${work}/engine cpu ${libdir}/libgatedelta.so)
