@@ -88,7 +88,7 @@ static const char* check(const ggml_op* op) {
 }
 
 /* `indices` may be null in a query of the work size. */
-static const char* make_calls(const ggml_op* op, int32_t* indices, Calls* calls) {
+static const char* make_calls(const ggml_op* op, const gd_exec* exec, int32_t* indices, Calls* calls) {
   const int64_t S = op->v.ne[0], H = op->v.ne[1], T = op->v.ne[2], N = op->v.ne[3], K = op->snapshots;
   const int64_t tail = K == 1 ? 0 : K < T ? K : T; /* tokens whose states are wanted beside that of the last one */
   const char* const wrong = check(op);
@@ -107,6 +107,7 @@ static const char* make_calls(const ggml_op* op, int32_t* indices, Calls* calls)
     const gd_forward_args none = GD_FORWARD_ARGS_INIT;
     gd_forward_args* const args = &calls->forward;
     *args = none;
+    args->exec = *exec;
     args->in = inputs(op, 0, calls->forward_tokens);
     args->in.initial_state = contiguous(op->state.data, GD_F32, 4, N, H, S, S);
     args->o = outputs;
@@ -120,6 +121,7 @@ static const char* make_calls(const ggml_op* op, int32_t* indices, Calls* calls)
     const gd_recurrent_args none = GD_RECURRENT_ARGS_INIT;
     gd_recurrent_args* const args = &calls->steps;
     *args = none;
+    args->exec = *exec;
     args->in = inputs(op, calls->forward_tokens, calls->step_tokens);
     args->o = outputs;
     args->o.shape[1] = calls->step_tokens;
@@ -145,32 +147,37 @@ static const char* make_calls(const ggml_op* op, int32_t* indices, Calls* calls)
   return NULL;
 }
 
-const char* ggml_op_work_size(const ggml_op* op, size_t* bytes) {
+static gd_exec execution(const gd_thread_pool* threads) {
+  gd_exec exec;
+  memset(&exec, 0, sizeof exec);
+  if (threads) {
+    exec.num_threads = gd_thread_pool_size(threads);
+    exec.parallel_for = gd_thread_pool_parallel_for;
+    exec.parallel_for_context = (void*)threads;
+  }
+  return exec;
+}
+
+const char* ggml_op_work_size(const ggml_op* op, const gd_thread_pool* threads, size_t* bytes) {
   Calls calls;
-  const char* const wrong = make_calls(op, NULL, &calls);
+  const gd_exec exec = execution(threads);
+  const char* const wrong = make_calls(op, &exec, NULL, &calls);
   if (!wrong) *bytes = calls.index_bytes + round_up(calls.workspace_bytes) + 64;
   return wrong;
 }
 
 const char* ggml_op_run(const ggml_op* op, gd_thread_pool* threads, void* work, size_t work_bytes) {
   Calls calls;
-  gd_exec exec;
+  const gd_exec exec = execution(threads);
   size_t needed;
   char* const aligned = (char*)round_up((uintptr_t)work);
-  const char* wrong = ggml_op_work_size(op, &needed);
+  const char* wrong = ggml_op_work_size(op, threads, &needed);
   if (wrong) return wrong;
   if (!work || work_bytes < needed) return "the work memory is smaller than ggml_op_work_size says";
-  wrong = make_calls(op, (int32_t*)(void*)aligned, &calls);
+  wrong = make_calls(op, &exec, (int32_t*)(void*)aligned, &calls);
   if (wrong) return wrong;
-  memset(&exec, 0, sizeof exec);
-  exec.workspace = aligned + calls.index_bytes;
-  exec.workspace_bytes = calls.workspace_bytes;
-  if (threads) {
-    exec.parallel_for = gd_thread_pool_parallel_for;
-    exec.parallel_for_context = threads;
-    exec.num_threads = gd_thread_pool_size(threads);
-  }
-  calls.forward.exec = calls.steps.exec = exec;
+  calls.forward.exec.workspace = calls.steps.exec.workspace = aligned + calls.index_bytes;
+  calls.forward.exec.workspace_bytes = calls.steps.exec.workspace_bytes = calls.workspace_bytes;
   if (calls.forward_tokens && gd_forward(&calls.forward) != GD_OK) return gd_last_error();
   if (calls.step_tokens && gd_recurrent(&calls.steps) != GD_OK) return gd_last_error();
   return NULL;

@@ -26,8 +26,9 @@ typedef struct {
                              first. With fewer tokens than K the oldest are left as they are */
 } ggml_op;
 
-/* Both return null, or what is wrong with the operator. `work` is private to the call; of any alignment. */
-const char* ggml_op_work_size(const ggml_op* op, size_t* bytes);
+/* Both return null, or what is wrong with the operator. threads: null = the calling thread does all the work; the work
+ * memory needed depends on how many there are. `work` is private to the call; of any alignment. */
+const char* ggml_op_work_size(const ggml_op* op, const gd_thread_pool* threads, size_t* bytes);
 const char* ggml_op_run(const ggml_op* op, gd_thread_pool* threads, void* work, size_t work_bytes);
 
 #ifdef __cplusplus

@@ -43,20 +43,20 @@ def library(tmp_path_factory):
     )  # fmt: skip
     library = ctypes.CDLL(str(target))
     library.ggml_op_work_size.restype = library.ggml_op_run.restype = c_char_p
-    library.ggml_op_work_size.argtypes = [POINTER(Op), POINTER(c_size_t)]
+    library.ggml_op_work_size.argtypes = [POINTER(Op), c_void_p, POINTER(c_size_t)]
     library.ggml_op_run.argtypes = [POINTER(Op), c_void_p, c_void_p, c_size_t]
     return library
 
 
-def run(library, arrays: dict, snapshots: int, fill=np.nan, short: int = 0):
+def run(library, arrays: dict, snapshots: int, short: int = 0, threads=None):
     N, T, H, S = arrays["v"].shape
-    result = np.full(N * T * H * S + snapshots * N * H * S * S, fill, np.float32)
+    result = np.full(N * T * H * S + snapshots * N * H * S * S, np.nan, np.float32)
     op = Op(*(OpTensor(arrays[name]) for name in NAMES), snapshots, result.ctypes.data)
     size = c_size_t()
-    wrong = library.ggml_op_work_size(op, size)
+    wrong = library.ggml_op_work_size(op, threads, size)
     if not wrong:
         work = np.empty(size.value - short, np.uint8)
-        wrong = library.ggml_op_run(op, None, work.ctypes.data, work.size)
+        wrong = library.ggml_op_run(op, threads, work.ctypes.data, work.size)
     if wrong:
         raise ValueError(wrong.decode())
     return result[: N * T * H * S].reshape(N, T, H, S), result[N * T * H * S :].reshape(snapshots, N, H, S, S)
@@ -108,6 +108,18 @@ def test_operator(library, tokens, snapshots, strided):
         assert np.linalg.norm(states[age] - true_states[-1 - age]) < 1e-5 * np.linalg.norm(true_states[-1 - age])
     assert np.isnan(states[tokens:]).all()  # older than the first token
     assert np.array_equal(arrays["state"], before)
+
+
+@pytest.mark.parametrize("tokens, snapshots", [(3, 3), (150, 1), (150, 5)])
+def test_threads_change_no_bit(library, tokens, snapshots):
+    import gatedelta.numpy
+
+    arrays = make(T=tokens)
+    results = [
+        run(library, arrays, snapshots, threads=threads) for threads in (None, gatedelta.numpy._thread_pool(3, 0))
+    ]
+    assert np.array_equal(results[0][0], results[1][0])
+    assert np.array_equal(results[0][1], results[1][1])
 
 
 @pytest.mark.parametrize("heads", [(1, 4), (3, 3)])
