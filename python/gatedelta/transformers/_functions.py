@@ -1,0 +1,128 @@
+"""The library's functions under the names, and with the arguments, that transformers' modeling files have for them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _lib
+from ..torch import (
+    causal_conv1d,
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    rms_norm_gated,
+)
+from ._packs import offsets_of
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CUDA = bool(_lib.get_info().cuda_compiled) and torch.version.hip is None
+
+
+def why_not(device: torch.device, dtype: torch.dtype, *, chunked: bool, k: int = 128, v: int = 128) -> str | None:
+    """Why the library cannot run tensors like these, or None. ``chunked``: by the functions for whole sequences."""
+    if dtype not in _DTYPES:
+        return f"dtype {dtype} (float32, bfloat16 and float16 can be run)"
+    if k % 16 or v % 16 or max(k, v) > 256:
+        return f"heads of {k} and {v} channels (multiples of 16 up to 256 can be run)"
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda" or not _CUDA:
+        return f"device {device.type} (this build runs on {'cpu and cuda' if _CUDA else 'cpu'})"
+    capability = torch.cuda.get_device_capability(device)
+    if not chunked:
+        return None if capability >= (8, 0) else f"compute capability {capability} (8.0 and later can be run)"
+    if capability != (9, 0):
+        return f"compute capability {capability} (whole sequences run on 9.0)"
+    if dtype == torch.float32:
+        return "float32 on cuda (whole sequences run in bfloat16 and float16)"
+    return None if k == v == 128 else f"heads of {k} and {v} channels on cuda (whole sequences run with 128)"
+
+
+def chunk_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """``torch_chunk_gated_delta_rule``. The chunk size is the library's own: it changes the result by rounding alone.
+    Of the keywords that a model was called with, those that say where sequences begin act."""
+    offsets, shape = offsets_of(kwargs), value.shape
+    if offsets is not None:
+        query, key, value, g, beta = (x.flatten(0, 1).unsqueeze(0) for x in (query, key, value, g, beta))
+    o, state = chunk_gated_delta_rule(
+        query, key, value, g, beta, initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=offsets,
+    )  # fmt: skip
+    return o.view(shape), state
+
+
+def recurrent_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """``torch_recurrent_gated_delta_rule``."""
+    offsets, shape = offsets_of(kwargs), value.shape
+    if offsets is not None:
+        query, key, value, g, beta = (x.flatten(0, 1).unsqueeze(0) for x in (query, key, value, g, beta))
+    o, state = fused_recurrent_gated_delta_rule(
+        query, key, value, g=g, beta=beta, initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=offsets,
+    )  # fmt: skip
+    return o.view(shape), state
+
+
+def conv1d(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs
+) -> Tensor:
+    """``causal_conv1d_fn``: ``[B, D, T]``. Packs are kept apart by offsets as well as by ``seq_idx``."""
+    offsets = offsets_of(kwargs)
+    length = hidden_states.shape[-1]
+    if offsets is not None and offsets.shape[0] == 2:
+        offsets = None  # one sequence; behind a cache, hidden_states begin with tokens that the offsets do not count
+    if offsets is not None and length <= weight.shape[-1] and int(offsets[-1]) != length:
+        raise ValueError(
+            f"a pack of {int(offsets[-1])} tokens fills a cache, which is longer: pass use_cache=False with packs"
+        )
+    x = hidden_states.transpose(1, 2)
+    batch = x.shape[0]
+    if offsets is not None and batch > 1:
+        x = x.reshape(1, batch * length, -1)
+    y, _ = causal_conv1d(x, weight, bias, activation, offsets)
+    return y.reshape(batch, length, -1).transpose(1, 2)
+
+
+def conv1d_update(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """``causal_conv1d_update``: ``[B, D, T]``, the state ``[B, D, W]`` in place."""
+    x = hidden_states.transpose(1, 2)
+    tensors = (x, conv_state, weight, bias)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        y, state = causal_conv1d(x, weight, bias, activation, None, conv_state.clone(), True)
+        conv_state.copy_(state)
+    else:
+        y, _ = causal_conv1d(x, weight, bias, activation, initial_state=conv_state, final_state=conv_state)
+    return y.transpose(1, 2)
+
+
+def norm(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    """The forward of a ``RMSNormGated`` module."""
+    activation = getattr(self, "activation", "silu")
+    return rms_norm_gated(hidden_states, gate, self.weight, self.variance_epsilon, activation, round_before_gate=True)
