@@ -1,9 +1,12 @@
-"""The library's functions under the names, and with the arguments, that transformers' modeling files have for them."""
+"""The library's functions with the arguments that transformers' modeling files have for them, and the choice between
+them and transformers' own: a call that the library cannot run stays where it was."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import _lib
 from ..torch import (
@@ -12,10 +15,10 @@ from ..torch import (
     fused_recurrent_gated_delta_rule,
     rms_norm_gated,
 )
-from ._packs import offsets_of
+from ._packs import exporting, offsets_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CUDA = bool(_lib.get_info().cuda_compiled) and torch.version.hip is None
+CUDA = bool(_lib.get_info().cuda_compiled) and torch.version.hip is None
 
 
 def why_not(device: torch.device, dtype: torch.dtype, *, chunked: bool, k: int = 128, v: int = 128) -> str | None:
@@ -26,8 +29,8 @@ def why_not(device: torch.device, dtype: torch.dtype, *, chunked: bool, k: int =
         return f"heads of {k} and {v} channels (multiples of 16 up to 256 can be run)"
     if device.type == "cpu":
         return None
-    if device.type != "cuda" or not _CUDA:
-        return f"device {device.type} (this build runs on {'cpu and cuda' if _CUDA else 'cpu'})"
+    if device.type != "cuda" or not CUDA:
+        return f"device {device.type} (this build runs on {'cpu and cuda' if CUDA else 'cpu'})"
     capability = torch.cuda.get_device_capability(device)
     if not chunked:
         return None if capability >= (8, 0) else f"compute capability {capability} (8.0 and later can be run)"
@@ -122,7 +125,55 @@ def conv1d_update(
     return y.transpose(1, 2)
 
 
-def norm(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+def norm(module: nn.Module, hidden_states: Tensor, gate: Tensor) -> Tensor:
     """The forward of a ``RMSNormGated`` module."""
-    activation = getattr(self, "activation", "silu")
-    return rms_norm_gated(hidden_states, gate, self.weight, self.variance_epsilon, activation, round_before_gate=True)
+    activation = getattr(module, "activation", "silu")
+    return rms_norm_gated(
+        hidden_states, gate, module.weight, module.variance_epsilon, activation, round_before_gate=True
+    )
+
+
+# The same, or `original`, which is transformers' own function.
+
+
+def choose_chunk_rule(original: Callable, query: Tensor, key: Tensor, value: Tensor, *args, **kwargs):
+    rule = chunk_rule if _runs_rule(query, value, chunked=True) else original
+    return rule(query, key, value, *args, **kwargs)
+
+
+def choose_recurrent_rule(original: Callable, query: Tensor, key: Tensor, value: Tensor, *args, **kwargs):
+    rule = recurrent_rule if _runs_rule(query, value, chunked=False) else original
+    return rule(query, key, value, *args, **kwargs)
+
+
+def choose_conv1d(original: Callable, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+    conv = conv1d if _runs_conv1d(hidden_states, *args, **kwargs) else original
+    return conv(hidden_states, *args, **kwargs)
+
+
+def choose_conv1d_update(original: Callable, hidden_states: Tensor, conv_state: Tensor, *args, **kwargs) -> Tensor:
+    conv = conv1d_update if _runs_conv1d(hidden_states, *args, **kwargs) else original
+    return conv(hidden_states, conv_state, *args, **kwargs)
+
+
+def choose_norm(original: Callable, module: nn.Module, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    channels = hidden_states.shape[-1]
+    runs = not exporting() and channels % 16 == 0 and channels <= 512
+    runs = runs and getattr(module, "activation", "silu") in ("silu", "swish", "sigmoid")
+    if runs and why_not(hidden_states.device, hidden_states.dtype, chunked=False) is None:
+        return norm(module, hidden_states, gate)
+    return original(module, hidden_states, gate)
+
+
+def _runs_rule(query: Tensor, value: Tensor, chunked: bool) -> bool:
+    if exporting() or query.dtype != value.dtype:
+        return False
+    return why_not(query.device, query.dtype, chunked=chunked, k=query.shape[-1], v=value.shape[-1]) is None
+
+
+def _runs_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs
+) -> bool:
+    if exporting() or not 2 <= weight.shape[-1] <= 4 or activation not in (None, "silu", "swish"):
+        return False
+    return why_not(x.device, x.dtype, chunked=False) is None

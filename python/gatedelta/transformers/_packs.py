@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -23,7 +23,28 @@ def offsets_of(kwargs: Mapping[str, Any]) -> Tensor | None:
     return None if ids is None else _offsets(ids[:, 1:] != ids[:, :-1])
 
 
-def with_offsets(forward: Callable, uses_gatedelta: Callable[[nn.Module], bool]) -> Callable:
+# Who wants the boundaries found, and for which models.
+_watchers: dict[str, Callable[[nn.Module], bool]] = {}
+_watched: list[tuple[type[nn.Module], Callable]] = []
+
+
+def watch(owner: str, classes: Iterable[type[nn.Module]], uses_gatedelta: Callable[[nn.Module], bool]) -> None:
+    """From now on text models of these classes find their boundaries, if their layers run on this library."""
+    if not _watchers:
+        for kind in classes:
+            _watched.append((kind, kind.forward))
+            kind.forward = _with_offsets(kind.forward)
+    _watchers[owner] = uses_gatedelta
+
+
+def unwatch(owner: str) -> None:
+    _watchers.pop(owner, None)
+    while not _watchers and _watched:
+        kind, forward = _watched.pop()
+        kind.forward = forward
+
+
+def _with_offsets(forward: Callable) -> Callable:
     """A text model's forward that finds the boundaries once, for all of its layers.
 
     transformers tells its linear layers nothing of ``position_ids``: state and convolution would run on from one
@@ -35,7 +56,7 @@ def with_offsets(forward: Callable, uses_gatedelta: Callable[[nn.Module], bool])
     def wrapped(self, *args, **kwargs):
         kwargs.update(zip(names, args))
         packed = any(kwargs.get(name) is not None for name in ("cu_seqlens", "cu_seq_lens_q"))
-        if not packed and not exporting() and uses_gatedelta(self):
+        if not packed and not exporting() and any(uses(self) for uses in _watchers.values()):
             if kwargs.get("seq_idx") is not None:
                 kwargs["cu_seq_lens_q"] = offsets_of(kwargs)
             elif kwargs.get("position_ids") is not None and not _continues(kwargs.get("past_key_values")):

@@ -9,34 +9,40 @@ from inspect import signature
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
-
 from . import _functions
 from ._families import FAMILIES, Family
-from ._functions import why_not
 from ._layer import layer_forward
-from ._packs import exporting, with_offsets
+from ._packs import unwatch, watch
 
-_FUNCTIONS = (
-    "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update",
-)  # fmt: skip
+FUNCTIONS = {
+    "torch_chunk_gated_delta_rule": _functions.choose_chunk_rule,
+    "torch_recurrent_gated_delta_rule": _functions.choose_recurrent_rule,
+    "causal_conv1d_fn": _functions.choose_conv1d,
+    "causal_conv1d_update": _functions.choose_conv1d_update,
+}
 
 # (object, name, what was there), in the order of replacement.
 _replaced: list[tuple[Any, str, Any]] = []
 
 
 def patch() -> tuple[str, ...]:
+    modules = load()
     if not _replaced:
-        for family, module in load().items():
+        for family, module in modules.items():
             _patch_module(family, module)
-    modules = [place.__name__ for place, name, _ in _replaced if name == _FUNCTIONS[0]]
-    return tuple(family.name for family in FAMILIES if family.module in modules)
+        watch("patch", text_models(modules), lambda _: True)
+    return tuple(family.name for family in modules)
 
 
 def unpatch() -> None:
+    unwatch("patch")
     while _replaced:
         place, name, value = _replaced.pop()
         setattr(place, name, value)
+
+
+def text_models(modules: dict[Family, ModuleType]) -> list[type]:
+    return [getattr(module, family.text_model) for family, module in modules.items()]
 
 
 def load() -> dict[Family, ModuleType]:
@@ -63,7 +69,7 @@ def load() -> dict[Family, ModuleType]:
 def _differences(family: Family, module: ModuleType) -> list[str]:
     found = [
         f"{module.__name__} has no {name}"
-        for name in (*_FUNCTIONS, family.layer_class, family.norm_class, family.text_model)
+        for name in (*FUNCTIONS, family.layer_class, family.norm_class, family.text_model)
         if not hasattr(module, name)
     ]
     if not found:
@@ -74,65 +80,22 @@ def _differences(family: Family, module: ModuleType) -> list[str]:
 
 
 def _patch_module(family: Family, module: ModuleType) -> None:
-    layer, norm, model = (getattr(module, name) for name in (family.layer_class, family.norm_class, family.text_model))
-    originals = {name: getattr(module, name) for name in _FUNCTIONS}
-    layer_original = layer.forward
-    forwards = {
-        (module, "torch_chunk_gated_delta_rule"): _rule(originals, "torch_chunk_gated_delta_rule"),
-        (module, "torch_recurrent_gated_delta_rule"): _rule(originals, "torch_recurrent_gated_delta_rule"),
-        (module, "causal_conv1d_fn"): _conv(originals, "causal_conv1d_fn"),
-        (module, "causal_conv1d_update"): _conv(originals, "causal_conv1d_update"),
-        (norm, "forward"): _norm(norm.forward),
-        (layer, "forward"): layer_forward(family, lambda _: layer_original),
-        (model, "forward"): with_offsets(model.forward, lambda _: True),
-    }
-    for (place, name), value in forwards.items():
-        _replaced.append((place, name, getattr(place, name)))
-        setattr(place, name, value)
+    layer, norm = getattr(module, family.layer_class), getattr(module, family.norm_class)
+    original = layer.forward
+    _replace(layer, "forward", layer_forward(family, lambda _: original))
+    _replace(norm, "forward", _choosing(_functions.choose_norm, norm.forward))
+    for name, choose in FUNCTIONS.items():
+        _replace(module, name, _choosing(choose, getattr(module, name)))
 
 
-# What follows takes transformers' own function where the library cannot run a call: the layer's forward then finds each
-# of its parts either here or there.
+def _replace(place: Any, name: str, value: Callable) -> None:
+    _replaced.append((place, name, getattr(place, name)))
+    setattr(place, name, value)
 
 
-def _rule(originals: dict[str, Callable], name: str) -> Callable:
-    chunked = name == "torch_chunk_gated_delta_rule"
-    original, ours = originals[name], _functions.chunk_rule if chunked else _functions.recurrent_rule
+def _choosing(choose: Callable, original: Callable) -> Callable:
+    @wraps(original, updated=())  # where the kernels package is, original is a module, whose attributes stay its own
+    def function(*args, **kwargs):
+        return choose(original, *args, **kwargs)
 
-    @wraps(original)
-    def rule(query: Tensor, key: Tensor, value: Tensor, *args, **kwargs):
-        here = not exporting() and query.dtype == value.dtype
-        if here and why_not(query.device, query.dtype, chunked=chunked, k=query.shape[-1], v=value.shape[-1]) is None:
-            return ours(query, key, value, *args, **kwargs)
-        return original(query, key, value, *args, **kwargs)
-
-    return rule
-
-
-def _conv(originals: dict[str, Callable], name: str) -> Callable:
-    original, ours = originals[name], _functions.conv1d if name == "causal_conv1d_fn" else _functions.conv1d_update
-    weight_at = 0 if name == "causal_conv1d_fn" else 1  # among the positional arguments after hidden_states
-
-    @wraps(original)
-    def conv(hidden_states: Tensor, *args, **kwargs):
-        weight = kwargs["weight"] if "weight" in kwargs else args[weight_at]
-        activation = kwargs["activation"] if "activation" in kwargs else (*args[weight_at + 2 :], None)[0]
-        here = not exporting() and 2 <= weight.shape[-1] <= 4 and activation in (None, "silu", "swish")
-        if here and why_not(hidden_states.device, hidden_states.dtype, chunked=False) is None:
-            return ours(hidden_states, *args, **kwargs)
-        return original(hidden_states, *args, **kwargs)
-
-    return conv
-
-
-def _norm(original: Callable) -> Callable:
-    @wraps(original)
-    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        channels = hidden_states.shape[-1]
-        here = not exporting() and channels % 16 == 0 and channels <= 512
-        here = here and getattr(self, "activation", "silu") in ("silu", "swish", "sigmoid")
-        if here and why_not(hidden_states.device, hidden_states.dtype, chunked=False) is None:
-            return _functions.norm(self, hidden_states, gate)
-        return original(self, hidden_states, gate)
-
-    return forward
+    return function
