@@ -1,0 +1,202 @@
+"""FLA's calls of the gated delta rule as calls of ours: what is taken, and how tensors are brought into shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _fla_refusals as refusals
+from .torch import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+_CHUNK_SIZES = (16, 32, 64)  # FLA's choices. They change the result by rounding alone, so each is taken as a hint.
+_CUDA_HEAD_DIM = 128  # of the chunked kernels on CUDA
+_MAX_HEAD_DIM = 256
+_MAX_CUDA_GROUP = 256
+
+
+def chunk_refusal(*args: Any, **kwargs: Any) -> str | None:
+    plan = _plan_chunk(*args, **kwargs)
+    return plan if isinstance(plan, str) else None
+
+
+def chunk(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """A call that chunk_refusal has nothing against."""
+    return _run(chunk_gated_delta_rule, _plan_chunk(*args, **kwargs), chunked=True)
+
+
+def recurrent(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None] | str:
+    """The results, or why the call is not taken."""
+    plan = _plan_recurrent(*args, **kwargs)
+    return plan if isinstance(plan, str) else _run(fused_recurrent_gated_delta_rule, plan, chunked=False)
+
+
+def _plan_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,  # this and the next: other kernels need them, derived from cu_seqlens
+    chunk_indices: Tensor | None = None,
+    cp_context: object | None = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    **more: Any,
+) -> dict[str, Any] | str:
+    """The arguments of our function for a call of FLA's, or why it is not taken."""
+    if cp_context is not None:
+        return "cp_context: context parallelism across cards is not supported"
+    if chunk_size not in _CHUNK_SIZES:
+        return f"chunk_size is {chunk_size}, FLA has {_CHUNK_SIZES}"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}"
+    reason = refusals.cuda_refusal(q, (9, 0))
+    if reason:
+        return reason
+    if q.is_cuda and q.dtype == torch.float32:
+        return "q, k and v are float32; the chunked kernels take bfloat16 and float16 on CUDA"
+    if q.is_cuda and v.shape[2] > _MAX_CUDA_GROUP * q.shape[2]:
+        return f"more than {_MAX_CUDA_GROUP} value heads for a key head"
+    return _plan(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias,
+        max_dim=_CUDA_HEAD_DIM if q.is_cuda else _MAX_HEAD_DIM, **more,
+    )  # fmt: skip
+
+
+def _plan_recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **more: Any,
+) -> dict[str, Any] | str:
+    if gk is not None or gv is not None:
+        return "gk and gv: a gated delta network has one decay a head"
+    if beta is not None and beta.dim() != 3:
+        return f"beta is of shape {list(beta.shape)}, one for each value channel; one a head is taken, [B, T, Hv]"
+    reason = refusals.cuda_refusal(q, (8, 0))
+    if reason:
+        return reason
+    return _plan(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, max_dim=_MAX_HEAD_DIM, **more,
+    )  # fmt: skip
+
+
+def _plan(
+    q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+    allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, *, max_dim,
+    transpose_state_layout=None, **unknown,
+) -> dict[str, Any] | str:  # fmt: skip
+    if unknown:
+        return f"unknown arguments: {', '.join(sorted(unknown))}"
+    if transpose_state_layout is not None and state_v_first:
+        return "state_v_first and its older name transpose_state_layout are both given"
+    if use_gate_in_kernel and (A_log is None or g is None):
+        return "use_gate_in_kernel needs g and A_log"
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        return "allow_neg_eigval needs use_beta_sigmoid_in_kernel"
+    if not use_gate_in_kernel:
+        A_log = dt_bias = None  # FLA does not look at them either
+    tensors = {
+        "q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "A_log": A_log,
+        "dt_bias": dt_bias,
+    }  # fmt: skip
+    reason = refusals.tensor_refusal(q.device, tensors)
+    if reason:
+        return reason
+    if q.shape[2] != k.shape[2] or v.shape[2] % q.shape[2]:
+        return f"heads of q, k and v are {q.shape[2]}, {k.shape[2]} and {v.shape[2]}"
+    for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
+        if not 0 < size <= max_dim:
+            return f"{name} is {size}, at most {max_dim} is taken on {q.device.type}"
+    if cu_seqlens is not None and q.shape[0] != 1:
+        return f"B is {q.shape[0]}, must be 1 with cu_seqlens"
+    return {
+        **tensors,
+        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval,
+        "state_v_first": state_v_first,
+        "transpose_state_layout": transpose_state_layout,
+        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
+        "use_gate_in_kernel": use_gate_in_kernel,
+    }
+
+
+def _run(function: Callable, call: dict[str, Any], chunked: bool) -> tuple[Tensor, Tensor | None]:
+    """Calls our function with tensors as it needs them: of one dtype, with rows and states as the kernels read them,
+    and with K and V filled up with zeros. Columns of zeros change nothing: those of q and k add nothing to a product or
+    a norm, those of v nothing to another column, and what they touch of a state stays 0."""
+    q, k, v, state = (call.pop(name) for name in ("q", "k", "v", "initial_state"))
+    key_dim, value_dim, dtype = q.shape[-1], v.shape[-1], v.dtype
+    if not q.dtype == k.dtype == dtype:  # recurrent alone. No number loses digits.
+        wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), dtype)
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
+    if chunked and q.is_cuda:
+        sizes = _CUDA_HEAD_DIM, _CUDA_HEAD_DIM
+    else:
+        sizes = -(-key_dim // 16) * 16, -(-value_dim // 16) * 16
+    q, k, v = _rows(q, sizes[0]), _rows(k, sizes[0]), _rows(v, sizes[1])
+    if chunked and q.is_cuda:
+        q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    padded = sizes != (key_dim, value_dim)
+    state_v_first = call["state_v_first"] or call["transpose_state_layout"]
+    if state is not None:
+        rows, columns = reversed(sizes) if state_v_first else sizes
+        if padded:
+            state = torch.nn.functional.pad(state, (0, columns - state.shape[-1], 0, rows - state.shape[-2]))
+        if state.stride(-1) != 1 or state.stride(-2) != columns:
+            state = state.contiguous()
+    o, final = function(q=q, k=k, v=v, initial_state=state, **call)
+    if padded:
+        o = o[..., :value_dim].contiguous()
+        if final is not None:
+            rows, columns = (value_dim, key_dim) if state_v_first else (key_dim, value_dim)
+            final = final[..., :rows, :columns].contiguous()
+    return o.to(dtype), final
+
+
+def _rows(x: Tensor, size: int) -> Tensor:
+    """x with its last dimension contiguous, and with zeros up to this size."""
+    if x.shape[-1] != size:
+        return torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy where TMA could not read it: its address and strides must be multiples of 16 bytes."""
+    if any(stride * x.element_size() % 16 for stride in x.stride()[:-1]):
+        x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
