@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-sys.path.insert(0, str(TOOLS))
+sys.path[:0] = [str(TOOLS), str(TOOLS.parent / "bench")]
 
 
 def run(tool: str, *arguments) -> subprocess.CompletedProcess:
@@ -241,32 +241,32 @@ def test_sass_fails_without_kernels():
 def results(monkeypatch, tmp_path) -> Path:
     """An empty results/h200 for both tools."""
     import record_results
-    import render_results
+    from tables import files
 
-    for tool in (record_results, render_results):
-        monkeypatch.setattr(tool, "H200", tmp_path / "results")
+    for module in (record_results, files):
+        monkeypatch.setattr(module, "H200", tmp_path / "results")
     return tmp_path / "results"
 
 
 @pytest.fixture
 def bench_folder(tmp_path) -> Path:
     """What `make bench-gpu` leaves, with made-up times: twice as fast as the best peer, half as fast in two rows."""
-    import render_results
-    from rows import KINDS, name_of
+    import ratios
+    from rows import ERRORS, KINDS, name_of
 
     header = {"gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.11", "repeats": 15, "date": "2026-01-02",
               "commit": "0123456789abcdef", "modified": False, "sm_clock_mhz": 1755, "sm_clock_max_mhz": 1980,
               "kernels": {"forward_kernel": {"digest": "0"}},
               "profile": {"16/64 8192x4": {"forward_kernel": {"duration_us": 510.0, "tensor_pct": 66.4}}}}  # fmt: skip
-    _, peers = render_results.ratios.load_peers()
+    _, peers = ratios.load_peers()
     more = {"fwd": {}, "bwd": {"train_ms": 4.0, "workspace_bytes": 1500 * 2**20, "saved_bytes": 2**19,
                                "small_ms": 3.0, "small_workspace_bytes": 2**30}}  # fmt: skip
     rows = []
     for row in (row for every in KINDS.values() for row in every()):
         del row["lengths"]
         speedup = 0.5 if name_of(row) in ("2/8 1x2048", "2/4 8k_2seq") else 2
-        ms = min(peers[render_results.ratios.key(row)].values()) / speedup
-        errors = {name: 3e-3 - 1e-4 * i for i, name in enumerate(render_results.ERRORS[row["kind"]])}
+        ms = min(peers[ratios.key(row)].values()) / speedup
+        errors = {name: 3e-3 - 1e-4 * i for i, name in enumerate(ERRORS[row["kind"]])}
         rows.append(row | {"ms": ms} | more[row["kind"]] | errors)
     folder = tmp_path / "bench"
     (folder / "h200").mkdir(parents=True)
@@ -316,10 +316,11 @@ def change(folder: Path, edit) -> None:
 def test_gpu_record(results, bench_folder):
     import record_results
     import render_results
+    from tables import text
 
     names = ("headline", "h200-forward", "h200-rows", "h200-profile")
     blocks = {name: render_results.TABLES[name] for name in names}
-    assert {block() for block in blocks.values()} == {render_results.NOTHING}
+    assert {block() for block in blocks.values()} == {text.NOTHING}
 
     record_results.record_gpu(bench_folder)
     written = {path.name for path in results.iterdir()}
@@ -340,14 +341,16 @@ def test_gpu_record(results, bench_folder):
 def test_gpu_record_of_the_backward(results, bench_folder):
     import record_results
     import render_results
+    from tables import chunked, text
+    from tables.headline import headline
 
     blocks = [render_results.TABLES[name] for name in ("h200-backward", "h200-backward-rows")]
-    assert {block() for block in blocks} == {render_results.NO_BACKWARD}
+    assert {block() for block in blocks} == {text.NO_BACKWARD}
     record_results.record_gpu(bench_folder)
     backward, rows = (block() for block in blocks)
     assert "| 16/32 32k_1seq | 1.18 | 2.35 (flash_qla 0.1.3) | 2.00× | 4.00 | 3.0e-03 | 1,500 |" in backward
     assert "| 1.45 | 2.89 (flash_qla published) | 2.00×† |" in backward
-    assert backward.count("\n| ") == 2 + len(render_results.BACKWARD_LANDMARKS)
+    assert backward.count("\n| ") == 2 + len(chunked.BACKWARD_LANDMARKS)
     said = "for 4 of the 32 rows the fastest peer time is published, not measured."
     assert f"All 32 rows: geometric mean 1.92×, worst 0.50× (2/4 8k_2seq); {said}" in backward
     assert "(../results/h200/backward-overview.png)" in backward and "(../results/h200/backward-2x4.png)" in rows
@@ -357,12 +360,12 @@ def test_gpu_record_of_the_backward(results, bench_folder):
 
     path = results / "record.json"  # a record from before there was a backward
     record = json.loads(path.read_text())
-    record["rows"] = render_results.of_kind(record["rows"], "fwd")
-    before = render_results.h200_forward(), render_results.h200_rows()
+    record["rows"] = chunked.of_kind(record["rows"], "fwd")
+    before = chunked.h200_forward(), chunked.h200_rows()
     path.write_text(json.dumps(record))
-    assert {block() for block in blocks} == {render_results.NO_BACKWARD}
-    assert (render_results.h200_forward(), render_results.h200_rows()) == before
-    assert "H200, backward" not in render_results.headline()
+    assert {block() for block in blocks} == {text.NO_BACKWARD}
+    assert (chunked.h200_forward(), chunked.h200_rows()) == before
+    assert "H200, backward" not in headline()
 
 
 def test_gpu_record_is_a_line_per_row(results, bench_folder):
@@ -382,10 +385,12 @@ def test_gpu_record_is_a_line_per_row(results, bench_folder):
 def test_gpu_record_of_serving(results, bench_folder):
     import record_results
     import render_results
+    from tables import text
+    from tables.headline import headline
 
     names = ("h200-decode", "h200-verify", "h200-packs", "h200-serving-rows")
     blocks = [render_results.TABLES[name] for name in names]
-    assert {block() for block in blocks} == {render_results.NO_SERVING}
+    assert {block() for block in blocks} == {text.NO_SERVING}
     record_results.record_gpu(bench_folder)
     decode, verify, packs, rows = (block() for block in blocks)
     assert "Decode, 210 rows with a peer: geometric mean 1.25×, worst 1.25×‡" in decode
@@ -395,9 +400,9 @@ def test_gpu_record_of_serving(results, bench_folder):
     assert "| 2 drafts, accepted state, fp32 | 80.0 |  |" in verify
     assert "| 16/32 64 x 1 | 100 | 200 (flashinfer 0.7.2) | 2.00× | 3.0e-03 | 2.0e-03 |" in packs
     assert rows.count("\n| ") == 384 + 2 * 7 and "| 1 float32 VK | 2.70 | 1.25×‡ | 1.7e-03 | 6.0e-08 | 3.38‡ |" in rows
-    headline = render_results.headline()
-    assert "| H200, packs, over FlashInfer | **2.00×** |" in headline and "‡" in headline
-    assert "H200, decode, over the fastest of FLA, FlashInfer, SGLang" in headline
+    figures = headline()
+    assert "| H200, packs, over FlashInfer | **2.00×** |" in figures and "‡" in figures
+    assert "H200, decode, over the fastest of FLA, FlashInfer, SGLang" in figures
 
 
 @pytest.mark.parametrize(
@@ -498,14 +503,14 @@ def test_gpu_record_is_refused(results, bench_folder, edit, reason):
 
 def test_gpu_record_without_git_is_stamped(monkeypatch, results, bench_folder):
     import record_results
-    import render_results
+    from tables import chunked
 
     change(bench_folder, lambda result: result["header"].update(commit=None, modified=None))
     stamp = {"date": "2030-01-01", "commit": "f" * 40, "modified": True}
     monkeypatch.setattr(record_results, "stamp", lambda: stamp)
     record_results.record_gpu(bench_folder)
     assert (results / "history.csv").read_text().splitlines()[1].startswith("2026-01-02,ffffffffff,True,")
-    assert "2026-01-02, ffffffffff with changes" in render_results.h200_forward()
+    assert "2026-01-02, ffffffffff with changes" in chunked.h200_forward()
     monkeypatch.setattr(record_results, "stamp", lambda: {**stamp, "commit": None})
     with pytest.raises(SystemExit, match="commit"):
         record_results.record_gpu(bench_folder)
