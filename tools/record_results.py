@@ -3,6 +3,7 @@
 
 usage: record_results.py FOLDER          the CPU's measurements in FOLDER, and the GPU's if there are any
        record_results.py --gpu FOLDER    the GPU's measurements alone
+       record_results.py --models FILE   what bench/models.py wrote, and FILE's picture with .png
 """
 
 import argparse
@@ -96,24 +97,45 @@ def record_gpu(folder: Path) -> None:
     history.append(H200 / "history.csv", history.line_of(result))
     for path in pictures:
         shutil.copyfile(path, H200 / path.name)
-    layer_step = folder / "layer_step.json"
-    if layer_step.exists():
-        keep(H200 / layer_step.name, json.loads(layer_step.read_text()))
-    segments = folder / "segments.json"
-    if not segments.exists():
-        return
-    result = json.loads(segments.read_text())
+    for name in ("layer_step", "segments"):
+        if (path := folder / f"{name}.json").exists():
+            keep_beside(path, path.name, header)
+    if (folder / "segments.json").exists():
+        shutil.copyfile(folder / "segments.png", H200 / "segments.png")
+
+
+def keep_beside(path: Path, name: str, header: dict) -> None:
+    """A file that is no part of the record, with the commit of `header` if it was measured without git."""
+    result = json.loads(path.read_text())
     if not result["header"]["commit"]:
         result["header"] |= {key: header[key] for key in ("commit", "modified")}
-    keep(H200 / segments.name, result)
-    shutil.copyfile(folder / "segments.png", H200 / "segments.png")
+    keep(H200 / name, result)
+
+
+def record_models(path: Path) -> None:
+    """What bench/models.py wrote, and its picture."""
+    result = json.loads(path.read_text())
+    if "H200" not in (result["header"]["gpu"] or ""):
+        sys.exit(f"record_results: {path} was not recorded: it is not from an H200")
+    if not any("ms" in row for row in result["rows"] if row["path"] == "gatedelta"):
+        sys.exit(f"record_results: {path} was not recorded: it has no time of GateDelta's path")
+    keep_beside(path, "models.json", result["header"] if result["header"]["commit"] else stamp_or_exit())
+    if (picture := path.with_suffix(".png")).exists():
+        shutil.copyfile(picture, H200 / "models.png")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("--models", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
     options = parser.parse_args()
+    if not options.models and not options.folder:
+        parser.error("there is nothing to record")
+    if options.models:
+        record_models(options.models)
+    if not options.folder:
+        return
     if not options.gpu:
         record_cpu(options.folder)
     if options.gpu or (options.folder / "h200.json").exists():  # `make bench` leaves none without a GPU

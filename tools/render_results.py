@@ -12,10 +12,10 @@ import re
 import sys
 
 from repo_files import ROOT, repo_files
-from tables import chunked, cpu, decode, headline
+from tables import chunked, cpu, decode, headline, models
 
 BLOCK = re.compile(r"<!-- results: ([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
-TABLES = cpu.TABLES | headline.TABLES | chunked.TABLES | decode.TABLES
+TABLES = cpu.TABLES | headline.TABLES | chunked.TABLES | decode.TABLES | models.TABLES
 
 
 def rendered(text: str) -> str:
@@ -23,7 +23,8 @@ def rendered(text: str) -> str:
         name = match[1]
         if name not in TABLES:
             sys.exit(f"render_results: unknown table '{name}'; known are {', '.join(TABLES)}")
-        return f"<!-- results: {name} -->\n\n{TABLES[name]()}\n\n<!-- /results -->"
+        found = TABLES[name]()
+        return f"<!-- results: {name} -->\n" + (f"\n{found}\n\n" if found else "") + "<!-- /results -->"
 
     return BLOCK.sub(block, text)
 

@@ -669,3 +669,95 @@ def test_serving_on_the_gpu(run_python, root, tmp_path, script):
     assert {"gpu", "commit", "repeats", "seconds"} <= result["header"].keys()
     assert len(result["rows"]) == (10 if script == "decode" else 1)
     assert all(row["ms"] > 0 and 0 < row["err_o"] < 1e-2 for row in result["rows"])
+
+
+@pytest.fixture(scope="module")
+def models(run_python, root, tmp_path_factory):
+    """What bench/models.py writes of tiny models on a CPU."""
+    pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    output = tmp_path_factory.mktemp("models") / "models.json"
+    paths = ["gatedelta", "torch"] if (root / "python" / "gatedelta" / "transformers").exists() else ["torch"]
+    run_python(str(root / "bench" / "models.py"), "--smoke", "--paths", *paths, "--output", str(output))
+    return json.loads(output.read_text()), paths
+
+
+def test_models_are_timed(models, bench):
+    import model_rows
+
+    result, paths = models
+    header, rows = result["header"], result["rows"]
+    assert list(header["paths"]) == paths and "incomplete" not in header
+    expected = model_rows.rows_of(True, ["tiny"], model_rows.KINDS)
+    assert [model_rows.key(row) for row in rows] == [model_rows.key(row) for _ in paths for row in expected]
+    for row in rows:
+        if row["mode"] == "graph":
+            assert row["skipped"] == "no GPU"
+        else:
+            assert 0 < row["gdn_ms"] < row["ms"] and row["runs"] == 1, row
+    if "gatedelta" in paths:
+        assert 0 < header["logits_distance"]["tiny"]["gatedelta"] < 2e-2
+
+
+def test_models_refuse_what_cannot_run(run_python, root, tmp_path):
+    script, output = str(root / "bench" / "models.py"), str(tmp_path / "models.json")
+    refused = run_python(script, "--smoke", "--sizes", "4B", "--output", output, check=False)
+    assert refused.returncode == 2 and "there is no size 4B; there are tiny" in refused.stderr
+
+
+def model_results() -> dict:
+    """Made-up times: GateDelta is twice as fast as FLA, and FLA cannot do the longest prefill."""
+    import model_rows
+
+    rows = []
+    for path, factor in (("gatedelta", 1), ("fla", 2), ("fla-all", 1.5), ("torch", 10)):
+        for i, row in enumerate(model_rows.rows_of(False, list(model_rows.SIZES), model_rows.KINDS)):
+            if path != "gatedelta" and row["tokens"] == 131072:
+                rows.append(row | {"path": path, "skipped": "out of memory"})
+            else:
+                times = {"ms": factor * (i + 1.0), "gdn_ms": factor * factor * 0.5, "runs": 3}
+                rows.append(row | {"path": path, "peak_bytes": int(factor * 2**33)} | times)
+    header = {"gpu": "NVIDIA H200", "torch": "2.11", "gatedelta": "1.0", "transformers": "5.17.0", "vocabulary": 32768,
+              "commit": "0123456789abcdef", "modified": False, "date": "2026-01-02",
+              "paths": {"gatedelta": {}, "fla": {"fla": "0.6.0"}}}  # fmt: skip
+    return {"header": header, "rows": rows}
+
+
+def test_plot_of_models(run_python, root, bench, tmp_path):
+    pytest.importorskip("matplotlib")
+    results, picture = tmp_path / "models.json", tmp_path / "pictures" / "models.png"
+    results.write_text(json.dumps(model_results()))
+    run_python(str(root / "bench" / "plot_models.py"), str(results), str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    results.write_text(json.dumps(model_results() | {"rows": []}))
+    refused = run_python(str(root / "bench" / "plot_models.py"), str(results), str(picture), check=False)
+    assert refused.returncode == 2 and "no time of GateDelta's path" in refused.stderr
+
+
+def test_table_of_models(monkeypatch, root, bench, tmp_path):
+    monkeypatch.syspath_prepend(str(root / "tools"))
+    import record_results
+    import render_results
+    from tables import files
+
+    for module in (record_results, files):
+        monkeypatch.setattr(module, "H200", tmp_path / "h200")
+    block = "<!-- results: models -->\n<!-- /results -->"
+    assert render_results.rendered(f"before\n{block}\nafter\n") == f"before\n{block}\nafter\n"
+    results = tmp_path / "some.json"
+    results.write_text(json.dumps(model_results()))
+    results.with_suffix(".png").write_bytes(b"\x89PNG")
+    record_results.record_models(results)
+    text = render_results.rendered(block)
+    assert "| 4B, prefill, 32k tokens | 12.0 (0.500) | 24.0 (2.00) | 18.0 (1.12) | 120 (50.0) | 1.50× | 2.25× |" in text
+    assert "| 10.00× | 8.0 / 16.0 / 12.0 / 80.0 |" in text and "(results/h200/models.png)" in text
+    assert "| 4B, prefill, 128k tokens | 13.0 (0.500) | — | — | — |  |  |  | 8.0 / — / — / — |" in text
+    assert "Not measured: FLA with its convolution and norm, 0.8B, prefill, 128k tokens: out of memory; " in text
+    assert "transformers 5.17.0 with FLA 0.6.0" in text and text.count("\n| ") == 2 + 2 * 10
+
+    for edit, reason in (({"gpu": "NVIDIA H100"}, "not from an H200"), ({}, "no time of GateDelta's path")):
+        result = model_results()
+        result["header"] |= edit
+        result["rows"] = [row for row in result["rows"] if edit or row["path"] != "gatedelta"]
+        results.write_text(json.dumps(result))
+        with pytest.raises(SystemExit, match=reason):
+            record_results.record_models(results)

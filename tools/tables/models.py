@@ -1,0 +1,82 @@
+"""Whole models on a GPU."""
+
+import json
+
+import model_rows
+
+from tables import files
+from tables.text import h200_heading, picture, table, three_digits
+
+FLA = ("fla", "fla-all")
+
+
+def gibibytes(size: int) -> str:
+    return f"{size / 2**30:.1f}"
+
+
+def digits(ms: float) -> str:
+    return three_digits(ms).removesuffix(".")
+
+
+def times(group: dict[str, dict], path: str) -> str:
+    """Of the model, and of its layers in brackets; empty if there is no row, a dash if it could not be measured."""
+    row = group.get(path)
+    if row is None:
+        return ""
+    return f"{digits(row['ms'])} ({digits(row['gdn_ms'])})" if "ms" in row else "—"
+
+
+def ratio(ours: dict, others: list[dict], time: str) -> str:
+    """Over the fastest of the others."""
+    found = [model_rows.speedup(ours, row, time) for row in others]
+    measured = [x for x in found if x is not None]
+    return f"{min(measured):.2f}×" if measured else ""
+
+
+def line_of(group: dict[str, dict], paths: list[str]) -> list[str]:
+    ours = group["gatedelta"]
+    fla = [group[path] for path in FLA if path in group]
+    reference = [group["torch"]] if "torch" in group else []
+    memory = [gibibytes(group[path]["peak_bytes"]) if "peak_bytes" in group.get(path, {}) else "—" for path in paths]
+    return [
+        f"{ours['model']}, {model_rows.name_of(ours)}",
+        *(times(group, path) for path in paths),
+        ratio(ours, fla, "ms"),
+        ratio(ours, fla, "gdn_ms"),
+        ratio(ours, reference, "ms"),
+        " / ".join(memory),
+    ]
+
+
+def models() -> str:
+    """Empty while nothing is recorded."""
+    path = files.H200 / "models.json"
+    if not path.exists():
+        return ""
+    result = json.loads(path.read_text())
+    header = result["header"]
+    groups = [group for group in model_rows.by_path(result["rows"]).values() if "ms" in group.get("gatedelta", {})]
+    paths = [path for path in model_rows.PATHS if any(path in group for group in groups)]
+    missed = sorted({
+        f"{model_rows.PATHS[row['path']]}, {row['model']}, {model_rows.name_of(row)}: {row['skipped']}"
+        for row in result["rows"]
+        if "skipped" in row
+    })  # fmt: skip
+    versions = ", ".join(f"FLA {found['fla']}" for found in header["paths"].values() if "fla" in found).split(", ")[0]
+    text = (
+        f"Qwen3.5's text models with random weights, bf16, a vocabulary of {header['vocabulary']}, in transformers "
+        f"{header['transformers']}{f' with {versions}' if versions else ''}. Times in ms: of the whole model, and in "
+        "brackets inside its Gated Delta Network layers with their projections. A decode row is one step."
+    )
+    columns = ["", *(model_rows.PATHS[path] for path in paths), "over the faster FLA", "in the GDN layers"]
+    columns += ["over the torch code", "peak memory, GiB"]
+    return "\n\n".join([
+        h200_heading(header),
+        text,
+        table(columns, [line_of(group, paths) for group in groups]),
+        *([f"Not measured: {'; '.join(missed)}."] if missed else []),
+        *picture("models", "Whole models: the other paths' times over GateDelta's", ""),
+    ])  # fmt: skip
+
+
+TABLES = {"models": models}
