@@ -229,8 +229,8 @@ pub enum States<'a> {
     None,
     /// One entry for each sequence.
     Apart { initial: Option<View<'a>>, last: Option<ViewMut<'a>> },
-    /// A pool `[slots, Hv, ...]`, updated in place: the slots read and written, `[N]`. A negative slot is nobody's: read,
-    /// it is zeros; written, nothing is stored; with both the sequence is skipped.
+    /// A pool `[slots, Hv, ...]`, updated in place: the slots read and written, `[N]`. A negative slot is nobody's:
+    /// read, it is zeros; written, nothing is stored; with both the sequence is skipped.
     Pool { pool: ViewMut<'a>, read: View<'a>, write: View<'a> },
 }
 impl States<'_> {
