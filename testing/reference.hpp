@@ -14,7 +14,7 @@ namespace gatedelta::testing {
 struct ReferenceOptions {
   int64_t key_heads = 0;  // > 0: only the first so many key heads and their value heads (not with tiled ones); the rest
                           // of each output is 0
-  int threads = 1;  // the result does not depend on it
+  int threads = 1;        // the result does not depend on it
 };
 
 struct ForwardTruth {

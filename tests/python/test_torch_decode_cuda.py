@@ -33,6 +33,7 @@ CASES = [
     "lengths=3+0+1+8 pad=3 Hk=2 Hv=4 K=96 V=144 dtype=fp16 i64=1",
     "lengths=1+4+0+3 pad=2 Hk=1 Hv=2 K=128 V=128 dtype=bf16 layout=vk h0=0",
     "B=2 T=3 Hk=1 Hv=2 K=256 V=16 dtype=bf16 state=bf16",
+    "B=3 T=1 Hk=2 Hv=6 tiled K=128 V=128 dtype=bf16 layout=vk",
 ]
 POOLS = [
     "B=10 T=1 Hk=2 Hv=4 K=128 V=128 dtype=bf16 layout=vk pool=1 inplace=1 l2norm=1 gate=raw beta=logit",
@@ -279,3 +280,5 @@ def test_refusals():
         gd.fused_recurrent_gated_delta_rule(**{**tensors, "q": tensors["q"][..., :24], "k": tensors["k"][..., :24]})
     with pytest.raises(RuntimeError, match="g is not on the device q is on"):
         gd.fused_recurrent_gated_delta_rule(**{**tensors, "g": tensors["g"].cpu()})
+    with pytest.raises(RuntimeError, match="key_head_order is tiled with Hk = 2 and Hv = 4, must be grouped on CUDA"):
+        gd.chunk_gated_delta_rule(**{**tensors, "key_head_order": "tiled"})
