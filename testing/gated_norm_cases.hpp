@@ -20,15 +20,20 @@ inline NormCases norm_sizes() {
   return cases;
 }
 
-// Every type of every tensor.
+// Every type of every tensor, and with a layer's size of rows every type of the weight beside rows of one type.
 inline NormCases norm_types() {
   NormCases cases;
   for (const gd_dtype x : kNormTypes)
     for (const gd_dtype z : kNormTypes)
       for (const gd_dtype weight : kNormTypes)
         for (const gd_dtype y : kNormTypes)
-          for (const bool round : {false, true})
+          for (const bool round : {false, true}) {
             cases.push_back({.D = 48, .x = x, .z = z, .weight = weight, .y = y, .round = round});
+            if (x == z && x == y)
+              for (const NormGateKind gate : {NormGateKind::silu, NormGateKind::sigmoid})
+                cases.push_back(
+                    {.T = 21, .D = 128, .x = x, .z = z, .weight = weight, .y = y, .gate = gate, .round = round});
+          }
   return cases;
 }
 

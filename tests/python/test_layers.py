@@ -37,6 +37,7 @@ ROOMS = {
     "src/cuda/host_device.hpp": [],
     "src/cuda/tensors.hpp": ["src/core", "src/cuda/host_device.hpp"],
     "src/cuda/warp.cuh": [],
+    "src/cuda/pdl.cuh": [],
     "src/cuda/params.hpp": ["src/cuda/tensors.hpp", "src/cuda/schedule"],
     "src/cuda/schedule": [
         "src/cuda/host_device.hpp", "src/cuda/tensors.hpp", "src/cuda/params.hpp", "src/cuda/warp.cuh",
@@ -81,7 +82,8 @@ ROOMS = {
     # gated norm, for the same devices
     "src/cuda/gated_norm/config.hpp": ["src/core", "src/cuda/decode/config.hpp"],
     "src/cuda/gated_norm": [
-        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/decode/numbers.cuh", "src/cuda/gated_norm/config.hpp",
+        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/pdl.cuh", "src/cuda/decode/numbers.cuh",
+        "src/cuda/gated_norm/config.hpp",
     ],
     # convolution, for the same devices
     "src/cuda/conv1d/config.hpp": ["src/core", "src/cuda/host_device.hpp"],
@@ -91,8 +93,8 @@ ROOMS = {
     # the layer's step: all three
     "src/cuda/layer/config.hpp": ["src/core", "src/cuda/decode/config.hpp", "src/cuda/gated_norm/config.hpp"],
     "src/cuda/layer": [
-        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/conv1d", "src/cuda/decode", "src/cuda/decode/numbers.cuh",
-        "src/cuda/gated_norm", "src/cuda/layer/config.hpp",
+        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/conv1d", "src/cuda/decode", "src/cuda/gated_norm",
+        "src/cuda/pdl.cuh", "src/cuda/layer/config.hpp",
     ],
     # callers of the C ABI
     "bindings/torch": [PUBLIC],

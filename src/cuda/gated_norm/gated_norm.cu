@@ -1,7 +1,7 @@
 // The gated norm on CUDA: a validated problem becomes one kernel on the caller's stream, a backward with dweight two.
-// No instruction here is newer than compute capability 8.0.
+// No instruction here is newer than compute capability 8.0. From 9.0 on the second kernel is launched early.
 #include "cuda/backend.hpp"
-#include "cuda/gated_norm/kernels.cuh"
+#include "cuda/gated_norm/near.cuh"
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
 
@@ -10,47 +10,60 @@ namespace gatedelta::cuda {
 namespace {
 
 constexpr Capabilities kNormDevices = {8, 1 << 15, "the gated norm supports 8.0 and later"};
-constexpr int kRowsInFlight = 2;  // of a group of lanes in the forward, where types are fixed
 
 Divider divider(int64_t by) { return Divider(static_cast<uint32_t>(by)); }
 
-template <class Config, gd_dtype kFixed, int kRows>
-cudaError_t launch_forward(const NormParams& params, cudaStream_t stream) {
-  constexpr int kCtaRows = kNormThreads / Config::kLanes * kRows;
-  const int64_t ctas = (params.problem.in.rows() + kCtaRows - 1) / kCtaRows;
-  return launch_kernel(false, norm_forward_kernel<Config, kFixed, kRows>, ctas, kNormThreads, 0, stream, params);
+// f with the type of the rows as a constant, if the near kernels take the call.
+template <class Config, class F>
+bool with_near_type(const GatedNorm& in, std::initializer_list<const TokenRows*> others, const F& f) {
+  if constexpr (Config::kUsual) {
+    if (!takes_near_norm(in, others)) return false;
+    in.x.dtype == GD_BF16 ? f(std::integral_constant<gd_dtype, GD_BF16>{})
+                          : f(std::integral_constant<gd_dtype, GD_F16>{});
+    return true;
+  } else {
+    return false;
+  }
 }
 
 template <class Config>
 cudaError_t launch_forward(const GatedNormProblem& problem, cudaStream_t stream) {
   const GatedNorm& in = problem.in;
+  const auto launch = [&](auto kernel, const auto& params) {
+    constexpr int kRows = kNormThreads / Config::kLanes;
+    return launch_kernel(false, kernel, (in.rows() + kRows - 1) / kRows, kNormThreads, 0, stream, params);
+  };
+  cudaError_t error = cudaSuccess;
+  if (with_near_type<Config>(in, {&problem.y}, [&](auto type) {
+        error = launch(near_norm_kernel<Config, decltype(type)::value>, NearNormForwardParams(problem));
+      }))
+    return error;
   const NormParams params = {problem, divider(in.heads), divider(in.tokens), 1.0f / static_cast<float>(in.dim),
                              is_aligned(in) && is_aligned(problem.y)};
-  if constexpr (Config::kUsual) {
-    const gd_dtype type = common_type(in, {&problem.y});
-    if (type == GD_BF16) return launch_forward<Config, GD_BF16, kRowsInFlight>(params, stream);
-    if (type == GD_F16) return launch_forward<Config, GD_F16, kRowsInFlight>(params, stream);
-  }
-  return launch_forward<Config, GD_DTYPE_NONE, 1>(params, stream);
+  return launch(norm_forward_kernel<Config>, params);
 }
 
 template <class Config>
 cudaError_t launch_backward(const GatedNormBackwardProblem& problem, char* workspace, cudaStream_t stream) {
   const GatedNorm& in = problem.in;
-  NormBackwardParams params = {
+  auto* const partials = problem.dweight ? reinterpret_cast<float*>(workspace) : nullptr;
+  const auto launch = [&](auto kernel, const auto& params) {
+    return launch_kernel(false, kernel, norm_backward_ctas(in), kNormBackwardThreads, 0, stream, params);
+  };
+  cudaError_t error = cudaSuccess;
+  if (with_near_type<Config>(in, {&problem.d_y, &problem.dx, &problem.dz}, [&](auto type) {
+        error =
+            launch(near_norm_backward_kernel<Config, decltype(type)::value>, NearNormBackwardParams(problem, partials));
+      }))
+    return error;
+  const NormBackwardParams params = {
       problem,
       divider(in.heads),
       divider(in.tokens),
       1.0f / static_cast<float>(in.dim),
       is_aligned(in) && is_aligned(problem.d_y) && is_aligned(problem.dx) && is_aligned(problem.dz),
-      problem.dweight ? reinterpret_cast<float*>(workspace) : nullptr};
-  auto kernel = norm_backward_kernel<Config, GD_DTYPE_NONE>;
-  if constexpr (Config::kUsual) {
-    const gd_dtype type = common_type(in, {&problem.d_y, &problem.dx, &problem.dz});
-    if (type == GD_BF16) kernel = norm_backward_kernel<Config, GD_BF16>;
-    if (type == GD_F16) kernel = norm_backward_kernel<Config, GD_F16>;
-  }
-  return launch_kernel(false, kernel, norm_backward_ctas(in), kNormBackwardThreads, 0, stream, params);
+      partials};
+  return launch(norm_backward_kernel<Config>, params);
 }
 
 }  // namespace
@@ -68,6 +81,8 @@ Outcome gated_norm(const GatedNormProblem& problem, const Context& context) {
 
 Outcome gated_norm_backward(const GatedNormBackwardProblem& problem, const Context& context) {
   return with_device(context.device, kNormDevices, [&](int) -> Outcome {
+    DeviceFacts facts{};
+    if (Outcome outcome = find_facts(context.device, facts); outcome.status != GD_OK) return outcome;
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const GatedNorm& in = problem.in;
     if (in.rows() > 0) {
@@ -76,7 +91,8 @@ Outcome gated_norm_backward(const GatedNormBackwardProblem& problem, const Conte
       if (error) return failure(error, "launch the gated norm's backward kernel");
     }
     if (!problem.dweight) return {};
-    const cudaError_t error = launch_kernel(false, norm_sum_kernel, in.dim / kSumColumns, kSumColumns * kSumRows, 0,
+    const bool early = facts.major >= 9 && in.rows() > 0;  // without rows this is the call's first kernel
+    const cudaError_t error = launch_kernel(early, norm_sum_kernel, in.dim / kSumColumns, kSumColumns * kSumRows, 0,
                                             stream, reinterpret_cast<const float*>(context.workspace),
                                             static_cast<int>(norm_backward_ctas(in)), in.dim, problem.dweight);
     if (error) return failure(error, "launch the sum of dweight");

@@ -8,6 +8,13 @@
 
 namespace gatedelta::cuda {
 
+// The smaller number, NaN if either is.
+GD_DEVICE float min_or_nan(float x, float y) {
+  float smaller;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(x), "f"(y));
+  return smaller;
+}
+
 // Sum over the lanes of a row. All of them get the same bits.
 template <int kLanes>
 GD_DEVICE float sum_of_row(float x) {
@@ -35,37 +42,54 @@ GD_DEVICE void round_to(float (&x)[kCount], gd_dtype dtype) {
   }
 }
 
-// a = w n with the roundings before the gate. n becomes what the weight multiplies.
+// What n and a are rounded to before the gate; GD_F32 = they are not.
+struct NormRounding {
+  gd_dtype n = GD_F32, a = GD_F32;
+
+  NormRounding() = default;
+  GD_DEVICE explicit NormRounding(const GatedNorm& in)
+      : n(in.round_before_gate ? in.x.dtype : GD_F32), a(in.product_dtype()) {}
+};
+// a = w n. n becomes what the weight multiplies.
 template <int kCount>
-GD_DEVICE void apply_weight(float (&a)[kCount], float (&n)[kCount], const float (&w)[kCount], const GatedNorm& in) {
-  if (in.round_before_gate) round_to(n, in.x.dtype);
+GD_DEVICE void apply_weight(float (&a)[kCount], float (&n)[kCount], const float (&w)[kCount], NormRounding rounding) {
+  round_to(n, rounding.n);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) a[i] = n[i] * w[i];
-  if (in.round_before_gate) round_to(a, in.product_dtype());
+  round_to(a, rounding.a);
 }
 
-// act(z), and its derivative. e <= 1: no z is too large, and 1 - sigmoid(z) has no cancellation.
+// act(z), and its derivative. With e = exp(-z), 1 - sigmoid(z) is e / (1 + e): nothing cancels. The bound of e keeps
+// that a number for every z, and lets NaN pass.
 struct NormGate {
   float value, slope;
 };
-GD_DEVICE NormGate norm_gate(float z, gd_norm_activation activation) {
-  const float e = __expf(-fabsf(z)), q = __fdividef(1.0f, 1.0f + e);
-  const float sigmoid = z < 0 ? e * q : q, rest = z < 0 ? q : e * q;
-  if (activation == GD_NORM_SIGMOID) return {sigmoid, sigmoid * rest};
-  return {z * sigmoid, sigmoid + z * sigmoid * rest};
+GD_DEVICE NormGate norm_gate(float z, bool sigmoid_alone) {
+  constexpr float kLog2E = 1.44269504f, kMaxExp = 0x1p125f;
+  const float e = min_or_nan(exp2_approx(-kLog2E * z), kMaxExp), sigmoid = reciprocal_approx(1.0f + e);
+  const float rest = e * sigmoid;
+  if (sigmoid_alone) return {sigmoid, sigmoid * rest};
+  const float value = z * sigmoid;
+  return {value, sigmoid + value * rest};
 }
 
 // x becomes y.
 template <int kLanes, int kCount>
-GD_DEVICE void gated_norm_row(float (&x)[kCount], const float (&z)[kCount], const float (&w)[kCount],
-                              const GatedNorm& in, float inverse_dim) {
-  const float r = inverse_rms<kLanes>(x, inverse_dim, in.eps);
+GD_DEVICE void gated_norm_row(float (&x)[kCount], const float (&z)[kCount], const float (&w)[kCount], bool has_gate,
+                              bool sigmoid, NormRounding rounding, float inverse_dim, float eps) {
+  const float r = inverse_rms<kLanes>(x, inverse_dim, eps);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) x[i] *= r;
-  apply_weight(x, x, w, in);
-  if (!in.z) return;
+  apply_weight(x, x, w, rounding);
+  if (!has_gate) return;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) x[i] *= norm_gate(z[i], in.activation).value;
+  for (int i = 0; i < kCount; ++i) x[i] *= norm_gate(z[i], sigmoid).value;
+}
+template <int kLanes, int kCount>
+GD_DEVICE void gated_norm_row(float (&x)[kCount], const float (&z)[kCount], const float (&w)[kCount],
+                              const GatedNorm& in, float inverse_dim) {
+  gated_norm_row<kLanes>(x, z, w, static_cast<bool>(in.z), in.activation == GD_NORM_SIGMOID, NormRounding(in),
+                         inverse_dim, in.eps);
 }
 
 // A lane's numbers of a row on their way from memory.

@@ -4,7 +4,7 @@
 
 #include "cuda/gated_norm/row.cuh"
 #include "cuda/layer/config.hpp"
-#include "cuda/layer/pdl.cuh"
+#include "cuda/pdl.cuh"
 
 namespace gatedelta::cuda {
 
