@@ -1,4 +1,5 @@
-"""Times the CPU backend against the torch code in transformers and against torch's bf16 matmul, all in one run.
+"""Times the CPU backend against the torch code in transformers and against torch's bf16 matmul, all in one run. One row
+is a prefill of a whole model, a small Qwen3.5 with random weights.
 
 The two sides are measured in turns, so that both see the same machine. Prints a table with the project's bars.
 results/SCHEMA.md describes the output.
@@ -27,15 +28,22 @@ import truth  # noqa: E402
 
 import gatedelta  # noqa: E402
 from gatedelta import _lib  # noqa: E402
+import model_calls  # noqa: E402
 import records  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
+from gatedelta import transformers as plugin  # noqa: E402
 from peers import transformers_torch as peer  # noqa: E402
 
 CHUNK, K, V = 64, 128, 128
 MFLOP_PER_CHUNK_AND_HEAD = 10.5 * 2 * CHUNK * CHUNK * 128 / 1e6  # the forward's products, at K = V = 128
 SHAPES = [{"tokens": 4096, "heads": 8}, {"tokens": 2048, "heads": 32}]
 DECODE_HEADS = 8
-BARS = {"forward": 5.0, "forward+backward": 6.0, "decode": 20.0, "share of matmul": 0.45}
+# Qwen3.5's 0.8B at half its width and a third of its depth.
+MODEL = {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1792, "num_attention_heads": 4,
+         "num_key_value_heads": 1, "linear_num_key_heads": 8, "linear_num_value_heads": 8}  # fmt: skip
+SMOKE_MODEL = MODEL | {"hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 64}
+MODEL_TOKENS, VOCABULARY = 1024, 4096
+BARS = {"forward": 5.0, "forward+backward": 6.0, "decode": 20.0, "share of matmul": 0.45, "model": 3.0}
 
 
 def benchmark_inputs(tokens: int, heads: int, seed: int = 0) -> list[torch.Tensor]:
@@ -128,6 +136,27 @@ def measure_decode(repeats: int, steps: int) -> dict:
     return {"heads": DECODE_HEADS, "tokens": 1, **ratio(times), "ours_new_state": times["ours_new_state"]}
 
 
+def measure_model(shape: dict, tokens: int, repeats: int) -> dict:
+    """A prefill of one sequence, with the layers patched and as transformers has them."""
+    model_calls.choose_path("torch")
+    model = model_calls.Model(shape, VOCABULARY, "cpu")
+    model.net.eval()
+    prefill = model.prefill({"batch": 1, "tokens": tokens})
+
+    def ours() -> None:
+        plugin.patch()
+        prefill()
+
+    def theirs() -> None:
+        plugin.unpatch()
+        prefill()
+
+    with torch.no_grad():
+        times = alternate(repeats, {"ours": ours, "theirs": theirs})
+    plugin.unpatch()
+    return {"tokens": tokens, "parameters": model.parameters, "shape": shape, **ratio(times)}
+
+
 def measure_scaling(repeats: int, shapes: list[dict]) -> list[dict]:
     everything = torch.get_num_threads()
     counts = sorted({1, everything, *(n for n in (2, 4, 8, 16, 32, 64, 128) if n < everything)})
@@ -202,6 +231,7 @@ def judge(result: dict) -> list[dict]:
         for kind in ("forward", "forward+backward"):
             add(f"{kind}, {name}", shape[kind]["speedup"], BARS[kind])
     add(f"decode, {DECODE_HEADS} heads", result["decode"]["speedup"], BARS["decode"])
+    add(f"prefill of a model, 1x{result['model']['tokens']}", result["model"]["speedup"], BARS["model"])
     first = result["shapes"][0]
     add(f"share of bf16 matmul, 1x{first['tokens']}, {first['heads']} heads", first["forward"]["share_of_matmul"],
         BARS["share of matmul"])  # fmt: skip
@@ -220,6 +250,7 @@ def print_report(result: dict) -> None:
         for kind in ("forward", "forward+backward")
     ]
     rows.append((f"decode, {DECODE_HEADS} heads, per token", result["decode"]))
+    rows.append((f"prefill of a model, 1x{result['model']['tokens']}", result["model"]))
     for name, row in rows:
         unit, factor = ("us", 1e3) if row["ours"]["best_ms"] < 0.5 else ("ms", 1)
         ours, theirs = row["ours"]["best_ms"] * factor, row["theirs"]["best_ms"] * factor
@@ -252,9 +283,11 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny shapes: only shows that it runs, judges nothing")
     options = parser.parse_args()
     shapes, matmul_size, steps, verified = SHAPES, 4096, 50, 2
+    model_shape, model_tokens = MODEL, MODEL_TOKENS
     if options.smoke:
         shapes = [{"tokens": 192, "heads": 4}, {"tokens": 128, "heads": 4}]
         matmul_size, steps = 256, 2
+        model_shape, model_tokens = SMOKE_MODEL, 80
     info = gatedelta.info()
 
     def say(text: str) -> None:
@@ -266,6 +299,8 @@ def main() -> None:
         measured.append(measure_shape(shape, options.repeats, matmul_size))
     say("timing decode")
     decode = measure_decode(options.repeats, steps)
+    say("timing a model's prefill")
+    model = measure_model(model_shape, model_tokens, options.repeats)
     say("timing thread counts")
     scaling = measure_scaling(max(2, options.repeats // 2), shapes)
     say("computing the truth")
@@ -279,6 +314,7 @@ def main() -> None:
         "repeats": options.repeats,
         "shapes": measured,
         "decode": decode,
+        "model": model,
         "scaling": scaling,
         "verified_heads": verified,
         "errors": errors,

@@ -19,7 +19,10 @@ def cpu_rows(result: dict) -> list[tuple[str, dict]]:
         for shape in result["shapes"]
         for kind in ("forward", "forward+backward")
     ]
-    return [*rows, (f"decode, {result['decode']['heads']} heads, per token", result["decode"])]
+    rows.append((f"decode, {result['decode']['heads']} heads, per token", result["decode"]))
+    if "model" in result:  # not in older records
+        rows.append((f"prefill of a small Qwen3.5, {result['model']['tokens']} tokens", result["model"]))
+    return rows
 
 
 def cpu_speed() -> str:
