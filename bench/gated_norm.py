@@ -2,18 +2,23 @@
 
 Each time is that of one call in a CUDA graph of many, over buffers that together exceed the L2 cache (of a few tokens
 nothing does: those calls find their rows there, as they do in a layer). The bandwidth of a call is what it must read
-and write over its time; "of copy" divides it by that of torch's copy of as many bytes.
+and write over its time; "of copy" divides it by that of torch's copy of as many bytes. results/SCHEMA.md describes the
+output.
 
-Usage: python bench/gated_norm.py [--tokens 1 64 4096] [--heads 32] [--dim 128] [--dtype bfloat16]
+Usage: python bench/gated_norm.py [--tokens 1 64 4096] [--heads 32 64] [--dim 128] [--dtype bfloat16] [--output FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 
-import gpu  # noqa: F401  (first: finds the package)
+import gpu  # first: finds the package
+import records
 import torch
 from gatedelta.torch import _norm
 
@@ -43,15 +48,15 @@ def call_us(call: Callable[[int], object], sets: int, repeats: int = 15) -> floa
     return statistics.median(times[2:])
 
 
-def fla_norm() -> Callable | None:
+def fla_norm() -> ModuleType | None:
     try:
-        from fla.modules.norm.fused_norm_gate import layer_norm_gated_fwd
+        from fla.modules.norm import fused_norm_gate
     except ImportError:
         try:
-            from fla.modules.fused_norm_gate import layer_norm_gated_fwd
+            from fla.modules import fused_norm_gate
         except ImportError:
             return None
-    return layer_norm_gated_fwd
+    return fused_norm_gate
 
 
 def measure(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> dict[str, tuple[float, int]]:
@@ -82,10 +87,18 @@ def measure(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> dict[str, 
     found["copy, as backward"] = copy_us(5 * size), 5 * size
     if (theirs := fla_norm()) is not None:
         rows = [[t.view(-1, dim) for t in group] for group in tensors]
-        found["FLA forward"] = (
-            call_us(lambda i: theirs(rows[i][0], rows[i][1], weight, None, eps=1e-6, is_rms_norm=True), sets),
-            3 * size,
-        )
+
+        def fla_forward(i: int) -> object:
+            return theirs.layer_norm_gated_fwd(rows[i][0], rows[i][1], weight, None, eps=1e-6, is_rms_norm=True)
+
+        _, mean, rstd, _ = fla_forward(0)
+
+        def fla_backward(i: int) -> object:
+            return theirs.layer_norm_gated_bwd(rows[i][2], rows[i][0], rows[i][1], weight, None, eps=1e-6, mean=mean,
+                                               rstd=rstd, is_rms_norm=True)  # fmt: skip
+
+        found["FLA forward"] = call_us(fla_forward, sets), 3 * size
+        found["FLA backward"] = call_us(fla_backward, sets), 5 * size
     return found
 
 
@@ -100,16 +113,25 @@ def copy_us(moved: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 512, 4096, 16384])
-    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--heads", type=int, nargs="+", default=[32, 64])
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}: {options.heads} heads of {options.dim}, {options.dtype}")
-    for tokens in options.tokens:
-        found = measure(tokens, options.heads, options.dim, getattr(torch, options.dtype))
-        for name, (us, moved) in found.items():
-            copy = found["copy, as backward" if "backward" in name else "copy, as forward"][0]
-            print(f"{tokens:6} tokens  {name:26} {us:8.2f} us  {moved / us / 1e6:5.2f} TB/s  {copy / us:5.2f} of copy")
+    print(f"{torch.cuda.get_device_name()}: heads of {options.dim}, {options.dtype}")
+    versions = {"fla": sys.modules["fla"].__version__} if fla_norm() else {}
+    result = {"header": gpu.machine() | {"peers": versions}, "rows": []}
+    for heads in options.heads:
+        for tokens in options.tokens:
+            found = measure(tokens, heads, options.dim, getattr(torch, options.dtype))
+            row = {"tokens": tokens, "heads": heads, "dim": options.dim, "dtype": options.dtype}
+            result["rows"].append(row | {"us": {name: us for name, (us, _) in found.items()}})
+            for name, (us, moved) in found.items():
+                copy = found["copy, as backward" if "backward" in name else "copy, as forward"][0]
+                print(f"{tokens:6} x {heads} {name:26} {us:8.2f} us  {moved / us / 1e6:5.2f} TB/s  "
+                      f"{copy / us:5.2f} of copy", flush=True)  # fmt: skip
+            if options.output:
+                records.write(options.output, result)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 usage: record_results.py FOLDER          the CPU's measurements in FOLDER, and the GPU's if there are any
        record_results.py --gpu FOLDER    the GPU's measurements alone
        record_results.py --models FILE   what bench/models.py wrote, and FILE's picture with .png
+       record_results.py --norm FILE     what bench/gated_norm.py wrote
 """
 
 import argparse
@@ -97,7 +98,7 @@ def record_gpu(folder: Path) -> None:
     history.append(H200 / "history.csv", history.line_of(result))
     for path in pictures:
         shutil.copyfile(path, H200 / path.name)
-    for name in ("layer_step", "segments"):
+    for name in ("layer_step", "gated_norm", "segments"):
         if (path := folder / f"{name}.json").exists():
             keep_beside(path, path.name, header)
     if (folder / "segments.json").exists():
@@ -124,16 +125,26 @@ def record_models(path: Path) -> None:
         shutil.copyfile(picture, H200 / "models.png")
 
 
+def record_norm(path: Path) -> None:
+    header = json.loads(path.read_text())["header"]
+    if "H200" not in header["gpu"]:
+        sys.exit(f"record_results: {path} was not recorded: it is not from an H200")
+    keep_beside(path, "gated_norm.json", header if header["commit"] else stamp_or_exit())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--models", type=Path)
+    parser.add_argument("--norm", type=Path)
     parser.add_argument("folder", type=Path, nargs="?")
     options = parser.parse_args()
-    if not options.models and not options.folder:
+    if not (options.models or options.norm or options.folder):
         parser.error("there is nothing to record")
     if options.models:
         record_models(options.models)
+    if options.norm:
+        record_norm(options.norm)
     if not options.folder:
         return
     if not options.gpu:

@@ -514,3 +514,28 @@ def test_gpu_record_without_git_is_stamped(monkeypatch, results, bench_folder):
     monkeypatch.setattr(record_results, "stamp", lambda: {**stamp, "commit": None})
     with pytest.raises(SystemExit, match="commit"):
         record_results.record_gpu(bench_folder)
+
+
+def test_gpu_record_of_the_norm(results, tmp_path):
+    import record_results
+    import render_results
+
+    block = render_results.TABLES["h200-gated-norm"]
+    assert block() == ""
+    header = {
+        "gpu": "NVIDIA H200",
+        "torch": "2.11",
+        "date": "2026-01-02",
+        "commit": "0123456789abcdef",
+        "modified": False,
+    }
+    times = {"forward": 2.0, "backward": 4.0, "copy, as forward": 1.8, "copy, as backward": 3.0, "FLA forward": 2.5}
+    row = {"tokens": 4096, "heads": 64, "dim": 128, "dtype": "bfloat16", "us": times}
+    path = tmp_path / "norm.json"
+    path.write_text(json.dumps({"header": header, "rows": [row]}))
+    record_results.record_norm(path)
+    assert "| 4096 × 64 | 2.00 | 0.90 | 2.50 | 4.00 | 0.75 |  |" in block()
+    path.write_text(json.dumps({"header": header | {"gpu": "NVIDIA H100"}, "rows": [row]}))
+    with pytest.raises(SystemExit, match="not from an H200"):
+        record_results.record_norm(path)
+    assert run("record_results.py").returncode == 2

@@ -160,10 +160,31 @@ def h200_layer_step() -> str:
     return "\n\n".join([h200_heading(result["header"]), table(columns, cells)])
 
 
+def h200_gated_norm() -> str:
+    """Empty while nothing is recorded."""
+    path = files.H200 / "gated_norm.json"
+    if not path.exists():
+        return ""
+    result = json.loads(path.read_text())
+    cells = []
+    for row in result["rows"]:
+        line = [f"{row['tokens']} × {row['heads']}"]
+        for what in ("forward", "backward"):
+            us = row["us"]
+            theirs = us.get(f"FLA {what}")
+            line += [f"{us[what]:.2f}", f"{us[f'copy, as {what}'] / us[what]:.2f}", f"{theirs:.2f}" if theirs else ""]
+        cells.append(line)
+    columns = [f"tokens × heads of {result['rows'][0]['dim']}"]
+    for what in ("forward", "backward"):
+        columns += [f"{what}, µs", "of copy", "FLA, µs"]
+    return "\n\n".join([h200_heading(result["header"]), table(columns, cells)])
+
+
 TABLES = {
     "h200-decode": h200_decode,
     "h200-verify": h200_verify,
     "h200-packs": h200_packs,
     "h200-serving-rows": h200_serving_rows,
     "h200-layer-step": h200_layer_step,
+    "h200-gated-norm": h200_gated_norm,
 }
