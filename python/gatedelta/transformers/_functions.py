@@ -31,7 +31,7 @@ def why_not(device: torch.device, dtype: torch.dtype, *, chunked: bool, k: int =
         return None
     if device.type != "cuda" or not CUDA:
         return f"device {device.type} (this build runs on {'cpu and cuda' if CUDA else 'cpu'})"
-    capability = torch.cuda.get_device_capability(device)
+    capability = _capability(device.index)
     if not chunked:
         return None if capability >= (8, 0) else f"compute capability {capability} (8.0 and later can be run)"
     if capability != (9, 0):
@@ -39,6 +39,11 @@ def why_not(device: torch.device, dtype: torch.dtype, *, chunked: bool, k: int =
     if dtype == torch.float32:
         return "float32 on cuda (whole sequences run in bfloat16 and float16)"
     return None if k == v == 128 else f"heads of {k} and {v} channels on cuda (whole sequences run with 128)"
+
+
+@torch.compiler.assume_constant_result  # torch.compile does not look into it
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 def chunk_rule(

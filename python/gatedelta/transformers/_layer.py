@@ -161,9 +161,7 @@ def _packed_with_cache(layer: nn.Module, mixed: Tensor, a: Tensor, b: Tensor, of
     """The cache keeps the states of the pack's last sequence: one row, one state."""
     index = layer.layer_idx
     if cache.layers[index].has_previous_state[0]:
-        raise ValueError(
-            "a pack cannot go on from a cache: its sequences would need a state each. Pass no cache with it"
-        )
+        raise ValueError("a pack cannot go on from a cache, which has one state a row: pass packs without a cache")
     if mixed.shape[0] > 1:
         raise ValueError(f"a pack of {mixed.shape[0]} rows cannot fill a cache: pass use_cache=False")
     conv_out, conv_state = _conv(
