@@ -5,7 +5,7 @@ usage: peer_tests.py [--device cpu|cuda] [--peers FOLDER] [--suites NAMES] [--jo
                      [--output FILE]
 
 FOLDER holds checkouts of the libraries' repositories. A suite that is not there is looked for in a source distribution,
-if there is one with tests. The libraries themselves must be installed in this Python. A suite that cannot be run counts
+if there is one with tests. The libraries' packages must be installed in this Python. A suite that cannot be run counts
 as not run. The status is 1 if a test fails that no documented difference explains, or if no test was run at all.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
@@ -70,6 +71,9 @@ def environment(device: str) -> dict[str, str]:
 
 def find(suite: Suite, peers: Path) -> tuple[Path | None, str]:
     """The folder with its tests and what that is, or None and what is missing."""
+    for package in suite.packages:
+        if importlib.util.find_spec(package) is None:
+            return None, f"the package {package} is not installed"
     checkout = peers / suite.repository
     missing = [file for file in suite.files if not (checkout / file).exists()]
     if not missing:
@@ -80,19 +84,16 @@ def find(suite: Suite, peers: Path) -> tuple[Path | None, str]:
     here = f"no {missing[0]} in {checkout}"
     if suite.source is None:
         return None, f"{here}, and no source distribution has it"
-    DOWNLOADS.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:",
-               "--no-build-isolation", "--dest", str(DOWNLOADS), suite.source]  # fmt: skip
+    folder = DOWNLOADS / suite.name
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary",
+               ":all:", "--dest", str(folder), suite.source]  # fmt: skip
     subprocess.run(command, capture_output=True)  # what counts is whether the files are there
-    name = suite.source.replace("==", "-").replace("-", "_", suite.source.count("-"))
-    for archive in DOWNLOADS.glob("*.tar.gz"):
-        folder = DOWNLOADS / archive.name.removesuffix(".tar.gz")
-        if folder.name.replace("-", "_") != name.replace("-", "_"):
-            continue
+    for archive in folder.glob("*.tar.gz"):
         with tarfile.open(archive) as tar:
-            tar.extractall(DOWNLOADS, filter="data")
-        if all((folder / file).exists() for file in suite.files):
-            return folder, archive.name
+            tar.extractall(folder, filter="data")
+        unpacked = folder / archive.name.removesuffix(".tar.gz")
+        if all((unpacked / file).exists() for file in suite.files):
+            return unpacked, archive.name
     return None, f"{here}, and {suite.source} cannot be downloaded or lacks it"
 
 
@@ -115,8 +116,8 @@ def start(suite: Suite, folder: Path, scratch: Path, shard: int, arguments: argp
         "PEER_EVERY": str(arguments.every),
     }  # fmt: skip
     # Not in the checkout: Python would import the library from there.
-    log = open(scratch / f"{shard}.log", "w")
-    return subprocess.Popen(command, cwd=scratch, env=variables, stdout=log, stderr=subprocess.STDOUT)
+    with open(scratch / f"{shard}.log", "w") as log:
+        return subprocess.Popen(command, cwd=scratch, env=variables, stdout=log, stderr=subprocess.STDOUT)
 
 
 def run(suite: Suite, folder: Path, arguments: argparse.Namespace) -> dict:
@@ -197,9 +198,8 @@ def header(arguments: argparse.Namespace) -> dict:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
-    code = "import gatedelta, json, torch; print(json.dumps([gatedelta.info()['version'], " + (
-        "torch.cuda.get_device_name()]))" if arguments.device == "cuda" else "gatedelta.info()['cpu_isa_best']]))"
-    )
+    name = "torch.cuda.get_device_name()" if arguments.device == "cuda" else "gatedelta.info()['cpu_isa_best']"
+    code = f"import gatedelta, json, torch; print(json.dumps([gatedelta.info()['version'], {name}]))"
     result = subprocess.run([sys.executable, "-c", code], env=environment(arguments.device), capture_output=True,
                             text=True)  # fmt: skip
     if result.returncode:
@@ -208,19 +208,21 @@ def header(arguments: argparse.Namespace) -> dict:
     return {**stamp(), "device": arguments.device, "machine": machine, "every": arguments.every, "versions": versions}
 
 
+def default_output(header: dict) -> Path:
+    if header["device"] == "cpu":
+        return ROOT / "results" / "cpu" / "peer_tests.json"
+    # Of GPUs, results/ has the H200's alone.
+    return ROOT / ("results/h200" if "H200" in header["machine"] else "build") / "peer_tests.json"
+
+
 def main() -> int:
     arguments = parse()
-    output = arguments.output or ROOT / "results" / ("h200" if arguments.device == "cuda" else "cpu") / "peer_tests.json"
     record = {"header": header(arguments), "suites": []}
-    if arguments.output is None and arguments.device == "cuda" and "H200" not in record["header"]["machine"]:
-        output = ROOT / "build" / "peer_tests.json"  # results/ keeps those of the H200
+    output = arguments.output or default_output(record["header"])
     for name in arguments.suites:
         suite = peer_suites.suites()[name]
         folder, what = find(suite, arguments.peers)
-        if folder is None:
-            result = {"why_not_run": what}
-        else:
-            result = {"source": what, **run(suite, folder, arguments)}
+        result = {"source": what, **run(suite, folder, arguments)} if folder else {"why_not_run": what}
         print(describe(name, result), flush=True)
         for failure in result.get("failed", ())[:SHOWN]:
             print(f"  {failure['test']}: {failure['reason'][:160]}")

@@ -164,10 +164,7 @@ def _run(function: Callable, call: dict[str, Any], chunked: bool) -> tuple[Tenso
     if not q.dtype == k.dtype == dtype:  # recurrent alone. No number loses digits.
         wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), dtype)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
-    if chunked and q.is_cuda:
-        sizes = _CUDA_HEAD_DIM, _CUDA_HEAD_DIM
-    else:
-        sizes = -(-key_dim // 16) * 16, -(-value_dim // 16) * 16
+    sizes = _kernel_sizes(key_dim, value_dim, chunked and q.is_cuda)
     q, k, v = _rows(q, sizes[0]), _rows(k, sizes[0]), _rows(v, sizes[1])
     if chunked and q.is_cuda:
         q, k, v = _aligned(q), _aligned(k), _aligned(v)
@@ -186,6 +183,13 @@ def _run(function: Callable, call: dict[str, Any], chunked: bool) -> tuple[Tenso
             rows, columns = (value_dim, key_dim) if state_v_first else (key_dim, value_dim)
             final = final[..., :rows, :columns].contiguous()
     return o.to(dtype), final
+
+
+def _kernel_sizes(key_dim: int, value_dim: int, sm90: bool) -> tuple[int, int]:
+    """K and V of the kernels that serve these sizes."""
+    if sm90:
+        return _CUDA_HEAD_DIM, _CUDA_HEAD_DIM
+    return -(-key_dim // 16) * 16, -(-value_dim // 16) * 16
 
 
 def _rows(x: Tensor, size: int) -> Tensor:

@@ -30,9 +30,8 @@ SUITES = (
 
 def install(device: str) -> None:
     import fla.utils
-    import torch
-
     import gatedelta.fla
+    import torch
 
     if device == "cpu":
         fla.utils.device = torch.device("cpu")  # a name would be "cuda", or make some tests skip
@@ -48,7 +47,6 @@ def install(device: str) -> None:
 def _refuse_what_is_not_taken() -> None:
     """Where GateDelta refuses a call, FLA would go on with its own kernels. Such a test is to fail."""
     from fla import backends
-
     from gatedelta import _fla_rule
 
     @backends.register("gated_delta_rule")
@@ -76,7 +74,6 @@ def _stand_in_for_flash_qla() -> None:
     from importlib.machinery import ModuleSpec
 
     from fla.ops.gated_delta_rule.backends import flash_qla as theirs
-
     from gatedelta import chunk_gated_delta_rule
     from gatedelta import fla as ours
 

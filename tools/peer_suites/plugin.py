@@ -1,4 +1,4 @@
-"""The pytest plugin in each process of a peer's suite: puts GateDelta in place, picks this process's share of the tests,
+"""The pytest plugin in each process of a peer's suite: puts GateDelta in place, picks the process's share of the tests,
 and writes a line of JSON for each. tools/peer_tests.py sets the environment and reads the lines."""
 
 from __future__ import annotations
