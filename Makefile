@@ -170,6 +170,11 @@ wheel: ## build the wheel into dist/ and try it in a fresh virtual environment
 	tools/require $(BASE) -- pip
 	$(PYTHON) tools/check_wheel.py
 
+peer-tests: ## other libraries' own tests, from checkouts in PEERS, on this library (DEVICE=cpu or cuda)
+	tools/require $(BASE) $(gpu_packages)
+	$(call build,test,gatedelta gatedelta_torch,$(if $(filter cuda%,$(DEVICE)),-DGD_CUDA=ON))
+	$(PYTHON) tools/peer_tests.py --device $(DEVICE) --jobs $(JOBS) $(if $(PEERS),--peers $(PEERS))
+
 sanitize: ## the C++ tests under ASan+UBSan, then under TSan
 	tools/require $(BASE) gtest
 	status=0
@@ -252,5 +257,5 @@ fuzz: ## a short libFuzzer run on the C ABI (FUZZ_SECONDS=30)
 clean: ## remove build/ and dist/ (not .venv)
 	rm -rf build dist
 
-.PHONY: help run test bench bench-gpu bench-segments train-example record-train record record-gpu lint format wheel \
-        sanitize sanitize-gpu soak-gpu cuda cross oldcpu fuzz clean
+.PHONY: help run test bench bench-gpu bench-segments train-example record-train record record-gpu peer-tests lint \
+        format wheel sanitize sanitize-gpu soak-gpu cuda cross oldcpu fuzz clean

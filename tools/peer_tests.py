@@ -173,6 +173,7 @@ def summary(suite: Suite, shards: list[list[dict]], device: str) -> dict:
         "differences": [{"reason": reason, "tests": count} for reason, count in differences.most_common()],
         "skipped": counted("skipped"),
         "foreign": counted("foreign"),
+        "heavy": counted("heavy"),
         "not_run": sum(test not in tests for test in collected),
     }
 
@@ -182,7 +183,7 @@ def describe(name: str, result: dict) -> str:
         return f"{name}: NOT RUN: {result['why_not_run']}"
     parts = [f"{result['passed']} passed", f"{len(result['failed'])} failed"]
     for key, text in (("differences", "differ as documented"), ("skipped", "skipped by the suite"),
-                      ("foreign", "not ours")):  # fmt: skip
+                      ("foreign", "not ours"), ("heavy", "too large to be run here")):  # fmt: skip
         count = sum(entry["tests"] for entry in result[key])
         if count:
             parts.append(f"{count} {text}")

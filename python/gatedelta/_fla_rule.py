@@ -119,12 +119,8 @@ def _plan(
 ) -> dict[str, Any] | str:  # fmt: skip
     if unknown:
         return f"unknown arguments: {', '.join(sorted(unknown))}"
-    if transpose_state_layout is not None and state_v_first:
-        return "state_v_first and its older name transpose_state_layout are both given"
     if use_gate_in_kernel and (A_log is None or g is None):
         return "use_gate_in_kernel needs g and A_log"
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        return "allow_neg_eigval needs use_beta_sigmoid_in_kernel"
     if not use_gate_in_kernel:
         A_log = dt_bias = None  # FLA does not look at them either
     tensors = {

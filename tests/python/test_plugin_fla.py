@@ -58,9 +58,7 @@ def close(a, b, bound=2e-6):
         ({"cp_context": object()}, "cp_context"),
         ({"chunk_size": 128}, "chunk_size is 128"),
         ({"head_first": True}, "unknown arguments: head_first"),
-        ({"state_v_first": True, "transpose_state_layout": True}, "both given"),
         ({"use_gate_in_kernel": True}, "needs g and A_log"),
-        ({"allow_neg_eigval": True}, "use_beta_sigmoid_in_kernel"),
         ({"v": torch.zeros(2, 20, 4, 16, dtype=torch.float16)}, "differ in dtype"),
         ({"g": torch.zeros(2, 20, 4, dtype=torch.float64)}, "g is torch.float64"),
         ({"v": torch.zeros(2, 20, 3, 16)}, "heads of q, k and v are 2, 2 and 3"),
@@ -72,6 +70,14 @@ def close(a, b, bound=2e-6):
 def test_chunk_refusals(change, reason):
     assert rule.chunk_refusal(**inputs()) is None
     assert reason in rule.chunk_refusal(**{**inputs(), **change})
+
+
+@pytest.mark.parametrize("function", [rule.chunk, rule.recurrent])
+def test_contradictions_are_errors_as_they_are_in_fla(function):
+    with pytest.raises(ValueError, match="both given"):
+        function(**inputs(), state_v_first=True, transpose_state_layout=True)
+    with pytest.raises(ValueError, match="use_beta_sigmoid_in_kernel"):
+        function(**inputs(), allow_neg_eigval=True)
 
 
 @pytest.mark.parametrize("size", [16, 32, 64])

@@ -37,6 +37,7 @@ class Suite:
     packages: tuple[str, ...]  # what its tests import, to be installed
     source: str | None = None  # requirement of a source distribution that has the tests, for want of a checkout
     foreign: tuple[Rule, ...] = ()  # tests of something that is not ours: left out
+    heavy: tuple[Rule, ...] = ()  # tests that need more than a machine usually has: left out
     differences: tuple[Rule, ...] = ()  # documented ones: tests that may fail
     options: tuple[str, ...] = ()  # of pytest
     environment: dict[str, str] = field(default_factory=dict)

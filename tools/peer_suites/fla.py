@@ -21,6 +21,18 @@ SUITES = (
             ),
             Rule("which calls FLA hands to FlashQLA", ("*::test_flash_qla_verifier_*", "*::test_flash_qla_sm120_*")),
         ),
+        heavy=(
+            Rule(
+                "the gradients of FLA's own reference take more than 8 GB",
+                (
+                    "*::test_flash_qla_chunk[B1-T4096-*",
+                    "*::test_flash_qla_chunk[B2-T2048-*",
+                    "*::test_flash_qla_chunk_varlen[H8-*",
+                    "*::test_flash_qla_chunk_varlen[H16-*",
+                ),
+                ("cpu",),
+            ),
+        ),
         differences=(
             Rule("float32 on CUDA: the chunked kernels take bf16 and fp16", ("*::test_chunk*float32*",), ("cuda",)),
         ),

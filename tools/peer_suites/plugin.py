@@ -50,11 +50,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every process collects the same tests in the same order, and takes one in so many."""
     ours = []
     for item in items:
-        rule = rule_of(_SUITE.foreign, _name(item.nodeid), _DEVICE)
-        if rule is None:
+        for outcome in ("foreign", "heavy"):
+            rule = rule_of(getattr(_SUITE, outcome), _name(item.nodeid), _DEVICE)
+            if rule is not None:
+                if _SHARD == 0:
+                    _write(test=_name(item.nodeid), outcome=outcome, reason=rule.reason)
+                break
+        else:
             ours.append(item)
-        elif _SHARD == 0:
-            _write(test=_name(item.nodeid), outcome="foreign", reason=rule.reason)
     items[:] = ours[::_EVERY][_SHARD::_SHARDS]
     _write(collected=[_name(item.nodeid) for item in items])
 
