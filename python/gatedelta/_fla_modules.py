@@ -17,13 +17,11 @@ def conv_refusal(
     x, weight, bias, residual, initial_state=None, output_final_state=False, activation=None, cu_seqlens=None,
     cu_seqlens_cpu=None, chunk_indices=None, chunk_size=64, layout_fallback=False,
 ) -> str | None:  # fmt: skip
-    if residual is not None:
-        return "residual: the sum with the convolution's result is not part of it"
     if weight is None or weight.dim() != 2 or weight.shape[1] not in _TAPS:
         return f"weight is {None if weight is None else list(weight.shape)}, [D, 2] to [D, 4] is taken"
     if activation not in (None, "silu", "swish"):
         return f"activation is {activation!r}"
-    tensors = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state}
+    tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "initial_state": initial_state}
     return refusals.cuda_refusal(x, (8, 0)) or refusals.tensor_refusal(x.device, tensors)
 
 
@@ -31,12 +29,22 @@ def conv_fwd(
     x, weight, bias, residual, initial_state=None, output_final_state=False, activation=None, cu_seqlens=None, **hints
 ) -> tuple[Tensor, Tensor | None]:
     """FLA's states have W columns, one more than are needed."""
+    flat = _channels(x, weight)
     with torch.no_grad():
         y, state = causal_conv1d(
-            _channels(x, weight), weight, bias, activation, cu_seqlens, initial_state, output_final_state,
-            state_size=weight.shape[1] if output_final_state else None,
+            flat, weight, bias, activation, cu_seqlens, initial_state, output_final_state,
+            state_size=weight.shape[1] if output_final_state else None, out=_buffer(flat, residual),
         )  # fmt: skip
-    return y.reshape(x.shape).contiguous(), state
+    return _with_residual(y.reshape(x.shape).contiguous(), residual, x.dtype), state
+
+
+def _buffer(x: Tensor, residual: Tensor | None) -> Tensor | None:
+    """For a result that is to be rounded after the residual is added, as FLA does it."""
+    return None if residual is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
+
+
+def _with_residual(y: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return y if residual is None else (y + residual.reshape(y.shape)).to(dtype)
 
 
 def conv_bwd_refusal(
@@ -55,7 +63,8 @@ def conv_bwd(
         flat, weight, bias, options, cu_seqlens, initial_state, dy.reshape(flat.shape), dht, wanted
     )
     return (
-        dx.reshape(x.shape), dw, None if bias is None else db, None, None if initial_state is None else dh,
+        dx.reshape(x.shape), dw, None if bias is None else db, None if residual is None else dy,
+        None if initial_state is None else dh,
     )  # fmt: skip
 
 
@@ -67,8 +76,10 @@ def conv_update(x, cache, residual=None, weight=None, bias=None, activation=None
     """One token of each sequence: x is [N, D], [N, 1, D] or [1, N, D], the cache is updated in place."""
     tokens = x.reshape(-1, 1, weight.shape[0])
     with torch.no_grad():
-        y, _ = causal_conv1d(tokens, weight, bias, activation, None, cache, final_state=cache)
-    return y.reshape(x.shape), cache
+        y, _ = causal_conv1d(
+            tokens, weight, bias, activation, None, cache, out=_buffer(tokens, residual), final_state=cache
+        )
+    return _with_residual(y.reshape(x.shape), residual, x.dtype), cache
 
 
 def _channels(x: Tensor, weight: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ def test_recurrent_refusals(change, reason):
 def test_module_refusals():
     x, weight = torch.zeros(2, 8, 32), torch.zeros(32, 4)
     assert modules.conv_refusal(x, weight, None, None) is None
-    assert "residual" in modules.conv_refusal(x, weight, None, x)
+    assert "residual is torch.float64" in modules.conv_refusal(x, weight, None, x.double())
     assert "[32, 5]" in modules.conv_refusal(x, torch.zeros(32, 5), None, None)
     assert "weight is None" in modules.conv_refusal(x, None, None, None)
     assert "'relu'" in modules.conv_refusal(x, weight, None, None, activation="relu")

@@ -121,16 +121,19 @@ def short_convolution(taps, bias, activation, device):
     return fla.modules.ShortConvolution(48, taps, bias=bias, activation=activation).to(device)
 
 
+@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(("taps", "bias", "activation"), [(4, False, "silu"), (3, True, None), (2, True, "silu")])
-def test_convolution(device, taps, bias, activation):
+def test_convolution(device, taps, bias, activation, residual):
     module = short_convolution(taps, bias, activation, device)
     x = torch.randn(2, 37, 48, device=device, requires_grad=True)
     cache = torch.randn(2, 48, taps, device=device, requires_grad=True)
-    y, state = module(x, cache=cache, output_final_state=True)
+    more = torch.randn_like(x).requires_grad_() if residual else None
+    y, state = module(x, residual=more, cache=cache, output_final_state=True)
     expected, end = convolution(module, x, cache)
+    expected = expected + more if residual else expected
     close(y, expected)
     assert torch.equal(state, end)
-    wanted = [x, cache, *module.parameters()]
+    wanted = [x, cache, *module.parameters(), *([more] if residual else [])]
     dy, dstate = torch.randn_like(y), torch.randn_like(state)
     for a, b in zip(torch.autograd.grad([y, state], wanted, [dy, dstate]),
                     torch.autograd.grad([expected, end], wanted, [dy, dstate])):  # fmt: skip
@@ -158,6 +161,8 @@ def test_convolution_of_packs_and_of_tokens(device):
             y, state = module(rows, cache=updated, output_final_state=True, cu_seqlens=offsets)
             close(y.view(3, 1, 48), expected)
             assert torch.equal(state, end) and state is updated
+            y, _ = module(rows, residual=rows, cache=cache.clone(), cu_seqlens=offsets)
+            close(y.view(3, 1, 48), expected + tokens)
 
 
 @pytest.mark.parametrize("activation", ["swish", "sigmoid"])

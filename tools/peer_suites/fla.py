@@ -1,10 +1,12 @@
-"""flash-linear-attention's tests of the gated delta rule, its functions given to GateDelta by gatedelta.fla."""
+"""flash-linear-attention's tests of the gated delta rule, and of the convolution, norm, layer and model around it, all
+given to GateDelta by gatedelta.fla."""
 
 from __future__ import annotations
 
 import os
 import sys
 import types
+from collections.abc import Callable
 
 from . import Rule, Suite
 
@@ -37,6 +39,27 @@ SUITES = (
             Rule("float32 on CUDA: the chunked kernels take bf16 and fp16", ("*::test_chunk*float32*",), ("cuda",)),
         ),
     ),
+    Suite(
+        name="fla_layers",
+        repository="flash-linear-attention",
+        files=(
+            "tests/modules/test_conv.py",
+            "tests/modules/test_layernorm_gated.py",
+            "tests/layers/test_gated_deltanet.py",
+            "tests/models/test_modeling_gated_deltanet.py",
+        ),
+        packages=("fla", "einops"),
+        foreign=(
+            Rule("LayerNorm: GateDelta has RMSNorm", ("*::test_layernorm_gated[*", "*gate_linear[*rmsFalse*")),
+            Rule("the rest of FLA's model is Triton, which a CPU does not run", ("test_modeling_gated*::*",), ("cpu",)),
+        ),
+        differences=(
+            Rule(
+                "gated norm: D is a multiple of 16 up to 512",
+                ("*::test_rmsnorm_gated[*_D1200_*", "*::test_rmsnorm_gated[*_D50_*", "*gate_linear[*_D1024_*"),
+            ),
+        ),
+    ),
 )
 
 
@@ -59,15 +82,32 @@ def install(device: str) -> None:
 def _refuse_what_is_not_taken() -> None:
     """Where GateDelta refuses a call, FLA would go on with its own kernels. Such a test is to fail."""
     from fla import backends
-    from gatedelta import _fla_rule
+    from fla.modules.causal_conv1d import ops as conv
+    from fla.modules.norm import fused_norm_gate as norm
+    from gatedelta import _fla_modules, _fla_rule
 
-    @backends.register("gated_delta_rule")
     class Refusal(backends.BaseBackend):
         backend_type = "refusal"
         priority = 100
 
-        def chunk_gated_delta_rule(self, *args: object, **kwargs: object) -> None:
-            raise NotImplementedError(f"gatedelta refuses: {_fla_rule.chunk_refusal(*args, **kwargs)}")
+    def refuser(reason_of: Callable[..., str | None]) -> Callable[..., None]:
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise NotImplementedError(f"gatedelta refuses: {reason_of(*args, **kwargs)}")
+
+        return refuse
+
+    @backends.register("gated_delta_rule")
+    class RuleRefusal(Refusal):
+        chunk_gated_delta_rule = staticmethod(refuser(_fla_rule.chunk_refusal))
+
+    for function, reason_of in (
+        (conv.causal_conv1d_fwd, _fla_modules.conv_refusal),
+        (conv.causal_conv1d_bwd, _fla_modules.conv_bwd_refusal),
+        (conv.causal_conv1d_update, _fla_modules.conv_update_refusal),
+        (norm.layer_norm_gated_fwd, _fla_modules.norm_refusal),
+        (norm.layer_norm_gated_bwd, _fla_modules.norm_bwd_refusal),
+    ):
+        backends.register(function, backend=Refusal)(refuser(reason_of))
 
     ours = _fla_rule.recurrent
 
