@@ -124,6 +124,13 @@ def test_gradients():
         case.check(name, result, truth[name])
 
 
+def test_compiles_without_a_graph_break():
+    case = Case(CASES[0])
+    arguments = arguments_of(case)
+    compiled = torch.compile(shim.chunk_gated_delta_rule, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(**arguments)[0], shim.chunk_gated_delta_rule(**arguments)[0])
+
+
 def test_scale_of_zero_is_the_default():
     case = Case(CASES[0])
     arguments = arguments_of(case) | {"scale": None}

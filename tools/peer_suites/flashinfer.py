@@ -118,7 +118,7 @@ def decode_bf16(
     assert (softplus_beta, softplus_threshold) == (1.0, 20.0)
     pool, scatter = initial_state_source, ssm_state_indices is not None
     q, k, v, a, b = (x.bfloat16() for x in (q, k, v, a, b))
-    final = None if disable_state_update or scatter else pool
+    final = None if disable_state_update or (scatter and output_state_indices is None) else pool
     accept = None if accepted_steps is None else accepted_steps + 1
     if recovery_steps:
         accept = torch.full_like(initial_state_indices, recovery_steps)
