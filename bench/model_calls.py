@@ -54,6 +54,37 @@ def use_fla_everywhere(module) -> None:
     module.Qwen3_5RMSNormGated.forward = norm
 
 
+def compile_share(index: int, count: int) -> None:
+    """From here on this process compiles one of `count` shares of the configurations that Triton's autotuner would try.
+    What does not run alone falls back to all of them."""
+    from triton.runtime.autotuner import Autotuner
+
+    initialise, run = Autotuner.__init__, Autotuner.run
+
+    def initialise_share(self, fn, arg_names, configs, *args, **kwargs):
+        initialise(self, fn, arg_names, configs, *args, **kwargs)
+        self.every_config, self.configs = self.configs, self.configs[index::count] or self.configs[:1]
+
+    def run_share(self, *args, **kwargs):
+        try:
+            return run(self, *args, **kwargs)
+        except Exception:
+            self.configs = self.every_config
+            self.cache.clear()
+            return run(self, *args, **kwargs)
+
+    Autotuner.__init__, Autotuner.run = initialise_share, run_share
+
+
+def call_everything(shape: dict, vocabulary: int) -> None:
+    """Every kind of row once, on four layers and few tokens."""
+    model = Model(shape | {"num_hidden_layers": 4}, vocabulary, "cuda")
+    with torch.no_grad():
+        model.prefill({"batch": 1, "tokens": 512})()
+        model.decode({"batch": 1, "tokens": 512})[0]()
+    model.train({"lengths": [256, 256]}, packed=True)()
+
+
 class Clock:
     """Marks in time: CUDA events on the current stream, or the host's clock."""
 

@@ -22,7 +22,7 @@ PACK = (3072, 2048, 1536, 1024, 512)  # 8192 tokens
 SMOKE_PREFILLS, SMOKE_BATCHES, SMOKE_PROMPT, SMOKE_PACK = (40, 80), (2,), 20, (30, 7, 13)
 
 PATHS = {
-    "gatedelta": "GateDelta", "fla": "FLA", "fla-all": "FLA with its convolution and norm", "torch": "torch code",
+    "gatedelta": "GateDelta", "fla": "FLA", "torch": "torch code", "fla-all": "FLA with its convolution and norm",
 }  # fmt: skip
 KEY = ("kind", "model", "tokens", "batch", "mode")
 

@@ -14,20 +14,23 @@ Each path has a process of its own, because transformers picks FLA up when it is
     fla-all     FLA's convolution and gated norm as well, put in by hand
     torch       neither
 
-The torch path cannot keep packed sequences apart and trains on one sequence after the other. Rows are written one by
-one as they are measured. results/SCHEMA.md describes the output.
+The torch path cannot keep packed sequences apart and trains on one sequence after the other. FLA's kernels are compiled
+first, by several processes, and tuned at a prefill of 4096 tokens. Rows are written one by one as they are measured.
+results/SCHEMA.md describes the output.
 
 Usage: python bench/models.py --output FILE [--paths gatedelta fla] [--sizes 0.8B] [--kinds prefill decode]
-                              [--limit SECONDS] [--smoke]
+                              [--limit SECONDS] [--jobs 12] [--smoke]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,6 +84,8 @@ def run_path(options: argparse.Namespace) -> None:
     for size in options.sizes:
         vocabulary = model_rows.SMOKE_VOCABULARY if options.smoke else model_rows.VOCABULARY
         model = model_calls.Model(sizes[size], vocabulary, device)
+        first = model_rows.rows_of(options.smoke, [size], ("prefill",))[0]
+        model_calls.measure(model, first, options.path, 1)  # kernels that are tuned when first called see this size
         torch.save(model.logits(), options.logits / f"{size}.{options.path}.pt")
         last: dict[tuple, dict] = {}  # measured, of each kind
         for row in model_rows.rows_of(options.smoke, [size], tuple(options.kinds)):
@@ -102,6 +107,31 @@ def run_path(options: argparse.Namespace) -> None:
         del model
 
 
+def compile_fla(options: argparse.Namespace) -> None:
+    """Fills Triton's cache. What fails is compiled again, and judged, when it is timed."""
+    begin = time.perf_counter()
+    command = [sys.executable, __file__, "--output", os.devnull, "--path", "fla-all", "--sizes", *options.sizes]
+    shares = [[*command, "--compile-share", str(index), "--jobs", str(options.jobs)] for index in range(options.jobs)]
+    running = [subprocess.Popen(share, stderr=subprocess.DEVNULL) for share in shares]
+    failed = 0
+    for process in running:
+        try:
+            failed += process.wait(max(1.0, options.limit - (time.perf_counter() - begin))) != 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            failed += 1
+    print(f"FLA's kernels compiled in {time.perf_counter() - begin:.0f} s by {options.jobs} processes, {failed} failed")
+
+
+def compile_one_share(options: argparse.Namespace) -> None:
+    import model_calls
+
+    model_calls.compile_share(options.compile_share, options.jobs)
+    model_calls.choose_path(options.path)
+    for size in options.sizes:
+        model_calls.call_everything(model_rows.SIZES[size], model_rows.VOCABULARY)
+
+
 def compare_logits(folder: Path, sizes: list[str]) -> dict[str, dict[str, float]]:
     """Relative L2 distance of each path's logits from the torch path's, all in bf16."""
     import torch
@@ -120,6 +150,8 @@ def compare_logits(folder: Path, sizes: list[str]) -> dict[str, dict[str, float]
 def run_all(options: argparse.Namespace) -> None:
     header = describe(options.smoke)
     records.write(options.output, {"header": header, "rows": []})
+    if options.jobs and not options.smoke and {"fla", "fla-all"} & set(options.paths):
+        compile_fla(options)
     with tempfile.TemporaryDirectory() as folder:
         for path in options.paths:
             command = [sys.executable, __file__, "--output", str(options.output), "--path", path, "--logits", folder,
@@ -147,6 +179,8 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+")
     parser.add_argument("--kinds", nargs="+", choices=model_rows.KINDS, default=list(model_rows.KINDS))
     parser.add_argument("--limit", type=float, default=120, help="seconds for a path (120)")
+    parser.add_argument("--jobs", type=int, default=12, help="processes that compile FLA's kernels first (12); 0: none")
+    parser.add_argument("--compile-share", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--smoke", action="store_true", help="tiny models, on a CPU if there is no GPU")
     parser.add_argument("--path", choices=model_rows.PATHS, help=argparse.SUPPRESS)  # of this process
     parser.add_argument("--logits", type=Path, help=argparse.SUPPRESS)
@@ -155,7 +189,12 @@ def main() -> None:
     options.sizes = options.sizes or list(sizes)
     if unknown := set(options.sizes) - set(sizes):
         parser.error(f"there is no size {', '.join(sorted(unknown))}; there are {', '.join(sizes)}")
-    run_path(options) if options.path else run_all(options)
+    if options.compile_share is not None:
+        compile_one_share(options)
+    elif options.path:
+        run_path(options)
+    else:
+        run_all(options)
 
 
 if __name__ == "__main__":

@@ -749,8 +749,8 @@ def test_table_of_models(monkeypatch, root, bench, tmp_path):
     results.with_suffix(".png").write_bytes(b"\x89PNG")
     record_results.record_models(results)
     text = render_results.rendered(block)
-    assert "| 4B, prefill, 32k tokens | 12.0 (0.500) | 24.0 (2.00) | 18.0 (1.12) | 120 (50.0) | 1.50× | 2.25× |" in text
-    assert "| 10.00× | 8.0 / 16.0 / 12.0 / 80.0 |" in text and "(results/h200/models.png)" in text
+    assert "| 4B, prefill, 32k tokens | 12.0 (0.500) | 24.0 (2.00) | 120 (50.0) | 18.0 (1.12) | 1.50× | 2.25× |" in text
+    assert "| 10.00× | 8.0 / 16.0 / 80.0 / 12.0 |" in text and "(results/h200/models.png)" in text
     assert "| 4B, prefill, 128k tokens | 13.0 (0.500) | — | — | — |  |  |  | 8.0 / — / — / — |" in text
     assert "Not measured: FLA with its convolution and norm, 0.8B, prefill, 128k tokens: out of memory; " in text
     assert "transformers 5.17.0 with FLA 0.6.0" in text and text.count("\n| ") == 2 + 2 * 10
