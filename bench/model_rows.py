@@ -12,8 +12,7 @@ SIZES = {
 }  # fmt: skip
 SMOKE_SIZES = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 96, "num_attention_heads": 2,
-             "num_key_value_heads": 1, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-             "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+             "num_key_value_heads": 1, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
 }  # fmt: skip
 VOCABULARY, SMOKE_VOCABULARY = 32768, 64
 KINDS = ("prefill", "decode", "train")

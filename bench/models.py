@@ -15,11 +15,12 @@ Each path has a process of its own, because transformers picks FLA up when it is
     torch       neither
 
 The torch path cannot keep packed sequences apart and trains on one sequence after the other. FLA's kernels are compiled
-first, by several processes, and tuned at a prefill of 4096 tokens. Rows are written one by one as they are measured.
+first, by several processes, and tuned at a prefill of 4096 tokens. Full attention is torch's, but not cuDNN's in decode.
+Rows are written one by one as they are measured; with --append, beside the other paths' rows of an earlier run.
 results/SCHEMA.md describes the output.
 
 Usage: python bench/models.py --output FILE [--paths gatedelta fla] [--sizes 0.8B] [--kinds prefill decode]
-                              [--limit SECONDS] [--jobs 12] [--smoke]
+                              [--limit SECONDS] [--jobs 12] [--append] [--smoke]
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def compile_fla(options: argparse.Namespace) -> None:
     """Fills Triton's cache. What fails is compiled again, and judged, when it is timed."""
     begin = time.perf_counter()
     command = [sys.executable, __file__, "--output", os.devnull, "--path", "fla-all", "--sizes", *options.sizes]
-    shares = [[*command, "--compile-share", str(index), "--jobs", str(options.jobs)] for index in range(options.jobs)]
+    command += ["--jobs", str(options.jobs), *(["--smoke"] if options.smoke else [])]
+    shares = [[*command, "--compile-share", str(index)] for index in range(options.jobs)]
     running = [subprocess.Popen(share, stderr=subprocess.DEVNULL) for share in shares]
     failed = 0
     for process in running:
@@ -128,8 +130,11 @@ def compile_one_share(options: argparse.Namespace) -> None:
 
     model_calls.compile_share(options.compile_share, options.jobs)
     model_calls.choose_path(options.path)
+    sizes = model_rows.SMOKE_SIZES if options.smoke else model_rows.SIZES
     for size in options.sizes:
-        model_calls.call_everything(model_rows.SIZES[size], model_rows.VOCABULARY)
+        model_calls.call_everything(
+            sizes[size], model_rows.SMOKE_VOCABULARY if options.smoke else model_rows.VOCABULARY
+        )
 
 
 def compare_logits(folder: Path, sizes: list[str]) -> dict[str, dict[str, float]]:
@@ -149,8 +154,14 @@ def compare_logits(folder: Path, sizes: list[str]) -> dict[str, dict[str, float]
 
 def run_all(options: argparse.Namespace) -> None:
     header = describe(options.smoke)
-    records.write(options.output, {"header": header, "rows": []})
-    if options.jobs and not options.smoke and {"fla", "fla-all"} & set(options.paths):
+    result = {"header": header, "rows": []}
+    if options.append and options.output.exists():
+        before = json.loads(options.output.read_text())
+        again = {(path, size) for path in options.paths for size in options.sizes}
+        result["header"] = before["header"]
+        result["rows"] = [row for row in before["rows"] if (row["path"], row["model"]) not in again]
+    records.write(options.output, result)
+    if options.jobs and header["gpu"] and {"fla", "fla-all"} & set(options.paths):
         compile_fla(options)
     with tempfile.TemporaryDirectory() as folder:
         for path in options.paths:
@@ -168,7 +179,7 @@ def run_all(options: argparse.Namespace) -> None:
                 result["header"].setdefault("incomplete", {})[path] = reason
                 records.write(options.output, result)
         result = json.loads(options.output.read_text())
-        result["header"]["logits_distance"] = compare_logits(Path(folder), options.sizes)
+        result["header"].setdefault("logits_distance", {}).update(compare_logits(Path(folder), options.sizes))
         records.write(options.output, result)
 
 
@@ -178,8 +189,9 @@ def main() -> None:
     parser.add_argument("--paths", nargs="+", choices=model_rows.PATHS, default=list(model_rows.PATHS))
     parser.add_argument("--sizes", nargs="+")
     parser.add_argument("--kinds", nargs="+", choices=model_rows.KINDS, default=list(model_rows.KINDS))
-    parser.add_argument("--limit", type=float, default=120, help="seconds for a path (120)")
+    parser.add_argument("--limit", type=float, default=150, help="seconds for a path (150)")
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile FLA's kernels first (12); 0: none")
+    parser.add_argument("--append", action="store_true", help="keep the rows of other paths and sizes in the file")
     parser.add_argument("--compile-share", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--smoke", action="store_true", help="tiny models, on a CPU if there is no GPU")
     parser.add_argument("--path", choices=model_rows.PATHS, help=argparse.SUPPRESS)  # of this process

@@ -699,6 +699,17 @@ def test_models_are_timed(models, bench):
         assert 0 < header["logits_distance"]["tiny"]["gatedelta"] < 2e-2
 
 
+def test_models_can_be_added(models, run_python, root, tmp_path):
+    """A path again, with one kind: the other paths' rows stay."""
+    result, paths = models
+    output = tmp_path / "models.json"
+    output.write_text(json.dumps(result | {"rows": [row | {"path": "fla"} for row in result["rows"]]}))
+    script = str(root / "bench" / "models.py")
+    run_python(script, "--smoke", "--append", "--paths", "torch", "--kinds", "train", "--output", str(output))
+    rows = json.loads(output.read_text())["rows"]
+    assert len(rows) == len(result["rows"]) + 1 and rows[-1]["path"] == "torch" and rows[-1]["kind"] == "train"
+
+
 def test_models_refuse_what_cannot_run(run_python, root, tmp_path):
     script, output = str(root / "bench" / "models.py"), str(tmp_path / "models.json")
     refused = run_python(script, "--smoke", "--sizes", "4B", "--output", output, check=False)
