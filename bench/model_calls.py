@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 DECODE_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 MODULE = "transformers.models.qwen3_5.modeling_qwen3_5"
 DECODE_STEPS = 8
+ENOUGH_MS = 3e3  # of timed calls
 CHECKED_TOKENS, CHECKED_LOGITS = 200, 8  # of the prompt whose logits the paths are compared by
 
 
@@ -79,13 +80,16 @@ def compile_share(index: int, count: int) -> None:
     Autotuner.__init__, Autotuner.run = initialise_share, run_share
 
 
-def call_everything(shape: dict, vocabulary: int) -> None:
-    """Every kind of row once, on four layers and few tokens."""
+def call_everything(shape: dict, vocabulary: int, rows: list[dict]) -> None:
+    """Every row once, on four layers: for kernels that are compiled or tuned when they are called first."""
     model = Model(shape | {"num_hidden_layers": 4}, vocabulary, "cuda")
-    with torch.no_grad():
-        model.prefill({"batch": 1, "tokens": 512})()
-        model.decode({"batch": 1, "tokens": 512})[0]()
-    model.train({"lengths": [256, 256]}, packed=True)()
+    for row in rows:
+        if row["kind"] == "train":
+            model.train(row, packed=True)()
+            continue
+        with torch.no_grad():
+            model.prefill(row)() if row["kind"] == "prefill" else model.decode(row)[0]()
+        torch.cuda.synchronize()
 
 
 class Clock:
@@ -235,10 +239,11 @@ def timed(call: Callable[[], object], clock: Clock) -> float:
 
 
 def repeated(model: Model, call: Callable[[], object], repeats: int) -> dict:
-    """Medians over calls after a first one: of all, and inside the layers. One call where it takes seconds."""
-    first = timed(call, model.clock)
+    """Medians over calls after a first one: of all, and inside the layers. Fewer calls where they take seconds."""
+    call()
+    model.clock.wait()
     times, inside = [], []
-    for _ in range(repeats if first < 3e3 else 1):
+    while not times or (len(times) < repeats and sum(times) < ENOUGH_MS):
         with LayerTimes(model.layers, model.clock) as layers:
             times.append(timed(call, model.clock))
         inside.append(layers.ms())

@@ -18,6 +18,9 @@ VOCABULARY, SMOKE_VOCABULARY = 32768, 64
 KINDS = ("prefill", "decode", "train")
 PREFILLS, BATCHES, PROMPT = (4096, 32768, 131072), (1, 8, 32), 512
 PACK = (3072, 2048, 1536, 1024, 512)  # 8192 tokens
+# For processes that compile kernels side by side: little memory, and counts that 16 divides, as it does those above.
+COMPILED = [{"kind": "prefill", "tokens": 1024, "batch": 1}, {"kind": "decode", "tokens": 512, "batch": 1},
+            {"kind": "train", "lengths": [512, 512]}]  # fmt: skip
 SMOKE_PREFILLS, SMOKE_BATCHES, SMOKE_PROMPT, SMOKE_PACK = (40, 80), (2,), 20, (30, 7, 13)
 
 PATHS = {
@@ -29,7 +32,10 @@ KEY = ("kind", "model", "tokens", "batch", "mode")
 def rows_of(smoke: bool, sizes: list[str], kinds: tuple[str, ...]) -> list[dict]:
     """In the order in which a path measures them: within a kind, what takes longer comes later."""
     prefills, batches, prompt, pack = (
-        (SMOKE_PREFILLS, SMOKE_BATCHES, SMOKE_PROMPT, SMOKE_PACK) if smoke else (PREFILLS, BATCHES, PROMPT, PACK)
+        (# For processes that compile kernels side by side: little memory, and counts that 16 divides, as it does those above.
+COMPILED = [{"kind": "prefill", "tokens": 1024, "batch": 1}, {"kind": "decode", "tokens": 512, "batch": 1},
+            {"kind": "train", "lengths": [512, 512]}]  # fmt: skip
+SMOKE_PREFILLS, SMOKE_BATCHES, SMOKE_PROMPT, SMOKE_PACK) if smoke else (PREFILLS, BATCHES, PROMPT, PACK)
     )
     rows = []
     for model in sizes:

@@ -14,13 +14,15 @@ Each path has a process of its own, because transformers picks FLA up when it is
     fla-all     FLA's convolution and gated norm as well, put in by hand
     torch       neither
 
-The torch path cannot keep packed sequences apart and trains on one sequence after the other. FLA's kernels are compiled
-first, by several processes, and tuned at a prefill of 4096 tokens. Full attention is torch's, but not cuDNN's in decode.
-Rows are written one by one as they are measured; with --append, beside the other paths' rows of an earlier run.
-results/SCHEMA.md describes the output.
+The torch path cannot keep packed sequences apart and trains on one sequence after the other; it has no prefill of 128k
+tokens, which would take too long. FLA's kernels are compiled and tuned first, at a prefill of 4096 tokens: --warm-up
+does only that, and a later run with --jobs 0 finds the results in Triton's cache. Full attention is torch's, but not
+cuDNN's in decode. Rows are written one by one as they are measured; with --append, beside the other paths' rows of an
+earlier run. results/SCHEMA.md describes the output.
 
 Usage: python bench/models.py --output FILE [--paths gatedelta fla] [--sizes 0.8B] [--kinds prefill decode]
                               [--limit SECONDS] [--jobs 12] [--append] [--smoke]
+       python bench/models.py --warm-up [--sizes 0.8B] [--jobs 12]
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ import model_rows  # noqa: E402
 import records  # noqa: E402
 
 SLOW_MS = 20e3  # rows that would take longer are left out
+TORCH_TOKENS = 32768  # the torch path's longest prefill
 REPEATS = 3
+# Results of tuning stay on disk for the next process.
+os.environ["TRITON_CACHE_AUTOTUNING"] = "1"
 
 
 def describe(smoke: bool) -> dict:
@@ -92,7 +97,9 @@ def run_path(options: argparse.Namespace) -> None:
         for row in model_rows.rows_of(options.smoke, [size], tuple(options.kinds)):
             kind = row["kind"], row["mode"]
             expected = expected_ms(row, last[kind]) if kind in last else 0
-            if expected > SLOW_MS:
+            if options.path == "torch" and row["kind"] == "prefill" and row["tokens"] > TORCH_TOKENS:
+                found = {"skipped": "left out to save time"}
+            elif expected > SLOW_MS:
                 found = {"skipped": f"it would take about {expected / 1e3:.0f} s"}
             else:
                 try:
@@ -108,33 +115,47 @@ def run_path(options: argparse.Namespace) -> None:
         del model
 
 
-def compile_fla(options: argparse.Namespace) -> None:
-    """Fills Triton's cache. What fails is compiled again, and judged, when it is timed."""
+def warm_up(options: argparse.Namespace) -> None:
+    """Fills Triton's cache: many processes compile FLA's kernels, then one tunes them. What fails is done again, and
+    judged, when it is timed."""
+    command = [sys.executable, __file__, "--path", "fla-all", "--sizes", *options.sizes, "--jobs", str(options.jobs)]
+    command += ["--smoke"] if options.smoke else []
     begin = time.perf_counter()
-    command = [sys.executable, __file__, "--output", os.devnull, "--path", "fla-all", "--sizes", *options.sizes]
-    command += ["--jobs", str(options.jobs), *(["--smoke"] if options.smoke else [])]
-    shares = [[*command, "--compile-share", str(index)] for index in range(options.jobs)]
-    running = [subprocess.Popen(share, stderr=subprocess.DEVNULL) for share in shares]
-    failed = 0
-    for process in running:
-        try:
-            failed += process.wait(max(1.0, options.limit - (time.perf_counter() - begin))) != 0
-        except subprocess.TimeoutExpired:
-            process.kill()
-            failed += 1
-    print(f"FLA's kernels compiled in {time.perf_counter() - begin:.0f} s by {options.jobs} processes, {failed} failed")
+
+    def run(shares: list[str]) -> int:
+        running = [subprocess.Popen([*command, "--share", share], stderr=subprocess.DEVNULL) for share in shares]
+        failed = 0
+        for process in running:
+            try:
+                failed += process.wait(options.limit) != 0
+            except subprocess.TimeoutExpired:
+                process.kill()
+                failed += 1
+        return failed
+
+    failed = run([str(index) for index in range(options.jobs)])
+    compiled = time.perf_counter() - begin
+    print(f"FLA's kernels compiled in {compiled:.0f} s by {options.jobs} processes, {failed} failed", flush=True)
+    failed = run(["all"])
+    tuned = time.perf_counter() - begin - compiled
+    print(f"FLA's kernels tuned in {tuned:.0f} s{', with a failure' if failed else ''}", flush=True)
 
 
-def compile_one_share(options: argparse.Namespace) -> None:
+def run_share(options: argparse.Namespace) -> None:
+    """A process of the warm-up: compiles its share of the configurations at few tokens, or tunes with all of them."""
     import model_calls
 
-    model_calls.compile_share(options.compile_share, options.jobs)
+    if options.share != "all":
+        model_calls.compile_share(int(options.share), options.jobs)
     model_calls.choose_path(options.path)
     sizes = model_rows.SMOKE_SIZES if options.smoke else model_rows.SIZES
+    vocabulary = model_rows.SMOKE_VOCABULARY if options.smoke else model_rows.VOCABULARY
     for size in options.sizes:
-        model_calls.call_everything(
-            sizes[size], model_rows.SMOKE_VOCABULARY if options.smoke else model_rows.VOCABULARY
-        )
+        every = model_rows.rows_of(options.smoke, [size], model_rows.KINDS)
+        rows = [row for row in every if row["mode"] == "eager" and row["tokens"] <= model_rows.PREFILLS[1]]
+        if options.share != "all":
+            rows = model_rows.COMPILED
+        model_calls.call_everything(sizes[size], vocabulary, rows)
 
 
 def compare_logits(folder: Path, sizes: list[str]) -> dict[str, dict[str, float]]:
@@ -162,7 +183,7 @@ def run_all(options: argparse.Namespace) -> None:
         result["rows"] = [row for row in before["rows"] if (row["path"], row["model"]) not in again]
     records.write(options.output, result)
     if options.jobs and header["gpu"] and {"fla", "fla-all"} & set(options.paths):
-        compile_fla(options)
+        warm_up(options)
     with tempfile.TemporaryDirectory() as folder:
         for path in options.paths:
             command = [sys.executable, __file__, "--output", str(options.output), "--path", path, "--logits", folder,
@@ -185,14 +206,15 @@ def run_all(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--warm-up", action="store_true", help="only compile and tune FLA's kernels")
     parser.add_argument("--paths", nargs="+", choices=model_rows.PATHS, default=list(model_rows.PATHS))
     parser.add_argument("--sizes", nargs="+")
     parser.add_argument("--kinds", nargs="+", choices=model_rows.KINDS, default=list(model_rows.KINDS))
     parser.add_argument("--limit", type=float, default=150, help="seconds for a path (150)")
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile FLA's kernels first (12); 0: none")
     parser.add_argument("--append", action="store_true", help="keep the rows of other paths and sizes in the file")
-    parser.add_argument("--compile-share", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--share", help=argparse.SUPPRESS)  # of the warm-up
     parser.add_argument("--smoke", action="store_true", help="tiny models, on a CPU if there is no GPU")
     parser.add_argument("--path", choices=model_rows.PATHS, help=argparse.SUPPRESS)  # of this process
     parser.add_argument("--logits", type=Path, help=argparse.SUPPRESS)
@@ -201,8 +223,12 @@ def main() -> None:
     options.sizes = options.sizes or list(sizes)
     if unknown := set(options.sizes) - set(sizes):
         parser.error(f"there is no size {', '.join(sorted(unknown))}; there are {', '.join(sizes)}")
-    if options.compile_share is not None:
-        compile_one_share(options)
+    if options.share:
+        run_share(options)
+    elif options.warm_up:
+        warm_up(options)
+    elif not options.output:
+        parser.error("there is no --output")
     elif options.path:
         run_path(options)
     else:

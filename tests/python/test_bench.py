@@ -701,7 +701,7 @@ def test_models_are_timed(models, bench):
 
 def test_models_can_be_added(models, run_python, root, tmp_path):
     """A path again, with one kind: the other paths' rows stay."""
-    result, paths = models
+    result, _ = models
     output = tmp_path / "models.json"
     output.write_text(json.dumps(result | {"rows": [row | {"path": "fla"} for row in result["rows"]]}))
     script = str(root / "bench" / "models.py")
@@ -714,6 +714,8 @@ def test_models_refuse_what_cannot_run(run_python, root, tmp_path):
     script, output = str(root / "bench" / "models.py"), str(tmp_path / "models.json")
     refused = run_python(script, "--smoke", "--sizes", "4B", "--output", output, check=False)
     assert refused.returncode == 2 and "there is no size 4B; there are tiny" in refused.stderr
+    refused = run_python(script, check=False)
+    assert refused.returncode == 2 and "there is no --output" in refused.stderr
 
 
 def model_results() -> dict:
