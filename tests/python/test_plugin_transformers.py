@@ -314,6 +314,16 @@ def test_what_the_library_lacks_stays_with_transformers(changes):
             model.double()(ids, use_cache=False)
 
 
+def test_checkpointed_gradients(patched):
+    model, ids = build("qwen3_5"), tokens(3, 100)
+    row, positions = pack(ids)
+    want = gradients(model, row, position_ids=positions, use_cache=False)
+    with warnings.catch_warnings():  # transformers 5.23 has another name for it
+        warnings.simplefilter("ignore")
+        model.gradient_checkpointing_enable()
+    assert error(gradients(model, row, position_ids=positions, use_cache=False), want) < 1e-6
+
+
 def test_bfloat16_and_autocast(patched):
     model, ids = build("qwen3_5"), tokens(2, 120)
     with torch.no_grad():
@@ -330,7 +340,9 @@ def test_bfloat16_and_autocast(patched):
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"cache_implementation": "static"}])
 def test_ways_to_generate(options):
     model, ids = build("qwen3_5"), tokens(2, 40)
-    options = {**options, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    mask = torch.ones_like(ids)
+    mask[0, :11] = 0
+    options = {**options, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     want = model.generate(ids, **options)
     plugin.patch()
     assert torch.equal(model.generate(ids, **options), want)

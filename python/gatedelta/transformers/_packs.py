@@ -80,13 +80,15 @@ def _continues(cache: Any) -> bool:
 
 
 def _offsets_from_positions(kwargs: Mapping[str, Any]) -> Tensor | None:
-    rows = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
-    batch, length = rows.shape[:2]
-    breaks = _breaks(kwargs["position_ids"]).expand(batch, -1)
-    if length == 1 or breaks.shape[1] != length - 1:
-        return None
+    rows = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    positions = kwargs["position_ids"]
+    if rows is None or rows.shape[1] < 2 or positions.dim() < 2 or positions.shape[-1] != rows.shape[1]:
+        return None  # one token a row, or nothing that transformers would take
+    breaks = _breaks(positions).expand(rows.shape[0], -1)
     mask = kwargs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape == (batch, length):
+    if isinstance(mask, Mapping):
+        mask = mask.get("linear_attention")
+    if isinstance(mask, Tensor) and mask.shape == rows.shape[:2]:
         real = mask != 0  # positions of padding count nothing
         breaks = breaks & real[:, 1:] & real[:, :-1]
     if torch.compiler.is_compiling():
