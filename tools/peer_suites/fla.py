@@ -55,6 +55,11 @@ SUITES = (
         ),
         differences=(
             Rule(
+                "two ways to one gradient, compared bit for bit: torch's bf16 product on a CPU depends on strides",
+                ("*::test_gated_deltanet_fused_qkv_conv_matches_fallback[*bfloat16]",),
+                ("cpu",),
+            ),
+            Rule(
                 "gated norm: D is a multiple of 16 up to 512",
                 ("*::test_rmsnorm_gated[*_D1200_*", "*::test_rmsnorm_gated[*_D50_*", "*gate_linear[*_D1024_*"),
             ),
