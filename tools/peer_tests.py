@@ -107,7 +107,8 @@ def start(suite: Suite, folder: Path, scratch: Path, shard: int, arguments: argp
     configuration.write_text("[pytest]\n")
     command = [
         sys.executable, "-m", "pytest", "-q", "--tb=short", "-W", "ignore", "-p", "peer_suites.plugin",
-        "-p", "no:cacheprovider", "--import-mode=importlib", "-c", str(configuration), "--rootdir", str(folder),
+        "-p", "no:cacheprovider", "--import-mode=importlib", "--continue-on-collection-errors",
+        "-c", str(configuration), "--rootdir", str(folder),
         *suite.options, *(str(folder / file) for file in suite.files),
     ]  # fmt: skip
     variables = {

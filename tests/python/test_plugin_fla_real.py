@@ -13,15 +13,22 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # FLA warns where there is no GPU
     pytest.importorskip("fla", reason="flash-linear-attention is not installed")
     pytest.importorskip("fla.backends", reason="this flash-linear-attention has no fla.backends (0.6)")
-    import fla.layers.gated_deltanet
-    import fla.models
     import fla.modules
     import fla.ops.gated_delta_rule as ops
+
+    try:
+        import fla.layers.gated_deltanet
+        import fla.models
+    except ImportError:  # they need transformers
+        transformers = False
+    else:
+        transformers = True
 
 import gatedelta.fla  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from test_plugin_fla import close, inputs, recurrence  # noqa: E402
 
+needs_transformers = pytest.mark.skipif(not transformers, reason="FLA's layers and models need transformers")
 DEVICES = ["cpu"]
 if torch.cuda.is_available() and gatedelta.info()["cuda_devices"]:
     DEVICES.append("cuda")
@@ -73,7 +80,7 @@ def test_chunk(device, K, V):
 
 def test_recurrent(device):
     assert ops.fused_recurrent_gdn is ops.fused_recurrent_gated_delta_rule
-    assert fla.layers.gated_deltanet.fused_recurrent_gated_delta_rule is ops.fused_recurrent_gdn
+    assert not transformers or fla.layers.gated_deltanet.fused_recurrent_gated_delta_rule is ops.fused_recurrent_gdn
     call = inputs(60, 44, device=device)
     call["v"] = call["v"].half()
     state = torch.randn(2, 4, 44, 60, device=device)
@@ -96,7 +103,7 @@ def test_undo(monkeypatch):
     assert called == [1]
     gatedelta.fla.unregister()
     assert not hasattr(ops.fused_recurrent_gdn, "__wrapped__")
-    assert fla.layers.gated_deltanet.fused_recurrent_gated_delta_rule is ops.fused_recurrent_gdn
+    assert not transformers or fla.layers.gated_deltanet.fused_recurrent_gated_delta_rule is ops.fused_recurrent_gdn
     with pytest.raises(Exception):  # noqa: B017 (FLA's own, whatever it says of tensors on a CPU)
         ops.chunk_gdn(**inputs())
     gatedelta.fla.register()
@@ -219,6 +226,7 @@ def layer_in_torch(layer, x):
     return layer.o_proj((o * F.silu(gate)).flatten(-2))
 
 
+@needs_transformers
 @pytest.mark.parametrize("options", [{}, {"allow_neg_eigval": True, "conv_bias": True, "head_dim": 24, "expand_v": 2}])
 def test_layer(options):
     layer = make_layer(**options)
@@ -233,6 +241,7 @@ def test_layer(options):
         close(a, b, 1e-5)
 
 
+@needs_transformers
 def test_layer_padded_packed_and_short():
     layer = make_layer().eval()
     x = torch.randn(2, 96, 64)
@@ -250,6 +259,7 @@ def test_layer_padded_packed_and_short():
     close(packed, torch.cat([layer(x[:1, a:b])[0] for a, b in itertools.pairwise(ends)], 1), 1e-5)
 
 
+@needs_transformers
 @pytest.mark.skipif("cuda" not in DEVICES, reason="no GPU, or none that is supported")
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_layer_as_with_its_own_kernels(head_dim):
@@ -266,6 +276,7 @@ def test_layer_as_with_its_own_kernels(head_dim):
         close(a, b, 4e-2)
 
 
+@needs_transformers
 def test_model(monkeypatch):
     """Training and generation, left padding included. The rest of FLA's model has a way without Triton, except for the
     gate of its MLP."""
