@@ -255,6 +255,11 @@ def _step(
         update, steps = False, pool
         slots = torch.where(read[:, None] < 0, -1, slots)
     else:
+        if buffer is not None and (buffer.dim() != 5 or buffer.shape[0] < q.shape[0] or buffer.shape[1] < q.shape[1]):
+            raise ValueError(
+                f"intermediate_states_buffer is {list(buffer.shape)}, but it must have room for {q.shape[0]} rows of "
+                f"{q.shape[1]} tokens: [>= B, >= T, Hv, V, K]"
+            )
         steps = None if buffer is None else buffer[: q.shape[0], : q.shape[1]]
     # Where states after tokens are stored, the library needs a write slot to know a padded row.
     final_state = pool if update or (steps is not None and read is not None) else None

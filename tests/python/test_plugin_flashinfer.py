@@ -403,6 +403,12 @@ REFUSED = [
     ),
     (
         MTP,
+        {"intermediate_states_buffer": STATE[None, :0]},
+        ValueError,
+        r"intermediate_states_buffer is \[1, 0, 2, 32, 32\], but it must have room for 1 rows of 1 tokens",
+    ),
+    (
+        MTP,
         {"intermediate_states_buffer": STATE[None].to(torch.float8_e5m2)},
         NotImplementedError,
         "intermediate_states_buffer is torch.float8_e5m2",
