@@ -75,6 +75,8 @@ def outputs(weights: Weights, request: Request, x, a, b, z, eps: float = 1e-6, a
         o.append((state @ q[t, :, :, None]).squeeze(-1))
         states.append(state)
     o = torch.stack(o)
+    if z is None:
+        return o, None, torch.stack(states)
     rounded = o.to(weights.dtype).to(double)
     normed = rounded * torch.rsqrt(rounded.square().mean(-1, keepdim=True) + eps) * weights.norm.to(double)
     gate = z.to(double)
