@@ -80,16 +80,16 @@ def compile_share(index: int, count: int) -> None:
     Autotuner.__init__, Autotuner.run = initialise_share, run_share
 
 
-def call_everything(shape: dict, vocabulary: int, rows: list[dict]) -> None:
+def call_everything(shape: dict, vocabulary: int, rows: list[dict], device: str = "cuda") -> None:
     """Every row once, on four layers: for kernels that are compiled or tuned when they are called first."""
-    model = Model(shape | {"num_hidden_layers": 4}, vocabulary, "cuda")
+    model = Model(shape | {"num_hidden_layers": 4}, vocabulary, device)
     for row in rows:
         if row["kind"] == "train":
             model.train(row, packed=True)()
-            continue
-        with torch.no_grad():
-            model.prefill(row)() if row["kind"] == "prefill" else model.decode(row)[0]()
-        torch.cuda.synchronize()
+        else:
+            with torch.no_grad():
+                model.prefill(row)() if row["kind"] == "prefill" else model.decode(row)[0]()
+        model.clock.wait()
 
 
 class Clock:

@@ -710,6 +710,30 @@ def test_models_can_be_added(models, run_python, root, tmp_path):
     assert len(rows) == len(result["rows"]) + 1 and rows[-1]["path"] == "torch" and rows[-1]["kind"] == "train"
 
 
+def test_models_warm_up(run_python, root, tmp_path):
+    """What the processes that compile run, on a CPU; and which configurations each would compile."""
+    pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    pytest.importorskip("triton")
+    code = (
+        f"import sys; sys.path[:0] = [{str(root / 'bench')!r}, {str(root / 'tests' / 'python')!r}]\n"
+        "import model_calls, model_rows, triton\n"
+        "model_calls.compile_share(1, 4)\n"
+        "@triton.autotune([triton.Config({'B': b}) for b in range(6)], key=[])\n"
+        "@triton.jit\n"
+        "def kernel(x, B: triton.language.constexpr):\n"
+        "    pass\n"
+        "print([config.kwargs['B'] for config in kernel.configs])\n"
+        "model_calls.choose_path('gatedelta')\n"
+        "rows = [{'kind': 'prefill', 'tokens': 20, 'batch': 1}, {'kind': 'decode', 'tokens': 20, 'batch': 1},\n"
+        "        {'kind': 'train', 'lengths': [9, 4]}]\n"
+        "assert [row.keys() for row in rows] == [row.keys() for row in model_rows.COMPILED]\n"
+        "model_calls.call_everything(model_rows.SMOKE_SIZES['tiny'], 64, rows, 'cpu')\n"
+    )
+    script = tmp_path / "warm_up.py"  # Triton reads the source of a kernel
+    script.write_text(code)
+    assert run_python(str(script)).stdout.strip() == "[1, 5]"
+
+
 def test_models_refuse_what_cannot_run(run_python, root, tmp_path):
     script, output = str(root / "bench" / "models.py"), str(tmp_path / "models.json")
     refused = run_python(script, "--smoke", "--sizes", "4B", "--output", output, check=False)
