@@ -32,10 +32,7 @@ KEY = ("kind", "model", "tokens", "batch", "mode")
 def rows_of(smoke: bool, sizes: list[str], kinds: tuple[str, ...]) -> list[dict]:
     """In the order in which a path measures them: within a kind, what takes longer comes later."""
     prefills, batches, prompt, pack = (
-        (# For processes that compile kernels side by side: little memory, and counts that 16 divides, as it does those above.
-COMPILED = [{"kind": "prefill", "tokens": 1024, "batch": 1}, {"kind": "decode", "tokens": 512, "batch": 1},
-            {"kind": "train", "lengths": [512, 512]}]  # fmt: skip
-SMOKE_PREFILLS, SMOKE_BATCHES, SMOKE_PROMPT, SMOKE_PACK) if smoke else (PREFILLS, BATCHES, PROMPT, PACK)
+        (SMOKE_PREFILLS, SMOKE_BATCHES, SMOKE_PROMPT, SMOKE_PACK) if smoke else (PREFILLS, BATCHES, PROMPT, PACK)
     )
     rows = []
     for model in sizes:
