@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from types import SimpleNamespace
 
@@ -268,3 +268,8 @@ def test_graph(engine_package):
     engine.run_decode = replay
     for batch in (requests, requests[:3], requests[1:]):
         engine.decode(batch, padding=(-1,) * (4 - len(batch)))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+def test_with_sglang_itself(run_python):
+    run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", str(STAND_INS / "real_sglang.py"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 
 import pytest
@@ -89,6 +89,18 @@ def test_register_before_the_import_touches_nothing(run_python):
         "plugin.unregister(); print(sys.meta_path == before)"
     )
     assert run_python("-c", code).stdout.split() == ["False", "False", "1", "True"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_entry_points():
+    import tomllib
+
+    points = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert sorted(points) == ["sglang.srt.plugins", "vllm.general_plugins"]
+    for group in points.values():
+        ((name, target),) = group.items()
+        module, _, function = target.partition(":")
+        assert name == "gatedelta" and callable(getattr(importlib.import_module(module), function))
 
 
 def test_without_vllm(monkeypatch):
@@ -249,3 +261,8 @@ def test_graph(tree, drafts):
             engine.drafts(windows, padding=4 - len(batch))
         else:
             engine.plain(batch, [], padding=4 - len(batch))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_with_vllm_itself(run_python):
+    run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", str(STAND_INS / "real_vllm.py"))
