@@ -41,12 +41,9 @@ class RMSNormGated(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, gate):
-        original = type(self).forward
-        return (
-            _functions.choose_norm(original, self, hidden_states, gate)
-            if _registered
-            else original(self, hidden_states, gate)
-        )
+        if not _registered:
+            return type(self).forward(self, hidden_states, gate)
+        return _functions.choose_norm(type(self).forward, self, hidden_states, gate)
 
 
 def _layer(name: str) -> type[nn.Module]:
