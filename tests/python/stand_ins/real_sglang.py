@@ -9,6 +9,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import gatedelta.sglang as plugin
+import installed
 import pytest
 import torch
 from oracle import Shape, Weights
@@ -83,6 +84,14 @@ def test_arguments_take_the_word(tree):
     from sglang.srt.arg_groups.choices import LINEAR_ATTN_KERNEL_BACKEND_CHOICES
 
     assert LINEAR_ATTN_KERNEL_BACKEND_CHOICES.count("gatedelta") == 1
+
+
+def test_entry_point(monkeypatch, tmp_path):
+    from sglang.srt import plugins
+
+    monkeypatch.syspath_prepend(installed.write(tmp_path))
+    found = plugins.load_plugins_by_group(plugins.GENERAL_PLUGINS_GROUP)
+    assert found["gatedelta"] == (plugin.register, "gatedelta")
 
 
 def test_dispatcher(tree, mamba):

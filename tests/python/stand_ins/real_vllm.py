@@ -9,6 +9,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import gatedelta.vllm as plugin
+import installed
 import pytest
 import torch
 from oracle import Shape, Weights, close, outputs
@@ -76,6 +77,13 @@ def test_registry(tree):
     assert type(layer).__name__ == "GateDeltaAttention" and layer.gdn_prefill_backend == "triton"
     layer = make(tree, torch.float32, asked=False)[0].layer
     assert not layer.runs_gatedelta and layer._forward_method.__name__ == "forward_cpu"
+
+
+def test_entry_point(monkeypatch, tmp_path):
+    from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
+
+    monkeypatch.syspath_prepend(installed.write(tmp_path))
+    assert load_plugins_by_group(DEFAULT_PLUGINS_GROUP)["gatedelta"] is plugin.register
 
 
 def test_kv_cache_spec(tree):
