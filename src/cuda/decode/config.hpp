@@ -63,16 +63,19 @@ struct WalkKv : TileConfig<GD_STATE_KV, 4, kPerLane, 64 / kPerLane, 4> {};
 
 // `step`: one token, K = V = 128, 16-bit inputs. How many columns a lane has, and how many warps a CTA, changes no bit.
 constexpr int kStepDim = 128;
-template <int kVector, int kColumns, int kWarps>
-struct StepVk : TileConfig<GD_STATE_VK, kVector, kStepDim / kLanesPerColumn, kColumns, kWarps> {
-  static constexpr int kParts = kStepDim / StepVk::kCtaColumns;
+template <gd_state_layout kLayout, int kVector, int kColumns, int kWarps>
+struct StepTile : TileConfig<kLayout, kVector, kStepDim / kLanesPerColumn, kColumns, kWarps> {
+  static constexpr int kParts = kStepDim / StepTile::kCtaColumns;
 };
-// In [K, V] four warps share the rows of K, so that a warp reads whole lines of memory: 16 lanes lie along V.
+template <int kVector, int kColumns, int kWarps>
+using StepVk = StepTile<GD_STATE_VK, kVector, kColumns, kWarps>;
+// Many states [K, V]: four warps share the rows of K, so that a warp reads whole lines of memory: 16 lanes lie along V.
 template <int kColumnsOf>
 struct StepKv {
   static constexpr int kVector = 4, kPerLane = kStepDim / kLanesPerColumn, kColumns = kColumnsOf;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps, kLanesAlong = 16;
   static constexpr int kCtaColumns = kLanesAlong * kColumns, kParts = kStepDim / kCtaColumns;
+  static constexpr int kCtasPerSm = kColumns == 2 ? 5 : 3;  // nothing spills at these
 };
 
 // Numbers in 16 bytes of the states a call reads and stores. With states of both sizes, 4: the other kind is then
@@ -125,7 +128,7 @@ inline bool rows_near(const RecurrentProblem& p) {
          is_near(p.accept_lengths) && is_near(p.previous_accept_lengths);
 }
 
-// What `step` and `fold` are made for.
+// What `step`, `fold` and `march` are made for.
 inline bool is_common(const RecurrentProblem& p) {
   const Layer& in = p.in;
   const bool one_type = !in.initial || !p.final || in.initial.dtype == p.final.dtype;
@@ -141,7 +144,7 @@ inline bool takes_step(const RecurrentProblem& p) {
          !p.previous_accept_lengths && is_common(p);
 }
 
-// A tensor as `step` and `fold` see it: strides in bytes.
+// A tensor as they see it: strides in bytes.
 struct NearRows {
   char* data = nullptr;
   uint32_t batch_stride = 0, token_stride = 0, head_stride = 0;
@@ -228,11 +231,10 @@ inline StepParams step_params(const RecurrentProblem& p) {
   return s;
 }
 
-// `fold`: [V, K], K = V = 128, 16-bit inputs, kTokens tokens at once. A warp has 16 rows of V.
+// `fold`: [V, K], K = V = 128, 16-bit inputs, kTokens tokens at once, one state stored. A warp has 16 rows of V.
 enum class FoldKind {
-  last,   // at most kTokens tokens; one state is stored
-  every,  // at most kTokens tokens; the state after every token is stored
-  any     // any number of tokens, whatever is stored
+  last,  // at most kTokens tokens
+  any    // any number of tokens
 };
 template <class StateOf, class InputOf, FoldKind kKindOf, int kTokensOf, int kWarpsOf, bool kStreamingOf>
 struct FoldConfig {
@@ -244,9 +246,15 @@ struct FoldConfig {
   static constexpr bool kStreaming = kStreamingOf;
 };
 inline bool takes_fold(const RecurrentProblem& p) {
-  return !p.batch_invariant && p.in.layout == GD_STATE_VK && (p.in.sequences.tokens > 1 || p.in.sequences.offsets) &&
-         p.in.sequences.tokens <= INT32_MAX && (!p.step_states || p.step_states.dtype == state_dtype(p)) &&
-         is_common(p);
+  const Sequences& sequences = p.in.sequences;
+  return !p.batch_invariant && !p.step_states && p.in.layout == GD_STATE_VK && sequences.tokens > 1 &&
+         (!sequences.offsets || sequences.tokens > sequences.count) && sequences.tokens <= INT32_MAX && is_common(p);
+}
+// Whether `march` takes what neither of them does; it has the bits of `walk`. A pack with no more tokens than sequences
+// is most likely one of single tokens.
+inline bool takes_march(const RecurrentProblem& p) {
+  return p.in.sequences.tokens <= INT32_MAX && is_common(p) &&
+         (!p.step_states || p.step_states.dtype == state_dtype(p));
 }
 struct FoldParams : StepParams {
   IndexVector offsets;
@@ -275,8 +283,8 @@ inline FoldParams fold_params(const RecurrentProblem& p) {
 inline int64_t decode_pairs(const Layer& in) {
   return (in.sequences.count + (in.sequences.offsets ? 1 : 0)) * in.value_heads;
 }
-// The grid of `step` and `fold`: x = value heads and parts of their columns, y and z = sequences, perhaps some too
-// many.
+// The grid of `step`, `fold` and `march`: x = value heads and parts of their columns, y and z = sequences, perhaps some
+// too many.
 struct NearGrid {
   uint32_t x, y, z;
 };

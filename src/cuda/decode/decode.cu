@@ -2,6 +2,7 @@
 // than compute capability 8.0.
 #include "cuda/backend.hpp"
 #include "cuda/decode/fold.cuh"
+#include "cuda/decode/march.cuh"
 #include "cuda/decode/step_kv.cuh"
 #include "cuda/decode/walk.cuh"
 #include "cuda/host/device.cuh"
@@ -39,7 +40,7 @@ cudaError_t launch_walk(const RecurrentProblem& problem, cudaStream_t stream) {
                                                       : launch_walk<32>(problem, stream);
 }
 
-// ---- step and fold: a grid of heads and sequences ----
+// ---- step, fold and march: a grid of heads and sequences ----
 
 template <class Config, class Params>
 cudaError_t launch_near(void (*kernel)(Params), const Params& params, const RecurrentProblem& problem,
@@ -49,15 +50,12 @@ cudaError_t launch_near(void (*kernel)(Params), const Params& params, const Recu
 }
 
 // Which instance is fastest follows from the number of states alone: measured on an H200, see docs/kernels/decode.md.
-template <class State, class Input, int kColumns, int kWarps, bool kStreaming, bool kTokenFirst>
-cudaError_t launch_step_vk(const RecurrentProblem& problem, cudaStream_t stream) {
-  using Config = StepVk<16 / sizeof(State), kColumns, kWarps>;
-  return launch_near<Config>(step_vk_kernel<Config, State, Input, kStreaming, kTokenFirst>, step_params(problem),
-                             problem, stream);
+template <class Config, class State, class Input, bool kTokenFirst>
+cudaError_t launch_step(const RecurrentProblem& problem, cudaStream_t stream) {
+  return launch_near<Config>(step_kernel<Config, State, Input, kTokenFirst>, step_params(problem), problem, stream);
 }
-template <class State, class Input, int kColumns>
+template <class Config, class State, class Input>
 cudaError_t launch_step_kv(const RecurrentProblem& problem, cudaStream_t stream) {
-  using Config = StepKv<kColumns>;
   return launch_near<Config>(step_kv_kernel<Config, State, Input>, step_params(problem), problem, stream);
 }
 template <class State, class Input>
@@ -66,16 +64,14 @@ cudaError_t launch_step(const RecurrentProblem& problem, cudaStream_t stream) {
   const bool is_kv = problem.in.layout == GD_STATE_KV;
   if constexpr (sizeof(State) == 4) {
     if (is_kv)
-      return states <= 512 ? launch_step_kv<State, Input, 2>(problem, stream)
-                           : launch_step_kv<State, Input, 4>(problem, stream);
-    if (states <= 96 || (states > 192 && states < 2048))
-      return launch_step_vk<State, Input, 1, 2, true, true>(problem, stream);
-    return states <= 8192 ? launch_step_vk<State, Input, 2, 1, true, true>(problem, stream)
-                          : launch_step_vk<State, Input, 2, 1, false, true>(problem, stream);
+      return states <= 256 ? launch_step<StepTile<GD_STATE_KV, 4, 4, 1>, State, Input, false>(problem, stream)
+                           : launch_step_kv<StepKv<4>, State, Input>(problem, stream);
+    return states <= 96 ? launch_step<StepVk<4, 1, 2>, State, Input, true>(problem, stream)
+                        : launch_step<StepVk<4, 2, 1>, State, Input, true>(problem, stream);
   } else {
-    if (is_kv) return launch_step_kv<State, Input, 2>(problem, stream);
-    return states <= 4096 ? launch_step_vk<State, Input, 2, 2, true, true>(problem, stream)
-                          : launch_step_vk<State, Input, 4, 1, false, false>(problem, stream);
+    if (is_kv) return launch_step_kv<StepKv<2>, State, Input>(problem, stream);
+    return states <= 4096 ? launch_step<StepVk<8, 2, 2>, State, Input, true>(problem, stream)
+                          : launch_step<StepVk<8, 4, 1>, State, Input, false>(problem, stream);
   }
 }
 
@@ -85,26 +81,45 @@ cudaError_t launch_fold(const RecurrentProblem& problem, cudaStream_t stream) {
 }
 template <class State, class Input, int kTokens>
 cudaError_t launch_fold(const RecurrentProblem& problem, cudaStream_t stream) {
-  const int64_t states = decode_pairs(problem.in);
-  constexpr bool kIsFloat = sizeof(State) == 4;
-  if (problem.step_states) {
-    if constexpr (kIsFloat)
-      if (states > 64 && states <= 512)
-        return launch_fold<FoldConfig<State, Input, FoldKind::every, kTokens, 2, false>>(problem, stream);
-    return launch_fold<FoldConfig<State, Input, FoldKind::every, kTokens, 2, true>>(problem, stream);
-  }
-  if constexpr (kIsFloat)
-    if (states > 2048) return launch_fold<FoldConfig<State, Input, FoldKind::last, kTokens, 2, false>>(problem, stream);
+  if constexpr (sizeof(State) == 4)
+    if (decode_pairs(problem.in) > 2048)
+      return launch_fold<FoldConfig<State, Input, FoldKind::last, kTokens, 2, false>>(problem, stream);
   return launch_fold<FoldConfig<State, Input, FoldKind::last, kTokens, 2, true>>(problem, stream);
+}
+template <class State, class Input>
+cudaError_t launch_fold(const RecurrentProblem& problem, cudaStream_t stream) {
+  const Sequences& sequences = problem.in.sequences;
+  if (sequences.offsets || sequences.tokens > 8)
+    return launch_fold<FoldConfig<State, Input, FoldKind::any, 4, 2, false>>(problem, stream);
+  return sequences.tokens <= 4 ? launch_fold<State, Input, 4>(problem, stream)
+                               : launch_fold<State, Input, 8>(problem, stream);
+}
+
+template <class Config, class State, class Input>
+cudaError_t launch_march(const RecurrentProblem& problem, cudaStream_t stream) {
+  return launch_near<Config>(march_kernel<Config, State, Input>, fold_params(problem), problem, stream);
+}
+template <class State, class Input>
+cudaError_t launch_march(const RecurrentProblem& problem, cudaStream_t stream) {
+  const int64_t states = decode_pairs(problem.in);
+  if (problem.in.layout == GD_STATE_KV) {
+    if constexpr (sizeof(State) == 4)
+      if (states <= 64) return launch_march<StepTile<GD_STATE_KV, 4, 4, 1>, State, Input>(problem, stream);
+    return launch_march<StepTile<GD_STATE_KV, 4, 4, 2>, State, Input>(problem, stream);
+  }
+  if constexpr (sizeof(State) == 4) {
+    return launch_march<StepVk<4, 2, 1>, State, Input>(problem, stream);
+  } else {
+    return states <= 512 ? launch_march<StepVk<8, 2, 1>, State, Input>(problem, stream)
+                         : launch_march<StepVk<8, 4, 1>, State, Input>(problem, stream);
+  }
 }
 
 template <class State, class Input>
 cudaError_t launch_near(const RecurrentProblem& problem, cudaStream_t stream) {
   if (takes_step(problem)) return launch_step<State, Input>(problem, stream);
-  if (problem.in.sequences.offsets || problem.in.sequences.tokens > 8)
-    return launch_fold<FoldConfig<State, Input, FoldKind::any, 4, 2, false>>(problem, stream);
-  return problem.in.sequences.tokens <= 4 ? launch_fold<State, Input, 4>(problem, stream)
-                                          : launch_fold<State, Input, 8>(problem, stream);
+  if (takes_fold(problem)) return launch_fold<State, Input>(problem, stream);
+  return launch_march<State, Input>(problem, stream);
 }
 template <class State>
 cudaError_t launch_near(const RecurrentProblem& problem, cudaStream_t stream) {
@@ -113,7 +128,7 @@ cudaError_t launch_near(const RecurrentProblem& problem, cudaStream_t stream) {
 }
 
 cudaError_t launch(const RecurrentProblem& problem, cudaStream_t stream) {
-  if (!takes_step(problem) && !takes_fold(problem)) return launch_walk(problem, stream);
+  if (!takes_march(problem)) return launch_walk(problem, stream);
   switch (state_dtype(problem)) {
     case GD_F32: return launch_near<float>(problem, stream);
     case GD_BF16: return launch_near<__nv_bfloat16>(problem, stream);

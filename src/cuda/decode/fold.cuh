@@ -12,10 +12,10 @@ __global__ void __launch_bounds__(Config::kThreads) fold_kernel(const __grid_con
   constexpr int kTokens = Config::kTokens;
   __shared__ FoldShared<Config> shared;
   const uint32_t n = near_sequence();
+  const IndexRequest read = request_first(p, n);
   if (n >= p.sequences + (p.offsets ? 1 : 0)) return;
   const bool is_rest = n == p.sequences;  // tokens past the last offset: one more sequence, without results
-  const IndexRequest read = is_rest ? IndexRequest() : request_read_slot(p, n);
-  const StepPlace place = step_place<Config::kParts>(p, read);
+  const StepPlace place = step_place<Config::kParts>(p);
   Fold<Config> fold(p, shared, place);
   fold.batch = p.offsets ? 0 : n;
   fold.begin = p.offsets ? static_cast<uint32_t>(p.offsets[n]) : 0;
@@ -56,11 +56,7 @@ __global__ void __launch_bounds__(Config::kThreads) fold_kernel(const __grid_con
     find_target();
     fold.widen_state();
     if (accepted == 0 && final) fold.store_state(final);
-    if constexpr (Config::kKind == FoldKind::every) {
-      fold.store_steps(0, count, static_cast<int>(accepted), final);
-    } else {
-      if (accepted > 0 && final) fold.template advance_to<false>(static_cast<int>(accepted), final);
-    }
+    if (accepted > 0 && final) fold.template advance_to<false>(static_cast<int>(accepted), final);
   } else {
     bool has_words = true;
 #pragma unroll 1
@@ -81,12 +77,8 @@ __global__ void __launch_bounds__(Config::kThreads) fold_kernel(const __grid_con
       fold.put_outputs(products, first, count);
       const int m = accepted > first && accepted <= first + count ? static_cast<int>(accepted - first) : 0;
       const bool is_last = first + count == fold.length;
-      if (p.step_states) {
-        fold.store_steps(first, count, m, final);
-      } else {
-        if (final && m > 0) fold.template advance_to<false>(m, final);
-        if (!is_last) fold.template advance_to<true>(count, nullptr);
-      }
+      if (final && m > 0) fold.template advance_to<false>(m, final);
+      if (!is_last) fold.template advance_to<true>(count, nullptr);
       if (is_last) return;
       fold.meet();  // the table is no longer read
     }

@@ -13,7 +13,7 @@ struct FoldTable {
   alignas(16) float qk[kTokens][kTokens];  // of e_j in o_t
   float reach[kTokens][kTokens];           // of k_j e_j in S_(t+1)
   float decay[kTokens];                    // of S in S_(t+1)
-  float alpha[kTokens], beta[kTokens], r_k[kTokens], r_q[kTokens];
+  float beta[kTokens], r_k[kTokens], r_q[kTokens];
   float x[kTokens], y[kTokens];  // of S^T k_t in e_t, of S^T q_t in o_t
 };
 

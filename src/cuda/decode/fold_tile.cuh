@@ -26,9 +26,8 @@ struct Fold {
   static constexpr int kTokens = Config::kTokens, kTiles = kTokens / 4;  // tiles of eight columns: k and q
   static constexpr int kVector = 16 / sizeof(State), kVectors = 32 / kVector;
   static constexpr bool kIsFloat = std::is_same_v<State, float>;
-  static constexpr bool kIsShared = Config::kKind == FoldKind::any;            // the state is in shared memory, as fp32
-  static constexpr bool kWide = Config::kKind == FoldKind::every || kIsFloat;  // it is in registers, and fp32 at last
-  static constexpr bool kPacked = !kIsShared && !kIsFloat;                     // products are with the state in 16 bits
+  static constexpr bool kIsShared = Config::kKind == FoldKind::any;  // the state is in shared memory, as fp32
+  static constexpr bool kPacked = !kIsShared && !kIsFloat;           // products are with the state in 16 bits
   static_assert(kTokens == 4 || kTokens == 8);
 
   const FoldParams& p;
@@ -45,10 +44,8 @@ struct Fold {
   uint32_t batch, begin, length;  // of the sequence
 
   uint32_t pairs[kTiles][16];  // tokens as operand B: k_g, q_g, or with four tokens k_0..3, q_0..3
-  // The state, words of vectors as they lie in memory: of 16-bit numbers two share a word. If it becomes fp32, a
-  // vector's words stand where its first numbers will.
-  static constexpr int kStride = kWide ? kVector : 4;
-  uint32_t words[kIsShared ? 1 : 2][kIsShared ? 1 : kVectors * kStride];
+  // The state, words of vectors as they lie in memory: of 16-bit numbers two share a word.
+  uint32_t words[kIsShared ? 1 : 2][kIsShared ? 1 : 4 * kVectors];
   float v[2][2];  // [row][token - mine]
   float e[2][kTokens];
   RawGates gates;  // of token `lane`, in the first warp
@@ -106,7 +103,7 @@ struct Fold {
         } else {
           const auto packet = *reinterpret_cast<const Packet<16>*>(vector);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) words[r][j * kStride + i] = packet.words[i];
+          for (int i = 0; i < 4; ++i) words[r][4 * j + i] = packet.words[i];
         }
       }
   }
@@ -116,45 +113,30 @@ struct Fold {
       for (int i = 0; i < 16; ++i) *held(i / 8, i % 8) = {};
     } else {
 #pragma unroll
-      for (int i = 0; i < 2 * kVectors * kStride; ++i) words[i / (kVectors * kStride)][i % (kVectors * kStride)] = 0;
+      for (int i = 0; i < 8 * kVectors; ++i) words[i / (4 * kVectors)][i % (4 * kVectors)] = 0;
     }
   }
+  // What is in shared memory becomes fp32.
   GD_DEVICE void widen_state() {
     if constexpr (kIsShared) wait_for_copies();
-    if constexpr (!kIsFloat && (kWide || kIsShared)) widen_words();
+    if constexpr (kIsShared && !kIsFloat) widen_held();
   }
-  GD_DEVICE void widen_words() {
+  GD_DEVICE void widen_held() {
 #pragma unroll
     for (int j = 0; j < 2 * kVectors; ++j) {
       const int r = j / kVectors, vector = j % kVectors;
+      const float4 from = *held(r, 2 * vector);
+      const uint32_t four[4] = {__float_as_uint(from.x), __float_as_uint(from.y), __float_as_uint(from.z),
+                                __float_as_uint(from.w)};
       float x[kVector];
-      if constexpr (kIsShared) {
-        const float4 from = *held(r, 2 * vector);
-        const uint32_t four[4] = {__float_as_uint(from.x), __float_as_uint(from.y), __float_as_uint(from.z),
-                                  __float_as_uint(from.w)};
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) x[i] = widen_half<State>(four[i / 2], i % 2);
+      for (int i = 0; i < kVector; ++i) x[i] = widen_half<State>(four[i / 2], i % 2);
 #pragma unroll
-        for (int i = 0; i < kVector; i += 4)
-          *held(r, (vector * kVector + i) / 4) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) x[i] = packed_number(r, vector * kVector + i);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) words[r][vector * kVector + i] = __float_as_uint(x[i]);
-      }
+      for (int i = 0; i < kVector; i += 4)
+        *held(r, (vector * kVector + i) / 4) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
     }
   }
-  // Word i of row r, two 16-bit numbers, before it is widened; number i of row r.
-  GD_DEVICE uint32_t word(int r, int i) const { return words[r][i / 4 * kStride + i % 4]; }
-  GD_DEVICE float packed_number(int r, int i) const { return widen_half<State>(word(r, i / 2), i % 2); }
 
-  // Vector j of both rows, before the state is widened.
-  GD_DEVICE void read_packed(int j, float (&x)[2][kVector]) const {
-#pragma unroll
-    for (int i = 0; i < 2 * kVector; ++i)
-      x[i / kVector][i % kVector] = packed_number(i / kVector, j * kVector + i % kVector);
-  }
   // Vector j of both rows.
   GD_DEVICE void read_vector(int j, float (&x)[2][kVector]) const {
 #pragma unroll
@@ -168,24 +150,19 @@ struct Fold {
       } else {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-          if constexpr (kWide) x[r][i] = __uint_as_float(words[r][j * kVector + i]);
-          if constexpr (!kWide) x[r][i] = packed_number(r, j * kVector + i);
+          if constexpr (kIsFloat) x[r][i] = __uint_as_float(words[r][j * kVector + i]);
+          if constexpr (!kIsFloat) x[r][i] = widen_half<State>(words[r][(j * kVector + i) / 2], i % 2);
         }
       }
     }
   }
   GD_DEVICE void keep_vector(int j, const float (&x)[2][kVector]) {
+    static_assert(kIsShared);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if constexpr (kIsShared) {
+    for (int r = 0; r < 2; ++r)
 #pragma unroll
-        for (int i = 0; i < kVector; i += 4)
-          *held(r, (j * kVector + i) / 4) = make_float4(x[r][i], x[r][i + 1], x[r][i + 2], x[r][i + 3]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) words[r][j * kVector + i] = __float_as_uint(x[r][i]);
-      }
-    }
+      for (int i = 0; i < kVector; i += 4)
+        *held(r, (j * kVector + i) / 4) = make_float4(x[r][i], x[r][i + 1], x[r][i + 2], x[r][i + 3]);
   }
   GD_DEVICE static void store_vector(char* to, int j, const float (&x)[2][kVector]) {
 #pragma unroll
@@ -215,7 +192,7 @@ struct Fold {
 #pragma unroll
       for (int i = 0; i < 2; ++i) c[i] += d[i];
     // c: rows k_g and q_g (with four tokens row g alone), columns k_2t, k_2t+1. Norms stand on the diagonals.
-    if (lane < kTokens) table.alpha[lane] = alpha, table.beta[lane] = beta;
+    if (lane < kTokens) table.beta[lane] = beta;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       if (2 * t + i == g) {
@@ -279,14 +256,13 @@ struct Fold {
       for (int i = 0; i < 16; i += 2)
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
-          mma_halves<Input>(part[i / 2 % 2][tile], word(0, i), word(1, i), word(0, i + 1), word(1, i + 1),
+          mma_halves<Input>(part[i / 2 % 2][tile], words[0][i], words[1][i], words[0][i + 1], words[1][i + 1],
                             pairs[tile][i], pairs[tile][i + 1]);
     } else {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         float x[2][kVector];
-        if constexpr (kPacked) read_packed(j, x);
-        if constexpr (!kPacked) read_vector(j, x);
+        read_vector(j, x);
 #pragma unroll
         for (int w = 0; w < kVector; w += 2)
 #pragma unroll
@@ -427,52 +403,6 @@ struct Fold {
       float x[2][kVector];
       read_vector(j, x);
       store_vector(to, j, x);
-    }
-  }
-  // Where the state after a token of the sequence goes; null: nowhere.
-  GD_DEVICE char* step_target(uint32_t token) const {
-    const StateRows& rows = p.step_states;
-    int64_t at = batch * p.step_batch_stride + (begin + token) * p.step_token_stride + place.head * rows.head_stride;
-    if (rows.indices) {
-      const int64_t column = p.steps_by_token ? begin + token : token;
-      const int64_t slot = column < rows.indices.columns ? rows.named(rows.indices(place.sequence, column)) : -1;
-      if (slot < 0) return nullptr;
-      at = rows.offset(slot, place.head);
-    }
-    return row_of(static_cast<char*>(rows.data) + at * int64_t{sizeof(State)});
-  }
-  // Every state of a window, token by token. `final` takes the one after `accepted` of its tokens.
-  GD_DEVICE void store_steps(uint32_t first, int count, int accepted, char* final) {
-    uint32_t keys[kTiles][16];
-    gather_keys(keys, count);
-    float all[kTiles][2];
-#pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) all[i / 2][i % 2] = own(i % 2, i / 2);
-#pragma unroll 1
-    for (int token = 0; token < count; ++token) {
-      const float weight = table.reach[token][token], decay = table.alpha[token];
-      float amount[kTiles][2];
-      uint32_t mask[kTiles];  // of later tokens' keys
-#pragma unroll
-      for (int set = 0; set < kTiles; ++set) {
-        mask[set] = 4 * set + t <= token ? ~0u : 0u;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) amount[set][r] = 4 * set + t == token ? weight * all[set][r] : 0.0f;
-      }
-      uint32_t now[kTiles][16];
-#pragma unroll
-      for (int i = 0; i < 16 * kTiles; ++i) now[i / 16][i % 16] = keys[i / 16][i % 16] & mask[i / 16];
-      char* const step = step_target(first + token);
-      char* const last = token + 1 == accepted ? final : nullptr;
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        float x[2][kVector];
-        read_vector(j, x);
-        update_vector(x, j, decay, now, amount);
-        keep_vector(j, x);
-        if (step) store_vector(step, j, x);
-        if (last) store_vector(last, j, x);
-      }
     }
   }
 };

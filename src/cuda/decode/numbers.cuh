@@ -65,9 +65,10 @@ struct Raw {
   }
 
   // `aligned`: `from` is a multiple of 16 bytes, or of the size of all numbers if that is less.
+  template <bool kStreaming = false>
   GD_DEVICE void load(const char* from, gd_dtype dtype, bool aligned) {
     if (dtype == GD_F32) {
-      if (aligned) return load_packet<4 * kCount>(from);
+      if (aligned) return load_packet<4 * kCount, kStreaming>(from);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) words[i] = reinterpret_cast<const uint32_t*>(from)[i];
     } else {
@@ -75,7 +76,7 @@ struct Raw {
       if constexpr (kCount == 1) {
         words[0] = halves[0];
       } else {
-        if (aligned) return load_packet<2 * kCount>(from);
+        if (aligned) return load_packet<2 * kCount, kStreaming>(from);
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) words[i] = halves[2 * i] | static_cast<uint32_t>(halves[2 * i + 1]) << 16;
       }
@@ -97,9 +98,11 @@ struct Raw {
   }
 
  private:
-  template <int kBytes>
+  template <int kBytes, bool kStreaming>
   GD_DEVICE void load_packet(const char* from) {
-    const auto packet = *reinterpret_cast<const Packet<kBytes>*>(from);
+    Packet<kBytes> packet;
+    if constexpr (kStreaming && kBytes == 16) load_streaming(from, packet.words);
+    if constexpr (!kStreaming || kBytes != 16) packet = *reinterpret_cast<const Packet<kBytes>*>(from);
 #pragma unroll
     for (int i = 0; i < kBytes / 4; ++i) words[i] = packet.words[i];
   }

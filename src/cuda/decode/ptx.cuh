@@ -16,14 +16,6 @@ GD_DEVICE int opaque(int x) {
   return x;
 }
 
-// 0, but the compiler cannot tell, and what is computed from it waits for the address: leading zeros of a number that
-// is none, divided by 32.
-GD_DEVICE uint32_t zero_after(const void* address) {
-  uint32_t zeros;
-  asm("clz.b32 %0, %1;" : "=r"(zeros) : "r"(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(address)) | 1));
-  return zeros / 32;
-}
-
 // Loads the word at `from` into `low` if there is one, and the next into `high` if there are two. Later loads stay
 // later, and what is computed from the words is not moved up to them, where it would wait.
 GD_DEVICE void load_words_if(bool one, bool two, const char* from, int32_t& low, int32_t& high) {
@@ -38,6 +30,13 @@ GD_DEVICE void load_words_if(bool one, bool two, const char* from, int32_t& low,
       : "+r"(low), "+r"(high)
       : "l"(from), "r"(int{one}), "r"(int{two})
       : "memory");
+}
+
+// 16 bytes at a multiple of 16 that nobody reads again soon.
+GD_DEVICE void load_streaming(const void* from, uint32_t (&x)[4]) {
+  asm volatile("ld.global.cs.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "l"(from));
 }
 
 // 16 bytes to shared memory, for this thread alone until it has waited.

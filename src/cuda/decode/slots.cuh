@@ -8,15 +8,14 @@ namespace gatedelta::cuda {
 
 // An index on its way from memory: asked for early, looked at late. Nothing branches or waits in between.
 struct IndexRequest {
-  const char* address = nullptr;
   int32_t low = -1, high = 0;
   bool is_int64 = false;
 
   IndexRequest() = default;
   // `otherwise`: what it is without indices.
   GD_DEVICE IndexRequest(const NearIndices& indices, uint64_t offset, uint32_t otherwise)
-      : address(indices.data + offset), low(static_cast<int32_t>(otherwise)), is_int64(indices.is_int64) {
-    load_words_if(indices.present, indices.is_int64, address, low, high);
+      : low(static_cast<int32_t>(otherwise)), is_int64(indices.is_int64) {
+    load_words_if(indices.present, indices.is_int64, indices.data + offset, low, high);
   }
   GD_DEVICE int64_t value() const {
     const int64_t upper = is_int64 ? high : low >> 31;
@@ -42,6 +41,32 @@ GD_DEVICE IndexRequest request_read_slot(const FoldParams& p, uint32_t n) {
     offset += static_cast<uint64_t>(column < 0 ? 0 : column < last ? column : last) * p.column_stride;
   }
   return {p.initial.indices, offset, p.initial.present ? n : ~0u};
+}
+
+// The slot that sequence n starts from, asked for before anything else: a token's addresses take many arguments, each
+// line of them a cold miss, and the compiler would compute them first. It moves no load past a barrier of the warp.
+// There may be no such sequence.
+GD_DEVICE IndexRequest request_first(const StepParams& p, uint32_t n) {
+  const IndexRequest request = request_slot(p.initial, n < p.sequences ? n : 0);
+  __syncwarp();
+  return request;
+}
+GD_DEVICE IndexRequest request_first(const FoldParams& p, uint32_t n) {
+  const IndexRequest request = n < p.sequences ? request_read_slot(p, n) : IndexRequest();
+  __syncwarp();
+  return request;
+}
+
+// The one that takes the state after a token; a column past the last one has none.
+GD_DEVICE IndexRequest request_step_slot(const FoldParams& p, uint32_t n, uint32_t column) {
+  const IndexRows& indices = p.step_states.indices;
+  IndexRequest request;
+  request.high = -1, request.is_int64 = indices.is_int64;
+  load_words_if(indices.present && column < indices.columns, indices.is_int64,
+                static_cast<const char*>(indices.data) +
+                    (n * indices.stride + column * indices.column_stride) * (indices.is_int64 ? 8 : 4),
+                request.low, request.high);
+  return request;
 }
 
 // Whether sequence n, which has no slot to read from, is a padded row.

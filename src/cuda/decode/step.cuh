@@ -1,5 +1,6 @@
 // One token per sequence, K = V = 128: decode. The state goes from memory to registers and back, once. Types are
-// compile-time constants, and all loads are issued before the first number is used.
+// compile-time constants, and all loads are issued before the first number is used. Nobody reads a state again soon:
+// loads and stores of it say so.
 //
 // Grid: x = value head and part of its columns, y and z = sequence.
 #pragma once
@@ -15,12 +16,10 @@ GD_DEVICE uint32_t near_sequence() { return blockIdx.z * gridDim.y + blockIdx.y;
 struct StepPlace {
   uint32_t sequence, head, key_head, part;
 };
-// Known after `slot` has been asked for: a token's addresses take many arguments, each line of them a cold miss, and
-// the compiler would compute them first.
 template <int kParts>
-GD_DEVICE StepPlace step_place(const StepParams& p, const IndexRequest& slot) {
-  const uint32_t zero = zero_after(slot.address), x = blockIdx.x + zero, head = x / kParts;
-  return {near_sequence() + zero, head, p.key_heads.of(head), x % kParts};
+GD_DEVICE StepPlace step_place(const StepParams& p) {
+  const uint32_t head = blockIdx.x / kParts;
+  return {near_sequence(), head, p.key_heads.of(head), blockIdx.x % kParts};
 }
 
 // A token's numbers on their way from memory: this lane's share of k and q, and its columns of v.
@@ -64,21 +63,22 @@ GD_DEVICE void store_step_output(const NearRows& rows, const StepPlace& place, i
   });
 }
 
-// kStreaming: states are stored with a streaming hint. kTokenFirst: the token is requested before the slot is known.
-template <class Config, class State, class Input, bool kStreaming, bool kTokenFirst>
-__global__ void __launch_bounds__(Config::kThreads) step_vk_kernel(const __grid_constant__ StepParams p) {
+// kTokenFirst: the token is requested before the slot is known.
+template <class Config, class State, class Input, bool kTokenFirst>
+__global__ void __launch_bounds__(Config::kThreads) step_kernel(const __grid_constant__ StepParams p) {
   constexpr gd_dtype kState = kDtype<State>;
   constexpr int kPerLane = Config::kPerLane, kColumns = Config::kColumns;
-  const uint32_t n = near_sequence(), head = blockIdx.x / Config::kParts;
+  constexpr gd_state_layout kLayout = Config::kLayout;
+  const uint32_t n = near_sequence();
+  const IndexRequest read = request_first(p, n);
   if (n >= p.sequences) return;
-  const IndexRequest read = request_slot(p.initial, n);
-  const StepPlace place = step_place<Config::kParts>(p, read);
+  const StepPlace place = step_place<Config::kParts>(p);
   Tile<Config> tile(threadIdx.x, place.part);
   StepToken<Config, Input> raw;
   if constexpr (kTokenFirst) raw.load(p, place, tile.share, tile.column);
 
   if (const int32_t slot = read.slot(p.initial); slot >= 0) {
-    tile.load(p.initial.at(slot, head), kState, kStepDim, kStepDim, true);
+    tile.template load<true>(p.initial.at(slot, place.head), kState, kStepDim, kStepDim, true);
   } else {
     if (is_padding(p, n)) {
       const float zeros[kColumns] = {};
@@ -93,13 +93,13 @@ __global__ void __launch_bounds__(Config::kThreads) step_vk_kernel(const __grid_
   float k[kPerLane], q[kPerLane], v[kColumns];
   raw.widen(k, q, v);
   KeySums sums(k, q, p.l2norm);
-  sums.sum_lanes<GD_STATE_VK>(p.l2norm);
+  sums.sum_lanes<kLayout>(p.l2norm);
   const TokenFactors factors(raw.gates.alpha(p), raw.gates.strength(p), sums, p.l2norm, p.scale);
   tile.widen(kState);
-  advance<GD_STATE_VK>(tile.s, k, q, factors, v);
+  advance<kLayout>(tile.s, k, q, factors, v);
   if (tile.share == 0) store_step_output(p.o, place, tile.column, v);
   const int32_t slot = write.slot(p.final);
-  if (slot >= 0) tile.template store<kStreaming>(p.final.at(slot, head), kState, kStepDim, kStepDim, true);
+  if (slot >= 0) tile.template store<true>(p.final.at(slot, place.head), kState, kStepDim, kStepDim, true);
 }
 
 }  // namespace gatedelta::cuda

@@ -1,6 +1,6 @@
-// `step` for states [K, V]. A row of K is what lies together in memory, so the lanes of a warp lie along V: 16 of them
-// read neighbouring columns, whole lines, and the four warps of a CTA share the rows of K. Their partial sums meet in
-// shared memory, in the order in which `walk` adds the eight shares of a column.
+// `step` for many states [K, V]. A row of K is what lies together in memory, so the lanes of a warp lie along V: 16 of
+// them read neighbouring columns, whole lines, and the four warps of a CTA share the rows of K. Their partial sums meet
+// in shared memory, in the order in which `walk` adds the eight shares of a column.
 #pragma once
 
 #include "cuda/decode/step.cuh"
@@ -14,16 +14,16 @@ struct PartialSums {
 };
 
 template <class Config, class State, class Input>
-__global__ void __launch_bounds__(Config::kThreads) step_kv_kernel(const __grid_constant__ StepParams p) {
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
+    step_kv_kernel(const __grid_constant__ StepParams p) {
   constexpr gd_dtype kState = kDtype<State>;
   constexpr int kPerLane = Config::kPerLane, kColumns = Config::kColumns, kVector = Config::kVector;
   static_assert(Config::kWarps == 4 && Config::kLanesAlong == 16);
   __shared__ PartialSums<Config> shared;
-  const uint32_t n = near_sequence(), head = blockIdx.x / Config::kParts, warp = threadIdx.x / 32,
-                 lane = threadIdx.x % 32;
+  const uint32_t n = near_sequence(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const IndexRequest read = request_first(p, n);
   if (n >= p.sequences) return;
-  const IndexRequest read = request_slot(p.initial, n);
-  const StepPlace place = step_place<Config::kParts>(p, read);
+  const StepPlace place = step_place<Config::kParts>(p);
   const uint32_t share = warp * 2 + lane / 16, at = lane % 16 * kColumns,
                  column = place.part * Config::kCtaColumns + at;
   // Number i of K in a lane is row (i / 4 * 8 + share) * 4 + i % 4.
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(Config::kThreads) step_kv_kernel(const __grid_
 
   Raw<kColumns> raw[kPerLane];
   if (const int32_t slot = read.slot(p.initial); slot >= 0) {
-    const char* const from = element(p.initial.at(slot, head), kState, first);
+    const char* const from = element(p.initial.at(slot, place.head), kState, first);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) raw[i].load(element(from, kState, offset(i)), kState, true);
   } else {
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(Config::kThreads) step_kv_kernel(const __grid_
   if (share == 0) store_step_output(p.o, place, column, v);
   const int32_t slot = write.slot(p.final);
   if (slot < 0) return;
-  const char* const to = element(p.final.at(slot, head), kState, first);
+  const char* const to = element(p.final.at(slot, place.head), kState, first);
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     float x[kColumns];

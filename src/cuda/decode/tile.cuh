@@ -27,15 +27,17 @@ struct Tile {
   static constexpr int kAccesses = kColumns * kPerLane / kAccess;
 
   int share;   // index among the lanes of a column
+  int group;   // of lanes with the same columns, in the warp
   int column;  // first column of this lane
   // The state. Until it is widened, the words of an access as they lie in memory: of 16-bit numbers two share a word.
   float s[kColumns][kPerLane];
 
   GD_DEVICE Tile(uint32_t thread, uint32_t part) {
     const uint32_t lane = thread % 32;
-    const uint32_t group = kRowsOfK ? lane / kLanesPerColumn : lane % kColumnGroups;
+    group = static_cast<int>(kRowsOfK ? lane / kLanesPerColumn : lane % kColumnGroups);
     share = static_cast<int>(kRowsOfK ? lane % kLanesPerColumn : lane / kColumnGroups);
-    column = static_cast<int>(part * Config::kCtaColumns + (thread / 32 * kColumnGroups + group) * kColumns);
+    column = static_cast<int>(part * Config::kCtaColumns +
+                              (thread / 32 * kColumnGroups + static_cast<uint32_t>(group)) * kColumns);
   }
 
   // Zeros.
@@ -43,13 +45,14 @@ struct Tile {
 #pragma unroll
     for (int i = 0; i < kColumns * kPerLane; ++i) s[i / kPerLane][i % kPerLane] = 0;
   }
-  // Words of the matrix that begins at `state`, with zeros past K.
+  // Words of the matrix that begins at `state`, with zeros past K. kStreaming: nobody reads them again soon.
+  template <bool kStreaming = false>
   GD_DEVICE void load(const char* state, gd_dtype dtype, int key_dim, int value_dim, bool aligned) {
     if (key_dim < Config::kMaxKeyDim) clear();
     with_load(dtype, aligned, [&](gd_dtype type, bool whole) {
       for_each_access(key_dim, value_dim, [&](int i, int at) {
         Raw<kAccess> raw;
-        raw.load(element(state, type, at), type, whole);
+        raw.template load<kStreaming>(element(state, type, at), type, whole);
 #pragma unroll
         for (int j = 0; j < (type == GD_F32 ? kAccess : raw.kPairs); ++j) number(i, j) = __uint_as_float(raw.words[j]);
       });

@@ -2,6 +2,7 @@
 // layout and type. The warps of a CTA prepare tokens together, a few at a time, in shared memory.
 #pragma once
 
+#include "cuda/decode/shares.cuh"
 #include "cuda/decode/tile.cuh"
 #include "cuda/decode/token.cuh"
 
@@ -60,20 +61,6 @@ struct WalkTokens {
   float v[kCount][Config::kCtaColumns];
   TokenFactors factors[kCount];
 };
-
-template <int kPerLane>
-GD_DEVICE void read_share(float (&x)[kPerLane], const float4 (&from)[kPerLane / 4][kLanesPerColumn], int share) {
-#pragma unroll
-  for (int i = 0; i < kPerLane / 4; ++i) {
-    const float4 piece = from[i][share];
-    x[4 * i] = piece.x, x[4 * i + 1] = piece.y, x[4 * i + 2] = piece.z, x[4 * i + 3] = piece.w;
-  }
-}
-template <int kPerLane>
-GD_DEVICE void write_share(float4 (&to)[kPerLane / 4][kLanesPerColumn], const float (&x)[kPerLane], int share) {
-#pragma unroll
-  for (int i = 0; i < kPerLane / 4; ++i) to[i][share] = make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
-}
 
 // Tokens first .. first + count - 1 of a sequence, by all warps of the CTA.
 template <class Config>

@@ -64,9 +64,9 @@ __global__ void __launch_bounds__(LayerTile<State>::kThreads)
   __shared__ LayerChannels convolved;
   allow_next_kernel();
   const uint32_t n = near_sequence(), head = blockIdx.x / Config::kParts, thread = threadIdx.x;
+  const IndexRequest read = request_first(p.rule, n);
   if (n >= p.rule.sequences) return;
-  const IndexRequest read = request_slot(p.rule.initial, n);
-  const StepPlace place = step_place<Config::kParts>(p.rule, read);
+  const StepPlace place = step_place<Config::kParts>(p.rule);
   Tile<Config> tile(thread, place.part);
 
   const uint32_t q_channel = place.key_head * kStepDim + thread, k_channel = p.key_channels + q_channel;

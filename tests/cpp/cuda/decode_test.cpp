@@ -65,20 +65,34 @@ TEST_F(DecodePlan, StepTakesDecodeInPlace) {
   EXPECT_TRUE(takes_step(p));
 }
 
+TEST_F(DecodePlan, MarchTakesTheRestOfTheSameKind) {
+  const RecurrentProblem step = p;
+  const auto expect_march = [&](const char* why) {
+    EXPECT_FALSE(takes_step(p) || takes_fold(p)) << why;
+    EXPECT_TRUE(takes_march(p)) << why;
+    p = step;
+  };
+  p.step_states = states(6, GD_F32), expect_march("per-step states");
+  p.accept_lengths.present = true, expect_march("accept lengths");
+  p.previous_accept_lengths.present = true, expect_march("picked slots");
+  p.in.sequences = {9, 1, 9, {nullptr, false, true}}, expect_march("packed, perhaps one token each");
+  p.in.sequences.tokens = 4, p.in.layout = GD_STATE_KV, expect_march("layout");
+  p.in.sequences.tokens = 4, p.batch_invariant = true, expect_march("bits of single tokens");
+  p.in.sequences.tokens = 4, p.step_states = states(6, GD_F32), expect_march("every state");
+}
+
 TEST_F(DecodePlan, WalkTakesTheRest) {
   const RecurrentProblem step = p;
   const auto expect_walk = [&](const char* why) {
-    EXPECT_FALSE(takes_step(p)) << why;
+    EXPECT_FALSE(takes_step(p) || takes_fold(p) || takes_march(p)) << why;
     p = step;
   };
-  p.in.sequences.tokens = 2, expect_walk("two tokens");
-  p.in.sequences.offsets.present = true, expect_walk("packed");
   p.in.key_dim = 64, expect_walk("K");
   p.in.value_dim = 64, expect_walk("V");
   p.in.q.dtype = GD_F32, expect_walk("fp32 inputs");
   p.final.dtype = GD_BF16, expect_walk("two types of states");
-  p.step_states = states(6, GD_F32), expect_walk("per-step states");
-  p.accept_lengths.present = true, expect_walk("accept lengths");
+  p.step_states = states(6, GD_BF16), expect_walk("two types of states, one of them per step");
+  p.in.sequences.tokens = int64_t{1} << 31, expect_walk("tokens");
   p.in.k.data = static_cast<char*>(p.in.k.data) + 2, expect_walk("address of k");
   p.o.head_stride += 1, expect_walk("stride of o");
   p.in.initial.slot_stride += 2, expect_walk("stride of slots");
@@ -87,7 +101,6 @@ TEST_F(DecodePlan, WalkTakesTheRest) {
   p.in.v.batch_stride = int64_t{1} << 31, expect_walk("a stride of more than 31 bits");
   p.in.initial.slot_stride = int64_t{1} << 29, expect_walk("a stride of slots of more than 31 bits");
   p.final.indices.stride = int64_t{1} << 28, expect_walk("a stride of indices of more than 31 bits");
-  p.previous_accept_lengths.present = true, expect_walk("picked slots");
 }
 
 TEST_F(DecodePlan, FoldTakesSeveralTokens) {
@@ -96,23 +109,23 @@ TEST_F(DecodePlan, FoldTakesSeveralTokens) {
   EXPECT_TRUE(takes_fold(p));
   p.in.sequences.tokens = 100;
   EXPECT_TRUE(takes_fold(p));
-  p.accept_lengths.present = true, p.step_states = states(6, GD_F32);
+  p.accept_lengths.present = true;
   EXPECT_TRUE(takes_fold(p));
   const RecurrentProblem fold = p;
-  const auto expect_walk = [&](const char* why) {
+  const auto expect_other = [&](const char* why) {
     EXPECT_FALSE(takes_fold(p)) << why;
     p = fold;
   };
-  p.batch_invariant = true, expect_walk("bits of single tokens");
-  p.in.layout = GD_STATE_KV, expect_walk("layout");
-  p.in.q.dtype = GD_F32, expect_walk("fp32 inputs");
-  p.step_states.dtype = GD_BF16, expect_walk("two types of states");
-  p.in.sequences.tokens = int64_t{1} << 31, expect_walk("tokens");
-  p.in.key_dim = 64, expect_walk("K");
-  p.in.sequences = {3, 1, 3, {nullptr, false, true}};  // packed: lengths are not known
+  p.batch_invariant = true, expect_other("bits of single tokens");
+  p.in.layout = GD_STATE_KV, expect_other("layout");
+  p.in.q.dtype = GD_F32, expect_other("fp32 inputs");
+  p.step_states = states(6, GD_F32), expect_other("every state");
+  p.in.sequences.tokens = int64_t{1} << 31, expect_other("tokens");
+  p.in.key_dim = 64, expect_other("K");
+  p.in.sequences = {3, 1, 4, {nullptr, false, true}};  // packed: lengths are not known
   EXPECT_TRUE(takes_fold(p));
-  p.in.sequences.tokens = 1;
-  EXPECT_TRUE(takes_fold(p));
+  p.in.sequences.tokens = 3;  // no more tokens than sequences
+  EXPECT_FALSE(takes_fold(p));
 }
 
 // The order of sums: by the types of the states a call reads and stores, and by nothing else.

@@ -149,6 +149,22 @@ TEST_F(Recurrent, Fold) {
               {"", "accept pool inplace", "pool ht=0", "accept steps=dense", "accept pool steps=pool", "h0=0"}));
 }
 
+// K = V = 128, token by token: every state, [K, V], and packs with no more tokens than sequences.
+TEST_F(Recurrent, March) {
+  const Specs types = cross({"dtype=bf16", "dtype=fp16"}, kStates);
+  const Specs gates = {"", "gate=raw beta=logit l2norm gdtype=bf16", "gate=inf", "gate=mixed keys=loose l2norm"};
+  for (int T = 1; T <= 9; ++T) {
+    const std::string tokens = "B=6 T=" + std::to_string(T) + " Hk=2 Hv=4 K=128 V=128 " + gates[T % gates.size()];
+    check(cross(cross({tokens + " layout=kv"}, types), {"", "accept pool inplace", "pool ht=0", "h0=0 accept i64"}));
+    check(cross(cross(cross({tokens}, kLayouts), types), {"steps=dense", "accept pool steps=pool strided"}));
+  }
+  check(cross(cross(cross({"lengths=3+0+1+8+2+5+4+17+9 pad=2 Hk=1 Hv=2 l2norm", "lengths=7x1 Hk=1 Hv=3 gate=raw",
+                           "lengths=1+0+3+1+0+1 pad=1 Hk=1 Hv=2", "lengths=4x0 pad=3 Hk=1 Hv=2"},
+                          cross({"K=128 V=128"}, kLayouts)),
+                    types),
+              {"", "accept pool inplace", "pool ht=0", "accept steps=dense i64", "accept pool steps=pool", "h0=0"}));
+}
+
 // A token that is not finite reaches no earlier output and no state before it: drafts may be anything.
 TEST_F(Recurrent, LaterTokensDoNotReachEarlierOnes) {
   for (const std::string& spec :
@@ -267,6 +283,56 @@ TEST_F(Recurrent, OneCallHasTheBitsOfMany) {
   }
 }
 
+// Tokens of a pack with no more of them than sequences have the bits of single tokens: engines may send either.
+TEST_F(Recurrent, PackOfSingleTokensHasTheBitsOfABatch) {
+  for (const std::string& spec :
+       cross(cross({"B=7 T=1 Hk=2 Hv=4 K=128 V=128 pool inplace l2norm gate=raw beta=logit"}, kLayouts),
+             cross({"dtype=bf16", "dtype=fp16"}, kStates))) {
+    Problem problem(parse_case(spec));
+    const gd_recurrent_args& host = problem.recurrent;
+    ASSERT_EQ(on_device(host), "");
+    const auto o = bytes_of(host.o), states = bytes_of(host.final_state);
+    problem.reset();
+    DeviceRecurrent device(host);
+    gd_recurrent_args& args = device.args();
+    for (gd_tensor* t : {&args.in.q, &args.in.k, &args.in.v, &args.in.g, &args.in.beta, &args.o})
+      t->shape[0] = 1, t->shape[1] = 7, t->stride[1] = t->stride[0];
+    const std::vector<int32_t> offsets = {0, 1, 2, 3, 4, 5, 6, 7};
+    DeviceMemory memory(32, 0);
+    memory.upload(offsets.data());
+    gd_tensor& seqlens = args.in.cu_seqlens;
+    seqlens.data = memory.data(), seqlens.dtype = GD_I32, seqlens.rank = 1, seqlens.shape[0] = 8, seqlens.stride[0] = 1;
+    ASSERT_EQ(device.run(), "") << spec;
+    ASSERT_EQ(device.download(host), "");
+    EXPECT_EQ(o, bytes_of(host.o)) << spec;
+    EXPECT_EQ(states, bytes_of(host.final_state)) << spec;
+  }
+}
+
+// Every state of a call has the bits of single steps, with or without batch_invariant, as long as states are fp32.
+TEST_F(Recurrent, EveryStateHasTheBitsOfSingleSteps) {
+  for (const std::string& layout : kLayouts) {
+    Problem steps(parse_case("B=5 T=6 Hk=1 Hv=2 K=128 V=128 dtype=bf16 l2norm steps=dense " + layout));
+    Problem single(parse_case("B=5 T=6 Hk=1 Hv=2 K=128 V=128 dtype=bf16 l2norm inplace " + layout));
+    ASSERT_EQ(on_device(steps.recurrent), "");
+    const std::vector<char> every = bytes_of(steps.recurrent.step_states), o = bytes_of(steps.recurrent.o);
+    const size_t state = every.size() / (5 * 6);
+    DeviceRecurrent device(single.recurrent);
+    const gd_recurrent_args whole = device.args();
+    for (int64_t t = 0; t < 6; ++t) {
+      device.args() = tokens_of(whole, t, 1);
+      ASSERT_EQ(device.run(), "");
+      ASSERT_EQ(device.download(single.recurrent), "");
+      const std::vector<char> now = bytes_of(single.recurrent.final_state);
+      for (int64_t n = 0; n < 5; ++n)
+        EXPECT_TRUE(
+            std::equal(now.begin() + n * state, now.begin() + (n + 1) * state, every.begin() + (n * 6 + t) * state))
+            << layout << ", sequence " << n << ", token " << t;
+    }
+    EXPECT_EQ(o, bytes_of(single.recurrent.o)) << layout;
+  }
+}
+
 // With batch_invariant the state after m accepted tokens is, bit by bit, that of a call with m tokens.
 TEST_F(Recurrent, AcceptedStateIsThatOfFewerTokens) {
   for (const std::string& layout : kLayouts) {
@@ -303,10 +369,16 @@ TEST_F(Recurrent, ClampsAcceptLengths) {
   EXPECT_EQ(results[0], results[1]);
 }
 
+// Few and many sequences take other instances of a kernel, with the same bits.
 TEST_F(Recurrent, DoesNotDependOnTheBatch) {
-  for (const std::string& spec : cross(cross({"B=40 T=1 Hk=2 Hv=4", "B=40 T=4 Hk=2 Hv=4"}, kLayouts),
-                                       cross({"K=128 V=128 dtype=bf16", "K=32 V=48 dtype=fp32"}, kStates))) {
+  Specs cases = cross(cross({"B=40 T=1 Hk=2 Hv=4", "B=40 T=4 Hk=2 Hv=4"}, kLayouts),
+                      cross({"K=128 V=128 dtype=bf16", "K=32 V=48 dtype=fp32"}, kStates));
+  for (const std::string& many : cross(cross({"B=40 T=1 Hk=8 Hv=16", "B=40 T=3 Hk=8 Hv=16"}, kLayouts), kStates))
+    cases.push_back(many + " K=128 V=128 dtype=bf16");
+  cases.push_back("B=40 T=1 Hk=52 Hv=104 K=128 V=128 dtype=bf16 layout=vk state=bf16");
+  for (const std::string& spec : cases) {
     Problem problem(parse_case(spec + " l2norm"));
+    problem.recurrent.batch_invariant = problem.spec.T == 3;
     const gd_recurrent_args& host = problem.recurrent;
     ASSERT_EQ(on_device(host), "");
     const auto o = bytes_of(host.o), states = bytes_of(host.final_state);
