@@ -1,4 +1,4 @@
-// What a thread of the walking kernels has of tensors: kVector neighbouring channels, or one of any tensor.
+// How threads get at tensors.
 #pragma once
 
 #include "cuda/conv1d/config.hpp"
@@ -6,101 +6,112 @@
 
 namespace gatedelta::cuda {
 
-// kVector numbers as they lie in memory, in as few registers as their type allows: copies of a Raw would keep words
-// that 16-bit numbers leave unused. kType: GD_DTYPE_NONE where the type is known at run time alone.
+// Two numbers in the 16-bit type, the first in the lower half.
+GD_DEVICE uint32_t narrow_pair(float low, float high, gd_dtype type) {
+  if (type == GD_BF16) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// kVector numbers as they lie in memory, aligned as a whole, in as few registers as their type allows.
 template <int kVector, gd_dtype kType>
 struct Numbers {
-  static constexpr int kWords = kType == GD_BF16 || kType == GD_F16 ? (kVector + 1) / 2 : kVector;
-  uint32_t words[kWords];
+  static constexpr int kWords = kType == GD_F32 ? kVector : kVector / 2;
+  Packet<4 * kWords> packet;
 
-  GD_DEVICE void clear() {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) words[i] = 0;
-  }
-  GD_DEVICE void load(const char* from, gd_dtype type) {
-    Raw<kVector> raw;
-    raw.load(from, kType == GD_DTYPE_NONE ? type : kType, kVector > 1);
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) words[i] = raw.words[i];
-  }
-  GD_DEVICE void widen(float* x, gd_dtype type) const {
+  GD_DEVICE void load(const char* from, gd_dtype) { packet = *reinterpret_cast<const Packet<4 * kWords>*>(from); }
+  GD_DEVICE void clear() { packet = {}; }
+  GD_DEVICE void widen(float* x, gd_dtype) const {
     Raw<kVector> raw;
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) raw.words[i] = words[i];
-    raw.widen(x, kType == GD_DTYPE_NONE ? type : kType);
+    for (int i = 0; i < kWords; ++i) raw.words[i] = packet.words[i];
+    raw.widen(x, kType);
+  }
+  GD_DEVICE static void store(char* to, gd_dtype, const float* x) {
+    Numbers numbers;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      numbers.packet.words[i] =
+          kType == GD_F32 ? __float_as_uint(x[i]) : narrow_pair(x[2 * i], x[kType == GD_F32 ? 0 : 2 * i + 1], kType);
+    *reinterpret_cast<Packet<4 * kWords>*>(to) = numbers.packet;
+  }
+};
+GD_DEVICE float load_state(const ConvStates& states, int64_t slot, int64_t channel, int64_t column) {
+  return load_number(states.data, states.dtype, states.offset(slot, channel, column));
+}
+// Input `position` of a sequence in one channel; negative ones are columns before `history_end` of its state, or 0. The
+// address is chosen without branches, so that several of these loads are under way.
+GD_DEVICE float load_input(const Conv1dInputs& in, const SequenceSpan& span, int64_t position, int64_t channel,
+                           int64_t slot, int64_t history_end) {
+  const ConvStates& states = in.initial;
+  const bool is_new = position >= 0;
+  const int64_t column = history_end + position;
+  const int64_t at =
+      is_new ? in.x.offset(span.batch, span.begin + position, channel) : states.offset(slot, channel, column);
+  const gd_dtype old_type = slot >= 0 && column >= 0 ? states.dtype : GD_DTYPE_NONE;
+  return load_number(is_new ? in.x.data : states.data, is_new ? in.x.dtype : old_type, at);
+}
+GD_DEVICE void store_state(const ConvStates& states, int64_t slot, int64_t channel, int64_t column, float x) {
+  const char* const to = element(states.data, states.dtype, states.offset(slot, channel, column));
+  store_numbers<1>(const_cast<char*>(to), states.dtype, &x, true);
+}
+
+// A token's place in memory, and the bytes from one token to the next. kType = none: it is known at run time.
+template <gd_dtype kType = GD_DTYPE_NONE>
+struct TokenCursor {
+  char* at;
+  int64_t step;
+  gd_dtype type;
+
+  GD_DEVICE TokenCursor(const TokenRows& rows, int64_t batch, int64_t token, int64_t channel)
+      : type(kType == GD_DTYPE_NONE ? rows.dtype : kType) {
+    const int size = type == GD_F32 ? 4 : 2;
+    at = static_cast<char*>(rows.data) + rows.offset(batch, token, channel) * size;
+    step = rows.token_stride * size;
   }
 };
 
+// The first taps that a filter lacks.
+GD_DEVICE int skipped_taps(const Conv1dInputs& in) { return kMaxTaps - in.taps; }
+
+// The filter of one channel, of any strides and taps.
+GD_DEVICE void load_filter(Filter& filter, const Conv1dInputs& in, int64_t channel) {
+  const TapWeights& w = in.weight;
+  const int skip = skipped_taps(in);
+#pragma unroll
+  for (int i = 0; i < kMaxTaps; ++i) {
+    const int64_t at = channel * w.channel_stride + (i - skip) * w.tap_stride;
+    filter.weight[i] = i >= skip ? load_number(w.data, w.dtype, at) : 0.0f;
+  }
+  filter.bias = in.bias ? load_number(in.bias.data, in.bias.dtype, channel * in.bias.stride) : 0.0f;
+}
+// Filters of neighbouring channels with packed taps.
 template <int kVector>
-struct ChannelVector {
-  int64_t channel;  // the first
-
-  template <gd_dtype kType>
-  GD_DEVICE void load(Numbers<kVector, kType>& numbers, const TokenRows& rows, int64_t batch, int64_t token) const {
-    const gd_dtype type = kType == GD_DTYPE_NONE ? rows.dtype : kType;
-    numbers.load(element(rows.data, type, rows.offset(batch, token, channel)), type);
-  }
-  template <gd_dtype kType>
-  GD_DEVICE void store(const TokenRows& rows, int64_t batch, int64_t token, const float (&x)[kVector]) const {
-    const gd_dtype type = kType == GD_DTYPE_NONE ? rows.dtype : kType;
-    char* const to = const_cast<char*>(element(rows.data, type, rows.offset(batch, token, channel)));
-    store_numbers<kVector>(to, type, x, kVector > 1);
-  }
-
-  // A column of a state. `vectors`: the channels of a column are neighbours, aligned to 16 bytes.
-  GD_DEVICE void load(float (&x)[kVector], const ConvStates& states, int64_t slot, int64_t column, bool vectors) const {
-    const char* const from = element(states.data, states.dtype, states.offset(slot, channel, column));
-    if (kVector > 1 && vectors) {
-      Raw<kVector> raw;
-      raw.load(from, states.dtype, true);
-      with_dtype(states.dtype, [&](gd_dtype type) { raw.widen(x, type); });
-      return;
-    }
-    Raw<1> raw[kVector];
+GD_DEVICE void load_packed_filters(Filter (&filter)[kVector], const Conv1dInputs& in, int64_t channel) {
+  const TapWeights& w = in.weight;
+  const HeadVector& b = in.bias;
+  Raw<kMaxTaps> raw[kVector];
+  Scalar bias[kVector];
+  // NOTE: each side of this branch has address arithmetic of its own, which keeps it a branch. As predicated loads the
+  // two sides would share registers, and the second one would wait for the first.
+  with_load(w.dtype, true, [&](gd_dtype type, bool aligned) {
 #pragma unroll
     for (int v = 0; v < kVector; ++v)
-      raw[v].load(element(from, states.dtype, v * states.channel_stride), states.dtype, true);
+      raw[v].load(element(w.data, type, (channel + v) * w.channel_stride), type, aligned);
+  });
+  if (b) {
 #pragma unroll
-    for (int v = 0; v < kVector; ++v) raw[v].widen(x + v, states.dtype);
+    for (int v = 0; v < kVector; ++v) bias[v].load(element(b.data, b.dtype, (channel + v) * b.stride), b.dtype);
   }
-  GD_DEVICE void store(const ConvStates& states, int64_t slot, int64_t column, const float (&x)[kVector],
-                       bool vectors) const {
-    char* const to = const_cast<char*>(element(states.data, states.dtype, states.offset(slot, channel, column)));
-    if (kVector > 1 && vectors) return store_numbers<kVector>(to, states.dtype, x, true);
+  with_dtype(w.dtype, [&](gd_dtype type) {
 #pragma unroll
-    for (int v = 0; v < kVector; ++v) {
-      char* const place = const_cast<char*>(element(to, states.dtype, v * states.channel_stride));
-      store_numbers<1>(place, states.dtype, x + v, true);
-    }
-  }
-
-  // `packed`: the taps of neighbouring channels follow each other, aligned as a whole.
-  template <int kTaps>
-  GD_DEVICE void load(Filter<kTaps> (&filter)[kVector], const Conv1dInputs& in, bool packed) const {
-    constexpr bool kPackable = kTaps != 3;  // a power of two
-    const TapWeights& w = in.weight;
-    const char* const from = element(w.data, w.dtype, channel * w.channel_stride);
-    if (kPackable && packed) {
-      if constexpr (kPackable) {
-        Raw<kVector * kTaps> raw;
-        float x[kVector * kTaps];
-        raw.load(from, w.dtype, true);
-        with_dtype(w.dtype, [&](gd_dtype type) { raw.widen(x, type); });
+    for (int v = 0; v < kVector; ++v) raw[v].widen(filter[v].weight, type);
+  });
 #pragma unroll
-        for (int i = 0; i < kVector * kTaps; ++i) filter[i / kTaps].weight[i % kTaps] = x[i];
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVector * kTaps; ++i) {
-        const int64_t at = i / kTaps * w.channel_stride + i % kTaps * w.tap_stride;
-        filter[i / kTaps].weight[i % kTaps] = load_number(from, w.dtype, at);
-      }
-    }
-#pragma unroll
-    for (int v = 0; v < kVector; ++v) {
-      filter[v].bias = in.bias ? load_number(in.bias.data, in.bias.dtype, (channel + v) * in.bias.stride) : 0.0f;
-    }
-  }
-};
+  for (int v = 0; v < kVector; ++v) filter[v].bias = bias[v].value(b.dtype);
+}
 
 }  // namespace gatedelta::cuda

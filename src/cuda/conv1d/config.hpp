@@ -1,6 +1,7 @@
 // Which convolution kernel takes a call, and how its work is split into CTAs: plain arithmetic, shared by the limits,
 // the workspace, the launches, the kernels and host tests. It depends on shapes, types and alignment alone.
 //
+//   update   few tokens per sequence: a thread has one channel, states go through shared memory
 //   rows     channels are contiguous: a thread has kConvRowVector channels and walks over tokens
 //   columns  tokens are contiguous, sequences are not packed: a lane has 16 bytes of a channel's tokens
 //   any      everything else: a thread has one channel and walks over tokens
@@ -14,14 +15,16 @@
 
 namespace gatedelta::cuda {
 
-enum class ConvKernel { rows, columns, any };
+enum class ConvKernel { update, rows, columns, any };
 
-constexpr int kConvThreads = 64;    // per CTA of `rows` and `any`
-constexpr int kConvWarps = 4;       // per CTA of `columns`
-constexpr int kConvChannels = 8;    // per warp of `columns`, forward
-constexpr int64_t kConvAlign = 16;  // bytes of the widest access
-
-constexpr int kConvRowVector = 4;  // channels of a thread; with more, registers leave room for too few threads
+constexpr int kConvWarps = 4, kConvThreads = 32 * kConvWarps;  // per CTA
+constexpr int64_t kConvAlign = 16;                             // bytes of the widest access
+// Of `rows`: channels of a thread; tokens of a warp in the forward, all of which it requests at once, and in the
+// backward those that it requests before they are needed; CTAs that registers leave room for.
+constexpr int kConvRowVector = 4, kConvRowTokens = 16;
+constexpr int kConvRowCtas = 4;
+constexpr int conv_row_ahead(gd_dtype type) { return type == GD_BF16 ? 8 : 4; }
+constexpr int kConvRowBackwardCtas = 3;
 // Numbers in a 16-byte access.
 inline int conv_vector(gd_dtype dtype) { return static_cast<int>(kConvAlign / dtype_bytes(dtype)); }
 
@@ -30,6 +33,12 @@ inline bool is_conv_aligned(const TokenRows& rows, int64_t bytes) {
   const auto fits = [&](int64_t stride) { return stride == 1 || stride * size % bytes == 0; };
   return reinterpret_cast<uintptr_t>(rows.data) % static_cast<uintptr_t>(bytes) == 0 && fits(rows.batch_stride) &&
          fits(rows.token_stride) && fits(rows.head_stride);
+}
+// Whether a channel's four taps are neighbours, aligned as a whole.
+inline bool has_packed_taps(const Conv1dInputs& in) {
+  const TapWeights& w = in.weight;
+  return in.taps == kMaxTaps && w.tap_stride == 1 && w.channel_stride % kMaxTaps == 0 &&
+         reinterpret_cast<uintptr_t>(w.data) % static_cast<uintptr_t>(kMaxTaps * dtype_bytes(w.dtype)) == 0;
 }
 // Whether a thread may take neighbouring channels, or `vector` neighbouring tokens, of these rows at once.
 inline bool has_vectors_of_channels(const Conv1dInputs& in, const TokenRows& rows) {
@@ -41,20 +50,19 @@ inline bool has_vectors_of_tokens(const Conv1dInputs& in, const TokenRows& rows,
                    in.sequences.tokens % vector == 0 && is_conv_aligned(rows, vector * dtype_bytes(rows.dtype)));
 }
 
-// Tokens per sequence from which on reading and writing states costs little.
-constexpr int64_t kConvLongSequence = 16;
-// Whether a thread of `rows` can move states fast enough: in columns of neighbouring channels, or seldom.
-inline bool suits_rows(const Conv1dInputs& in, const ConvStates& states) {
-  return !states || states.channel_stride == 1 ||
-         in.sequences.batch * in.sequences.tokens >= kConvLongSequence * in.sequences.count;
+constexpr int kUpdateTokens = 8, kUpdateColumns = 16;  // at most, of a sequence and of a state of `update`
+// Lengths of packed sequences are not known here; with draft windows they are short.
+inline bool suits_update(const Conv1dProblem& p) {
+  const bool is_short =
+      p.in.sequences.offsets ? bool{p.previous_accept_lengths} : p.in.sequences.tokens <= kUpdateTokens;
+  return is_short && p.in.initial.columns <= kUpdateColumns && p.final.columns <= kUpdateColumns;
 }
 
 inline ConvKernel conv_kernel(const Conv1dProblem& p) {
   const Conv1dInputs& in = p.in;
-  if (!p.y || p.steps) return ConvKernel::any;
-  if (has_vectors_of_channels(in, in.x) && has_vectors_of_channels(in, p.y) && suits_rows(in, in.initial) &&
-      suits_rows(in, p.final))
-    return ConvKernel::rows;
+  if (suits_update(p)) return ConvKernel::update;
+  if (!p.y || p.steps || !has_packed_taps(in)) return ConvKernel::any;
+  if (has_vectors_of_channels(in, in.x) && has_vectors_of_channels(in, p.y)) return ConvKernel::rows;
   const int vector = conv_vector(in.x.dtype);
   if (has_vectors_of_tokens(in, in.x, vector) && has_vectors_of_tokens(in, p.y, vector) && !p.previous_accept_lengths)
     return ConvKernel::columns;
@@ -65,6 +73,7 @@ inline ConvKernel conv_kernel(const Conv1dBackwardProblem& p) {
   const int vector = conv_vector(in.x.dtype);
   const auto rows = [&](const TokenRows& t) { return has_vectors_of_channels(in, t); };
   const auto columns = [&](const TokenRows& t) { return has_vectors_of_tokens(in, t, vector); };
+  if (!has_packed_taps(in)) return ConvKernel::any;
   if (rows(in.x) && rows(p.d_y) && rows(p.dx)) return ConvKernel::rows;
   if (columns(in.x) && columns(p.d_y) && columns(p.dx)) return ConvKernel::columns;
   return ConvKernel::any;
@@ -76,67 +85,148 @@ struct ConvGrid {
   int64_t chunks_per_row;  // of each of B rows; at least one, because sequences without tokens have states, too
   int64_t chunks;
   int64_t channel_blocks;
-  int64_t slots;  // a CTA of slot s takes chunks s, s + slots, ...; a backward has a partial sum for each slot
+  int64_t slots;  // a CTA, or one of its warps, takes every slots-th chunk; a backward has a partial sum for each slot
 
   int64_t ctas() const { return slots * channel_blocks; }
 };
 
 inline int64_t conv_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-inline ConvGrid conv_grid_of(const Conv1dInputs& in, int64_t chunk, int64_t cta_channels, int64_t most_ctas) {
+// slot_chunks: chunks that the warps of a slot have at the same time.
+inline ConvGrid conv_grid_of(const Conv1dInputs& in, int64_t chunk, int64_t cta_channels, int64_t most_ctas,
+                             int64_t slot_chunks = 1) {
   ConvGrid grid{};
   grid.chunk = chunk;
   grid.chunks_per_row = in.sequences.tokens > chunk ? conv_ceil(in.sequences.tokens, chunk) : 1;
   grid.chunks = in.sequences.batch * grid.chunks_per_row;
   grid.channel_blocks = conv_ceil(in.channels, cta_channels);
   const int64_t most = most_ctas > grid.channel_blocks ? most_ctas / grid.channel_blocks : 1;
-  grid.slots = grid.chunks < most ? grid.chunks : most;
+  grid.slots = std::min(conv_ceil(grid.chunks, slot_chunks), most);
   return grid;
 }
 
 constexpr int64_t kMaxConvCtas = (int64_t{1} << 31) - 1;  // of a grid
 
-inline int64_t conv_cta_channels(ConvKernel kernel, bool backward) {
-  if (kernel == ConvKernel::columns) return backward ? kConvWarps : kConvWarps * kConvChannels;
-  return kernel == ConvKernel::rows ? kConvThreads * kConvRowVector : kConvThreads;
+// A chunk of `columns`: whole pieces of 32 vectors, as many as leave this number of warps some work.
+inline int64_t conv_column_chunk(const Conv1dInputs& in, int64_t wanted_warps) {
+  const int64_t piece = 32 * conv_vector(in.x.dtype), pieces = conv_ceil(in.sequences.tokens, piece);
+  const int64_t chunks = std::max<int64_t>(1, wanted_warps / std::max<int64_t>(1, in.channels * in.sequences.batch));
+  return piece * std::max<int64_t>(1, conv_ceil(pieces, chunks));
 }
 
-// A chunk long enough for the taps - 1 tokens read twice to cost little, and short enough for every multiprocessor to
-// have some CTAs. In a pack not longer than a few sequences: a thread takes those of its chunk one after the other.
+// Whole chunks of `rows` are the fast ones. In a pack of shorter sequences a chunk has about one of them: a thread
+// takes those of its chunk one after the other.
+inline int64_t conv_row_chunk(const Sequences& sequences) {
+  int64_t chunk = kConvRowTokens;
+  while (sequences.offsets && chunk > 1 && sequences.tokens < chunk * sequences.count) chunk /= 2;
+  return chunk;
+}
+// Of `any`: a chunk long enough for the taps - 1 tokens read twice to cost little, and short enough for every
+// multiprocessor to have some CTAs.
+inline int64_t conv_any_chunk(const Conv1dInputs& in) {
+  constexpr int64_t kWantedCtas = 2048, kLongest = 64;
+  const Sequences& sequences = in.sequences;
+  const int64_t work = sequences.batch * sequences.tokens * conv_ceil(in.channels, kConvThreads);
+  int64_t longest = kLongest;
+  if (sequences.offsets) longest = std::min(longest, 4 * conv_ceil(sequences.tokens + 1, sequences.count + 1));
+  int64_t chunk = sequences.offsets ? 1 : 4;  // without offsets a chunk holds the taps - 1 tokens that need a state
+  while (2 * chunk <= longest && work >= kWantedCtas * 2 * chunk) chunk *= 2;
+  return chunk;
+}
+
 inline ConvGrid conv_grid(const Conv1dProblem& p) {
+  constexpr int64_t kWantedWarps = 8192;
   const Conv1dInputs& in = p.in;
   const ConvKernel kernel = conv_kernel(p);
-  const int64_t cta_channels = conv_cta_channels(kernel, false);
-  if (kernel == ConvKernel::columns) return conv_grid_of(in, 32 * conv_vector(in.x.dtype), cta_channels, kMaxConvCtas);
-  constexpr int64_t kWantedCtas = 2048, kLongest = 64;
-  const int64_t tokens = in.sequences.batch * in.sequences.tokens;
-  int64_t longest = kLongest;
-  if (in.sequences.offsets) longest = 4 * conv_ceil(in.sequences.tokens + 1, in.sequences.count + 1);
-  int64_t chunk = in.sequences.offsets ? 1 : 4;  // without offsets a chunk holds the taps - 1 tokens that need a state
-  while (2 * chunk <= longest && 2 * chunk <= kLongest &&
-         tokens * conv_ceil(in.channels, cta_channels) >= kWantedCtas * 2 * chunk)
-    chunk *= 2;
-  return conv_grid_of(in, chunk, cta_channels, kMaxConvCtas);
+  if (kernel == ConvKernel::columns)
+    return conv_grid_of(in, conv_column_chunk(in, kWantedWarps), kConvWarps, kMaxConvCtas);
+  if (kernel == ConvKernel::rows)
+    return conv_grid_of(in, conv_row_chunk(in.sequences), kConvThreads, kMaxConvCtas, kConvWarps);
+  return conv_grid_of(in, conv_any_chunk(in), kConvThreads, kMaxConvCtas);
 }
 
-// A fixed number of CTAs at most: each has partial sums of dweight and dbias.
-constexpr int64_t kConvBackwardChunk = 64, kConvBackwardCtas = 4096;
+// A fixed number of CTAs at most: each has partial sums of dweight and dbias. The warps of a CTA have the same channels
+// and different chunks; those of `columns` have different channels.
+constexpr int64_t kConvBackwardCtas = 4096;
 inline ConvGrid conv_backward_grid(const Conv1dInputs& in, ConvKernel kernel) {
-  // The last lane of a warp of `columns` only looks ahead.
-  const int64_t chunk = kernel == ConvKernel::columns ? 31 * conv_vector(in.x.dtype) : kConvBackwardChunk;
-  return conv_grid_of(in, chunk, conv_cta_channels(kernel, true), kConvBackwardCtas);
+  constexpr int64_t kWantedWarps = 2048, kWantedColumnWarps = 16384, kShortest = 16, kLongest = 64;
+  if (kernel == ConvKernel::columns)
+    return conv_grid_of(in, conv_column_chunk(in, kWantedColumnWarps), kConvWarps, kConvBackwardCtas);
+  // Both have kConvThreads channels in a CTA: `any` a chunk, too, `rows` one in each warp.
+  const int64_t work = in.sequences.batch * in.sequences.tokens * conv_ceil(in.channels, kConvThreads);
+  int64_t chunk = kShortest;
+  while (2 * chunk <= kLongest && work >= kWantedWarps * 2 * chunk) chunk *= 2;
+  return conv_grid_of(in, chunk, kConvThreads, kConvBackwardCtas, kernel == ConvKernel::rows ? kConvWarps : 1);
 }
 inline ConvGrid conv_grid(const Conv1dBackwardProblem& p) { return conv_backward_grid(p.in, conv_kernel(p)); }
 
 inline bool has_partial_sums(const Conv1dBackwardProblem& p) { return p.dweight || p.dbias; }
-// Partial sums, [slots][W + 1][D] in fp32, of the kernel that has the most: which one runs depends on the alignment of
-// addresses, and a query has none.
+// Partial sums, [slots][kConvSums][D] in fp32, of the kernel that has the most: which one runs depends on the alignment
+// of addresses, and a query has none.
+constexpr int kConvSums = kMaxTaps + 1;
 inline size_t conv1d_backward_workspace(const Conv1dBackwardProblem& p) {
   if (!has_partial_sums(p)) return 0;
   int64_t slots = 0;
   for (const ConvKernel kernel : {ConvKernel::rows, ConvKernel::columns, ConvKernel::any})
     slots = std::max(slots, conv_backward_grid(p.in, kernel).slots);
-  return sizeof(float) * static_cast<size_t>(slots * (p.in.taps + 1) * p.in.channels);
+  return sizeof(float) * static_cast<size_t>(slots * kConvSums * p.in.channels);
+}
+
+// A CTA of `update` has kConvThreads channels of some sequences; in a pack one more group has the tokens of no
+// sequence.
+struct UpdateGrid {
+  int64_t sequences;  // of a CTA
+  int64_t groups, channel_blocks;
+
+  int64_t ctas() const { return groups * channel_blocks; }
+};
+// The channels of a CTA of one state in shared memory.
+struct UpdateTile {
+  int bytes;
+  int channel_stride, column_stride;
+  bool vectors;    // moved 16 bytes at a time, by all threads
+  bool by_column;  // the channels of a column are neighbours
+
+  GD_ALWAYS_INLINE int at(int channel, int column) const { return channel * channel_stride + column * column_stride; }
+};
+
+inline UpdateTile update_tile(const Conv1dInputs& in, const ConvStates& states) {
+  UpdateTile tile{};
+  if (!states) return tile;
+  const int64_t size = dtype_bytes(states.dtype);
+  const bool is_aligned = reinterpret_cast<uintptr_t>(states.data) % static_cast<uintptr_t>(kConvAlign) == 0 &&
+                          states.slot_stride * size % kConvAlign == 0;
+  const bool by_channel = states.column_stride == 1 && states.channel_stride == states.columns;
+  tile.by_column = !by_channel && states.channel_stride == 1;
+  const int64_t run = in.channels * size * (tile.by_column ? 1 : states.columns);
+  tile.vectors = is_aligned && run % kConvAlign == 0 &&
+                 (by_channel || (tile.by_column && states.column_stride * size % kConvAlign == 0));
+  tile.channel_stride = tile.by_column ? 1 : static_cast<int>(states.columns);
+  tile.column_stride = tile.by_column ? kConvThreads : 1;
+  tile.bytes = static_cast<int>(kConvThreads * states.columns * size);
+  return tile;
+}
+
+constexpr int kUpdateInputBytes = kUpdateTokens * kConvThreads * static_cast<int>(sizeof(float));
+constexpr int kUpdateTileBytes = 32 << 10;  // of shared memory, or one sequence's if that is more
+
+inline UpdateGrid update_grid(const Conv1dProblem& p) {
+  constexpr int64_t kWantedCtas = 1024;
+  const Conv1dInputs& in = p.in;
+  UpdateGrid grid{};
+  grid.channel_blocks = conv_ceil(in.channels, kConvThreads);
+  grid.sequences = 1;
+  if (in.sequences.offsets) {
+    grid.groups = in.sequences.count + 1;
+    return grid;
+  }
+  const int64_t tile = update_tile(in, in.initial).bytes + update_tile(in, p.final).bytes;
+  while (2 * grid.sequences * std::max<int64_t>(in.sequences.tokens, 1) <= kUpdateTokens &&
+         2 * grid.sequences * tile <= kUpdateTileBytes &&
+         in.sequences.count * grid.channel_blocks >= kWantedCtas * 2 * grid.sequences)
+    grid.sequences *= 2;
+  grid.groups = conv_ceil(in.sequences.count, grid.sequences);
+  return grid;
 }
 
 }  // namespace gatedelta::cuda

@@ -29,22 +29,32 @@ GD_DEVICE int64_t find_offset(const IndexVector& offsets, int64_t count, int64_t
   return low;
 }
 
+// The sequence that has all of the tokens [first, after) of a batch row or of the pack, or -1. By a whole warp.
+GD_DEVICE int64_t sequence_of(const Sequences& sequences, int64_t row, int64_t first, int64_t after) {
+  if (!sequences.offsets) return first >= 0 && after <= sequences.tokens ? row : -1;
+  const int64_t next = find_offset(sequences.offsets, sequences.count + 1, first + 1);
+  return next > 0 && next <= sequences.count && sequences.offsets[next] >= after ? next - 1 : -1;
+}
+
 // A chunk of tokens of a batch row or of the pack. The first `kept` tokens of a sequence belong to the chunk of its
 // start, so that one chunk alone reads its state; without offsets a chunk has at least so many.
 struct Chunk {
   const Sequences& sequences;
   int64_t row, begin, end;
-  int64_t index;  // of the sequence that is next
+  int64_t index = 0;  // of the sequence that is next
 
   GD_DEVICE Chunk(const Sequences& all, const ConvGrid& grid, int64_t number)
-      : sequences(all), row(number / grid.chunks_per_row), index(0) {
+      : sequences(all), row(grid.chunks_per_row == grid.chunks ? 0 : number / grid.chunks_per_row) {
     begin = (number - row * grid.chunks_per_row) * grid.chunk;
     end = begin + grid.chunk < all.tokens ? begin + grid.chunk : all.tokens;
-    if (!all.offsets) return;
-    index = find_offset(all.offsets, all.count, begin);
-    if (index > 0) --index;  // it may go on in this chunk
   }
 
+  // Goes to the first sequence of the chunk. By a whole warp.
+  GD_DEVICE void find_sequences() {
+    if (!sequences.offsets) return;
+    index = find_offset(sequences.offsets, sequences.count, begin);
+    if (index > 0) --index;  // it may go on in this chunk
+  }
   // The sequences of the chunk, one after the other; false after the last one.
   GD_DEVICE bool next(Segment& s, int64_t kept) {
     const bool is_packed = static_cast<bool>(sequences.offsets);

@@ -1,42 +1,38 @@
-// One channel of the convolution: a window of inputs, and what a new one makes of it.
+// One channel of the convolution: its filter, and what a window of inputs becomes.
 // NOTE: every product and sum of an output names its rounding, so all kernels give an output the same bits.
 #pragma once
 
+#include "core/conv1d.hpp"
 #include "cuda/decode/numbers.cuh"
 
 namespace gatedelta::cuda {
 
 // Within a few units in the last place of fp32; 0 for large negative z.
-GD_DEVICE float conv_sigmoid(float z) { return __fdividef(1.0f, __fadd_rn(1.0f, __expf(-z))); }
+GD_DEVICE float conv_sigmoid(float z) {
+  constexpr float kLog2OfE = 1.4426950408889634f;
+  return reciprocal_approx(__fadd_rn(1.0f, exp2_approx(__fmul_rn(-kLog2OfE, z))));
+}
+GD_DEVICE float conv_activate(float z, bool silu) { return silu ? __fmul_rn(z, conv_sigmoid(z)) : z; }
 
-template <int kTaps>
+// Gradient of the sum before the activation, from that of the output.
+GD_DEVICE float conv_sum_gradient(float z, float dy, bool silu) {
+  if (!silu) return dy;
+  const float s = conv_sigmoid(z);
+  return dy * s * fmaf(z, 1.0f - s, 1.0f);
+}
+
+// kMaxTaps taps. A filter of fewer lacks the first `skip` of them: their inputs are not looked at, and may be no
+// numbers.
 struct Filter {
-  float weight[kTaps], bias;
+  float weight[kMaxTaps], bias;
 
-  // The sum before the activation, of the window (oldest first) and the newest input.
-  GD_DEVICE float sum(const float (&window)[kTaps - 1], float x) const {
+  // The sum before the activation, of the window and the newest input, oldest first.
+  GD_DEVICE float sum(float x0, float x1, float x2, float x3, int skip = 0) const {
     float z = bias;
-#pragma unroll
-    for (int i = 0; i + 1 < kTaps; ++i) z = __fmaf_rn(weight[i], window[i], z);
-    return __fmaf_rn(weight[kTaps - 1], x, z);
-  }
-  GD_DEVICE static float activate(float z, bool silu) { return silu ? __fmul_rn(z, conv_sigmoid(z)) : z; }
-  GD_DEVICE static void push(float (&window)[kTaps - 1], float x) {
-#pragma unroll
-    for (int i = 0; i + 2 < kTaps; ++i) window[i] = window[i + 1];
-    window[kTaps - 2] = x;
-  }
-  // The output of input x, which enters the window.
-  GD_DEVICE float step(float (&window)[kTaps - 1], float x, bool silu) const {
-    const float y = activate(sum(window, x), silu);
-    push(window, x);
-    return y;
-  }
-  // Gradient of the sum, from that of the output.
-  GD_DEVICE static float sum_gradient(float z, float dy, bool silu) {
-    if (!silu) return dy;
-    const float s = conv_sigmoid(z);
-    return dy * (s + z * s * (1.0f - s));
+    if (skip < 1) z = __fmaf_rn(weight[0], x0, z);
+    if (skip < 2) z = __fmaf_rn(weight[1], x1, z);
+    z = __fmaf_rn(weight[2], x2, z);
+    return __fmaf_rn(weight[3], x3, z);
   }
 };
 

@@ -36,16 +36,13 @@ struct LayerChannel {
       if (kDtype<Input> == GD_BF16) return __uint_as_float(bits << 16);
       return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
     };
-    Filter<kLayerTaps> filter;
+    Filter filter;
     filter.weight[0] = wide(weights.x & 0xffff);
     filter.weight[1] = wide(weights.x >> 16);
     filter.weight[2] = wide(weights.y & 0xffff);
     filter.weight[3] = wide(weights.y >> 16);
     filter.bias = p.bias ? bias.value(p.bias.dtype) : 0.0f;
-    float inputs[kLayerTaps - 1];
-#pragma unroll
-    for (int i = 0; i + 1 < kLayerTaps; ++i) inputs[i] = wide(window[i]);
-    const float y = filter.activate(filter.sum(inputs, wide(x)), p.silu);
+    const float y = conv_activate(filter.sum(wide(window[0]), wide(window[1]), wide(window[2]), wide(x)), p.silu);
     return static_cast<uint16_t>(narrow_bits(y, kDtype<Input>));
   }
 };

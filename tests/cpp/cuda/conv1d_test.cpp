@@ -18,6 +18,7 @@ Conv1dInputs inputs(int64_t batch, int64_t tokens, int64_t channels, gd_dtype dt
   in.channels = channels;
   in.taps = 4;
   in.x = rows(dtype, tokens, channels, channel_major);
+  in.weight = {nullptr, dtype, 4, 1};
   return in;
 }
 Conv1dProblem forward(const Conv1dInputs& in, bool channel_major = false) {
@@ -49,15 +50,61 @@ TEST(Conv1d, KernelOfACall) {
   EXPECT_EQ(conv_kernel(p), ConvKernel::any) << "packed, tokens contiguous";
 }
 
+TEST(Conv1d, FastKernelsHaveFourPackedTaps) {
+  for (const bool channel_major : {false, true}) {
+    Conv1dProblem p = forward(inputs(1, 64, 32, GD_BF16, channel_major), channel_major);
+    p.in.taps = 3;
+    EXPECT_EQ(conv_kernel(p), ConvKernel::any);
+    p.in.taps = 4;
+    p.in.weight.channel_stride = 8;
+    EXPECT_NE(conv_kernel(p), ConvKernel::any);
+    p.in.weight.channel_stride = 5;
+    EXPECT_EQ(conv_kernel(p), ConvKernel::any) << "taps that are not aligned";
+    p.in.weight = {nullptr, GD_BF16, 1, 32};
+    EXPECT_EQ(conv_kernel(p), ConvKernel::any) << "taps that are no neighbours";
+  }
+}
+
 TEST(Conv1d, KernelOfADecodeStep) {
   Conv1dProblem p = forward(inputs(64, 1, 256, GD_BF16));
-  p.in.initial = {nullptr, GD_BF16, 64, 3, 3 * 256, 1, 256, {}, 0};  // [S, D] in memory
+  EXPECT_EQ(conv_kernel(p), ConvKernel::update);
+  p = forward(inputs(64, 8, 256, GD_BF16));
+  EXPECT_EQ(conv_kernel(p), ConvKernel::update);
+  p.final = {nullptr, GD_BF16, 64, 17, 17 * 256, 17, 1, {}, 0};
+  EXPECT_EQ(conv_kernel(p), ConvKernel::rows) << "states of many columns";
+  p = forward(inputs(64, 9, 256, GD_BF16));
   EXPECT_EQ(conv_kernel(p), ConvKernel::rows);
-  p.in.initial = {nullptr, GD_BF16, 64, 3, 3 * 256, 3, 1, {}, 0};  // [D, S]
-  EXPECT_EQ(conv_kernel(p), ConvKernel::any);
-  p.in.sequences.tokens = 16;
-  p.in.x = p.y = rows(GD_BF16, 16, 256);
-  EXPECT_EQ(conv_kernel(p), ConvKernel::rows);
+  p = packed(64, 64, 256);
+  EXPECT_EQ(conv_kernel(p), ConvKernel::rows) << "one of the sequences may be long";
+  p.previous_accept_lengths.present = true;
+  EXPECT_EQ(conv_kernel(p), ConvKernel::update) << "windows of drafts are short";
+}
+
+TEST(Conv1d, StatesOfADecodeStepMoveInVectors) {
+  const Conv1dInputs in = inputs(64, 1, 256, GD_BF16);
+  const auto tile = [&](int64_t slot, int64_t channel, int64_t column) {
+    return update_tile(in, {nullptr, GD_BF16, 64, 3, slot, channel, column, {}, 0});
+  };
+  EXPECT_TRUE(tile(3 * 256, 1, 256).vectors && tile(3 * 256, 1, 256).by_column);
+  EXPECT_TRUE(tile(3 * 256, 3, 1).vectors && !tile(3 * 256, 3, 1).by_column);
+  EXPECT_TRUE(tile(4 * 256, 3, 1).vectors) << "slots with gaps";
+  EXPECT_FALSE(tile(4 * 256, 4, 1).vectors) << "channels with gaps";
+  EXPECT_FALSE(tile(3 * 256 + 1, 3, 1).vectors) << "slots that are not aligned";
+}
+
+TEST(Conv1d, GroupsOfADecodeStepCoverAllSequences) {
+  for (const int64_t sequences : {1, 8, 63, 64, 512, 100000}) {
+    for (const int64_t tokens : {0, 1, 3, 8}) {
+      Conv1dProblem p = forward(inputs(sequences, tokens, 8192, GD_BF16));
+      p.in.initial = p.final = {nullptr, GD_BF16, sequences, 16, 16 * 8192, 16, 1, {}, 0};
+      const UpdateGrid grid = update_grid(p);
+      EXPECT_GE(grid.groups * grid.sequences, sequences);
+      EXPECT_LT((grid.groups - 1) * grid.sequences, sequences);
+      EXPECT_LE(grid.sequences * tokens, kUpdateTokens);
+      const int64_t bytes = grid.sequences * (update_tile(p.in, p.final).bytes + update_tile(p.in, p.in.initial).bytes);
+      EXPECT_LE(kUpdateInputBytes + bytes, 48 << 10) << "what a kernel gets of shared memory without asking";
+    }
+  }
 }
 
 TEST(Conv1d, ChunksCoverAllTokens) {
@@ -76,9 +123,22 @@ TEST(Conv1d, ChunksCoverAllTokens) {
   }
 }
 
-TEST(Conv1d, LargeCallsHaveLongChunks) {
-  EXPECT_EQ(conv_grid(forward(inputs(1, 4096, 8192, GD_BF16))).chunk, 64);
-  EXPECT_EQ(conv_grid(packed(256, 256, 8192)).chunk, 4) << "one token each: a thread takes few sequences";
+TEST(Conv1d, ChunksOfRowsAreFastOnesExceptInPacksOfShortSequences) {
+  for (const int64_t tokens : {9, 512, 4096})
+    EXPECT_EQ(conv_grid(forward(inputs(1, tokens, 8192, GD_BF16))).chunk, kConvRowTokens);
+  EXPECT_EQ(conv_grid(packed(4, 4096, 8192)).chunk, kConvRowTokens);
+  EXPECT_EQ(conv_grid(packed(256, 256, 8192)).chunk, 1) << "one token each";
+  EXPECT_EQ(conv_grid(packed(256, 0, 8192)).chunk, 1);
+  EXPECT_EQ(conv_grid(packed(0, 0, 8192)).chunk, kConvRowTokens);
+}
+
+TEST(Conv1d, ChunksOfTheBackwardAreWholeBatches) {
+  for (const int64_t tokens : {1, 512, 4096, 1 << 20}) {
+    const int64_t chunk = conv_backward_grid(inputs(1, tokens, 8192, GD_BF16), ConvKernel::rows).chunk;
+    for (const gd_dtype type : {GD_F32, GD_BF16, GD_F16}) EXPECT_EQ(chunk % conv_row_ahead(type), 0);
+  }
+  EXPECT_EQ(conv_backward_grid(inputs(1, 512, 8192, GD_BF16), ConvKernel::rows).chunk, 16);
+  EXPECT_EQ(conv_backward_grid(inputs(1, 4096, 8192, GD_BF16), ConvKernel::rows).chunk, 64);
 }
 
 TEST(Conv1d, BackwardHasFewPartialSums) {

@@ -88,7 +88,7 @@ TEST_F(Conv1d, Types) { check(cross(cross({"B=2 T=264 D=72 bias silu"}, kMajors)
 
 TEST_F(Conv1d, Lengths) {
   Specs lengths;
-  for (const int T : {0, 1, 2, 3, 4, 5, 8, 16, 63, 64, 65, 128, 240, 248, 256, 264, 504, 1000})
+  for (const int T : {0, 1, 2, 3, 4, 5, 8, 16, 19, 63, 64, 65, 67, 128, 240, 248, 256, 264, 504, 1000})
     lengths.push_back("T=" + std::to_string(T) + " D=20");
   check(cross(cross(lengths, kTaps), cross(kMajors, {"dtype=fp32", "dtype=bf16 wdtype=bf16"})));
 }
@@ -102,7 +102,7 @@ TEST_F(Conv1d, Channels) {
 
 TEST_F(Conv1d, PackedSequences) {
   check(cross(cross({"lengths=3+0+1+70+2+64+4 pad=5 D=24", "lengths=0+0 D=8", "lengths=1+1+1+1+1+1+1+1+1+1 D=8",
-                     "lengths=0 pad=3 D=8", "lengths=700+1+0+2+90 D=72"},
+                     "lengths=0 pad=3 D=8", "lengths=700+1+0+2+90 D=72", "lengths=61+19+67+24+16+35 pad=40 D=132"},
                     kTaps),
               {"dtype=fp32", "dtype=bf16 channel_major i64", "strided", "h0=0", "ht=0",
                "state_tokens_first dtype=bf16 state=bf16"}));

@@ -1,0 +1,233 @@
+// The convolution where channels are contiguous: a lane has kConvRowVector neighbouring channels, a warp a chunk of
+// tokens.
+//
+// Almost all chunks are plain: all they need lies inside of one sequence. Where their rows are follows from the chunk's
+// number alone, so many of them are requested before anything is known of filters and sequences. The other chunks of a
+// CTA are taken by all of its threads, one after the other, as in the kernel of any channels.
+//
+// The warps of a CTA have neighbouring chunks of the same channels: what they read twice is in L1.
+#pragma once
+
+#include "cuda/conv1d/backward.cuh"
+#include "cuda/conv1d/forward.cuh"
+
+namespace gatedelta::cuda {
+
+static_assert(kConvThreads == 32 * kConvRowVector, "a CTA has a channel per thread where chunks are not plain");
+
+// Channels of a CTA, and its first chunks. The last chunks come second: those at a sequence's ends take longer.
+struct RowPlace {
+  int lane, warp;
+  int64_t slot, first;  // channel
+
+  GD_DEVICE explicit RowPlace(const ConvGrid& grid)
+      : lane(static_cast<int>(threadIdx.x) % 32), warp(static_cast<int>(threadIdx.x) / 32) {
+    const auto blocks = static_cast<uint32_t>(grid.channel_blocks), number = blockIdx.x / blocks;
+    slot = number == 0 ? 0 : grid.slots - number;
+    first = int64_t{blockIdx.x - number * blocks} * kConvThreads;
+  }
+};
+
+// Calls `plain` with the number of each warp's chunk, for chunks there are; it says whether the chunk was one. Calls
+// `other` in all threads with the numbers of those that were not. A chunk's number: the CTA's first, plus a warp's.
+template <class Plain, class Other>
+GD_DEVICE void take_chunks(const ConvGrid& grid, const RowPlace& place, const Plain& plain, const Other& other) {
+  __shared__ bool is_plain[kConvWarps];
+#pragma unroll 1
+  for (int64_t number = place.slot * kConvWarps; number < grid.chunks; number += grid.slots * kConvWarps) {
+    const bool taken = number + place.warp >= grid.chunks || plain(number + place.warp);
+    if (place.lane == 0) is_plain[place.warp] = taken;
+    if (__syncthreads_and(taken)) continue;
+#pragma unroll 1
+    for (int warp = 0; warp < kConvWarps; ++warp)
+      if (!is_plain[warp]) other(number + warp);
+    __syncthreads();
+  }
+}
+
+template <gd_dtype kType>
+__global__ void __launch_bounds__(kConvThreads, kConvRowCtas) conv_rows_kernel(const __grid_constant__ ConvParams p) {
+  constexpr int kVector = kConvRowVector, kTokens = kConvRowTokens, kBefore = kMaxTaps - 1;
+  using Words = Numbers<kVector, kType>;
+  const ConvGrid& grid = p.grid;
+  const Conv1dInputs& in = p.problem.in;
+  const Sequences& sequences = in.sequences;
+  const RowPlace place(grid);
+  const int64_t own = place.first + place.lane * kVector;
+  const bool is_live = own < in.channels;  // the others only help to find sequences
+  const int64_t channel = is_live ? own : 0;
+
+  const auto plain = [&](int64_t number) {
+    const Chunk chunk(sequences, grid, number);
+    const int64_t batch = chunk.row, begin = chunk.begin, before = begin - kBefore, after = begin + kTokens;
+    // The last chunk of a pack also has the empty sequences at the end.
+    const int64_t end = sequences.offsets ? sequences.tokens - 1 : sequences.tokens;
+    if (grid.chunk < kTokens || before < 0 || after > end) return false;
+    Words rows[kBefore + kTokens];
+    const TokenCursor<kType> x(in.x, batch, before, channel);
+#pragma unroll
+    for (int i = 0; i < kBefore + kTokens; ++i) rows[i].load(x.at + i * x.step, kType);
+    const int64_t sequence = sequence_of(sequences, batch, before, after);
+    if (sequence < 0 || p.problem.is_padding(sequence)) return false;
+    if (!is_live) return true;
+    Filter filter[kVector];
+    load_packed_filters(filter, in, channel);
+
+    const TokenCursor<kType> y(p.problem.y, batch, begin, channel);
+    const auto compute = [&](bool silu) {
+      float window[kMaxTaps][kVector];  // rows take turns, so that nothing is moved
+#pragma unroll
+      for (int i = 0; i < kBefore; ++i) rows[i].widen(window[i], kType);
+#pragma unroll
+      for (int j = 0; j < kTokens; ++j) {
+        rows[kBefore + j].widen(window[(j + 3) % 4], kType);
+        float out[kVector];
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) {
+          const float z =
+              filter[v].sum(window[j % 4][v], window[(j + 1) % 4][v], window[(j + 2) % 4][v], window[(j + 3) % 4][v]);
+          out[v] = conv_activate(z, silu);
+        }
+        Words::store(y.at + j * y.step, kType, out);
+      }
+    };
+    in.silu ? compute(true) : compute(false);
+    return true;
+  };
+  take_chunks(grid, place, plain, [&](int64_t number) {
+    const int64_t single = place.first + threadIdx.x;
+    const bool is_there = single < in.channels;
+    const ConvWalk walk(p, is_there ? single : 0);
+    walk.run(number, grid, is_there);
+  });
+}
+
+// A plain piece of the backward: whole batches of tokens, of which the next one is requested while one is computed.
+template <gd_dtype kType>
+struct ConvBackwardRows {
+  static constexpr int kVector = kConvRowVector, kBefore = kMaxTaps - 1;
+  static constexpr int kBatch = conv_row_ahead(kType);  // tokens
+  using Words = Numbers<kVector, kType>;
+  using Ring = float[kMaxTaps][kVector];  // rows take turns, so that nothing is moved
+  const Conv1dBackwardProblem& p;
+  TokenCursor<kType> x_at, dy_at, dx_at;
+  Words before[kBefore], x_words[kBatch], dy_words[kBatch];
+  Filter filter[kVector];
+  float sums[kConvSums][kVector] = {};  // of dweight, then dbias
+  Ring x, dz = {};
+
+  GD_DEVICE ConvBackwardRows(const Conv1dBackwardProblem& problem, int64_t batch, int64_t token, int64_t channel)
+      : p(problem),
+        x_at(p.in.x, batch, token, channel),
+        dy_at(p.d_y, batch, token, channel),
+        dx_at(p.dx, batch, token, channel) {
+#pragma unroll
+    for (int i = 0; i < kBefore; ++i) before[i].load(x_at.at - (kBefore - i) * x_at.step, kType);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) request(j, true);
+    load_packed_filters(filter, p.in, channel);
+  }
+  GD_DEVICE void request(int j, bool is_needed) {
+    if (is_needed) {
+      x_words[j].load(x_at.at, kType);
+      dy_words[j].load(dy_at.at, kType);
+    }
+    x_at.at += x_at.step;
+    dy_at.at += dy_at.step;
+  }
+
+  // Token j of a batch. Its dz completes the dx of the token three before it.
+  GD_DEVICE void step(int j, bool is_own, bool is_requested, bool completes) {
+    float dy[kVector], dx[kVector] = {};
+    x_words[j].widen(x[(j + 3) % 4], kType);
+    dy_words[j].widen(dy, kType);
+    request(j, is_requested);
+    if (p.in.silu) {
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        const float z = filter[v].sum(x[j % 4][v], x[(j + 1) % 4][v], x[(j + 2) % 4][v], x[(j + 3) % 4][v]);
+        dy[v] = conv_sum_gradient(z, dy[v], true);
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+      dz[j % 4][v] = dy[v];
+#pragma unroll
+      for (int i = 0; i < kMaxTaps; ++i) {
+        if (is_own) sums[i][v] = fmaf(dz[j % 4][v], x[(j + i) % 4][v], sums[i][v]);
+        dx[v] = fmaf(filter[v].weight[i], dz[(j + 4 - i) % 4][v], dx[v]);
+      }
+      if (is_own) sums[kMaxTaps][v] += dz[j % 4][v];
+    }
+    if (p.dx && completes) Words::store(dx_at.at, kType, dx);
+    dx_at.at += dx_at.step;
+  }
+
+  GD_DEVICE void run(int count) {
+#pragma unroll
+    for (int i = 0; i < kBefore; ++i) before[i].widen(x[i], kType);
+    dx_at.at -= kBefore * dx_at.step;
+#pragma unroll 1
+    for (int left = count; left > 0; left -= kBatch) {
+      // Three tokens more than the piece owns are needed.
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) step(j, true, j < kBefore || left > kBatch, j >= kBefore || left < count);
+    }
+#pragma unroll
+    for (int j = 0; j < kBefore; ++j) step(j, false, false, true);
+  }
+};
+
+template <gd_dtype kType>
+__global__ void __launch_bounds__(kConvThreads, kConvRowBackwardCtas)
+    conv_rows_backward_kernel(const __grid_constant__ ConvBackwardParams p) {
+  constexpr int kVector = kConvRowVector, kBefore = kMaxTaps - 1;
+  // Of each warp's plain chunks, then of the others.
+  __shared__ float sums[kConvWarps + 1][kConvSums][kConvThreads];
+  const ConvGrid& grid = p.grid;
+  const Conv1dInputs& in = p.problem.in;
+  const RowPlace place(grid);
+  const int64_t own = place.first + place.lane * kVector, single = place.first + threadIdx.x;
+  const bool is_live = own < in.channels, is_there = single < in.channels;
+  const int64_t columns = p.problem.d_final ? p.problem.d_final.columns : 0;
+  const int64_t reach = columns > kBefore ? columns : kBefore;  // from a plain chunk to its sequence's end
+  allow_next_kernel();
+  for (auto& warp : sums) {
+#pragma unroll
+    for (int i = 0; i < kConvSums; ++i) warp[i][threadIdx.x] = 0;
+  }
+  __syncthreads();
+
+  const auto plain = [&](int64_t number) {
+    const Chunk chunk(in.sequences, grid, number);
+    const int64_t batch = chunk.row, begin = chunk.begin, before = begin - kBefore;
+    const int64_t after = begin + grid.chunk + reach;
+    if (before < 0 || after > in.sequences.tokens) return false;
+    ConvBackwardRows<kType> rows(p.problem, batch, begin, is_live ? own : 0);
+    if (sequence_of(in.sequences, batch, before, after) < 0) return false;
+    if (!is_live) return true;
+    rows.run(static_cast<int>(grid.chunk));
+#pragma unroll
+    for (int i = 0; i < kConvSums; ++i) {
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) sums[place.warp][i][place.lane * kVector + v] += rows.sums[i][v];
+    }
+    return true;
+  };
+  take_chunks(grid, place, plain, [&](int64_t number) {
+    ConvBackwardWalk walk(p, is_there ? single : 0);
+    walk.run(number, grid, is_there);
+#pragma unroll
+    for (int i = 0; i < kConvSums; ++i) sums[kConvWarps][i][threadIdx.x] += walk.sums[i];
+  });
+  if (!is_there || !p.partial) return;
+#pragma unroll
+  for (int i = 0; i < kConvSums; ++i) {
+    float sum = sums[0][i][threadIdx.x];
+#pragma unroll
+    for (int warp = 1; warp <= kConvWarps; ++warp) sum += sums[warp][i][threadIdx.x];
+    p.store(place.slot, i, single, sum);
+  }
+}
+
+}  // namespace gatedelta::cuda
