@@ -1,6 +1,7 @@
 // Which convolution kernel takes a call, and how its work is split into CTAs: plain arithmetic, shared by the limits,
 // the workspace, the launches, the kernels and host tests. It depends on shapes, types and alignment alone.
 //
+//   update_near  few tokens per sequence, in the usual orders of memory: a thread has 16 bytes of channels
 //   update   few tokens per sequence: a thread has one channel, states go through shared memory
 //   rows     channels are contiguous: a thread has kConvRowVector channels and walks over tokens
 //   columns  tokens are contiguous, sequences are not packed: a lane has 16 bytes of a channel's tokens
@@ -11,11 +12,12 @@
 #include <cstdint>
 
 #include "core/conv1d.hpp"
+#include "cuda/conv1d/update_near.hpp"
 #include "cuda/host_device.hpp"
 
 namespace gatedelta::cuda {
 
-enum class ConvKernel { update, rows, columns, any };
+enum class ConvKernel { update_near, update, rows, columns, any };
 
 constexpr int kConvWarps = 4, kConvThreads = 32 * kConvWarps;  // per CTA
 constexpr int64_t kConvAlign = 16;                             // bytes of the widest access
@@ -60,6 +62,7 @@ inline bool suits_update(const Conv1dProblem& p) {
 
 inline ConvKernel conv_kernel(const Conv1dProblem& p) {
   const Conv1dInputs& in = p.in;
+  if (suits_update_near(p)) return ConvKernel::update_near;
   if (suits_update(p)) return ConvKernel::update;
   if (!p.y || p.steps || !has_packed_taps(in)) return ConvKernel::any;
   if (has_vectors_of_channels(in, in.x) && has_vectors_of_channels(in, p.y)) return ConvKernel::rows;

@@ -4,6 +4,7 @@
 #include "cuda/conv1d/columns.cuh"
 #include "cuda/conv1d/rows.cuh"
 #include "cuda/conv1d/update.cuh"
+#include "cuda/conv1d/update_near.cuh"
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
 
@@ -41,6 +42,25 @@ BackwardKernel kernel_of(const Conv1dBackwardProblem& problem, ConvKernel kind) 
                            : conv_columns_backward_kernel<GD_F16>;
 }
 
+using NearKernel = void (*)(NearParams);
+template <gd_dtype kType>
+NearKernel near_kernel_of(NearLayout layout, bool one_token) {
+  constexpr int kTokens = 4;
+  if (layout == NearLayout::columns)
+    return one_token ? conv_update_near_kernel<kType, 0, 1> : conv_update_near_kernel<kType, 0, kTokens>;
+  if (layout == NearLayout::channels_of_3)
+    return one_token ? conv_update_near_kernel<kType, 3, 1> : conv_update_near_kernel<kType, 3, kTokens>;
+  return one_token ? conv_update_near_kernel<kType, 4, 1> : conv_update_near_kernel<kType, 4, kTokens>;
+}
+NearKernel near_kernel_of(const Conv1dProblem& problem) {
+  const NearLayout layout = near_layout(problem);
+  const bool one_token = problem.in.sequences.tokens == 1;
+  const gd_dtype type = problem.in.x.dtype;
+  return type == GD_F32    ? near_kernel_of<GD_F32>(layout, one_token)
+         : type == GD_BF16 ? near_kernel_of<GD_BF16>(layout, one_token)
+                           : near_kernel_of<GD_F16>(layout, one_token);
+}
+
 UpdateParams update_params(const Conv1dProblem& problem) {
   return {problem, update_grid(problem), update_tile(problem.in, problem.in.initial),
           update_tile(problem.in, problem.final), has_packed_taps(problem.in)};
@@ -51,6 +71,12 @@ int update_bytes(const UpdateParams& params) {
 
 cudaError_t launch(const Conv1dProblem& problem, cudaStream_t stream) {
   const ConvKernel kind = conv_kernel(problem);
+  if (kind == ConvKernel::update_near) {
+    const NearGrid grid = near_grid(problem.in);
+    if (grid.sequences * grid.blocks == 0) return cudaSuccess;
+    return launch_kernel(false, near_kernel_of(problem), {grid.sequences, grid.blocks}, kNearThreads, 0, stream,
+                         near_params(problem));
+  }
   if (kind == ConvKernel::update) {
     const UpdateParams params = update_params(problem);
     if (params.grid.ctas() == 0) return cudaSuccess;

@@ -17,16 +17,21 @@ cudaError_t allow_shared_memory(Kernel kernel, int bytes, int device, std::atomi
   return error;
 }
 
+struct GridSize {
+  GridSize(int64_t columns, int64_t rows = 1) : size(static_cast<unsigned>(columns), static_cast<unsigned>(rows)) {}
+  dim3 size;
+};
+
 // PDL launch: CTAs of this kernel may start while the last ones of the previous kernel still run; they wait before they
 // read. Not for the first kernel of a call: the work before it is the caller's.
 template <class Kernel, class... Args>
-cudaError_t launch_kernel(bool early_too, Kernel kernel, int64_t blocks, int threads, int bytes, cudaStream_t stream,
+cudaError_t launch_kernel(bool early_too, Kernel kernel, GridSize grid, int threads, int bytes, cudaStream_t stream,
                           const Args&... args) {
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.gridDim = grid.size;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(bytes);
   config.stream = stream;

@@ -67,10 +67,13 @@ TEST(Conv1d, FastKernelsHaveFourPackedTaps) {
 
 TEST(Conv1d, KernelOfADecodeStep) {
   Conv1dProblem p = forward(inputs(64, 1, 256, GD_BF16));
+  p.in.weight.channel_stride = 5;
   EXPECT_EQ(conv_kernel(p), ConvKernel::update);
   p = forward(inputs(64, 8, 256, GD_BF16));
+  p.in.taps = 3;
   EXPECT_EQ(conv_kernel(p), ConvKernel::update);
-  p.final = {nullptr, GD_BF16, 64, 17, 17 * 256, 17, 1, {}, 0};
+  p = forward(inputs(64, 8, 252, GD_BF16));
+  p.final = {nullptr, GD_BF16, 64, 17, 17 * 252, 17, 1, {}, 0};
   EXPECT_EQ(conv_kernel(p), ConvKernel::rows) << "states of many columns";
   p = forward(inputs(64, 9, 256, GD_BF16));
   EXPECT_EQ(conv_kernel(p), ConvKernel::rows);
@@ -78,6 +81,92 @@ TEST(Conv1d, KernelOfADecodeStep) {
   EXPECT_EQ(conv_kernel(p), ConvKernel::rows) << "one of the sequences may be long";
   p.previous_accept_lengths.present = true;
   EXPECT_EQ(conv_kernel(p), ConvKernel::update) << "windows of drafts are short";
+}
+
+ConvStates by_columns(gd_dtype dtype, int64_t channels, int64_t columns) {
+  return {nullptr, dtype, 9, columns, channels * columns, 1, channels, {}, 0};
+}
+ConvStates by_channels(gd_dtype dtype, int64_t channels, int64_t columns) {
+  return {nullptr, dtype, 9, columns, channels * columns, columns, 1, {}, 0};
+}
+Conv1dProblem step(int64_t tokens, gd_dtype dtype, const ConvStates& states, int64_t channels = 256) {
+  Conv1dProblem p = forward(inputs(8, tokens, channels, dtype));
+  p.in.initial = p.final = states;
+  return p;
+}
+
+TEST(Conv1d, UsualDecodeStepsAreNear) {
+  for (const gd_dtype dtype : {GD_F32, GD_BF16, GD_F16}) {
+    for (const int64_t tokens : {1, 2, 8}) {
+      for (const int64_t columns : {3, 4, 20})
+        EXPECT_EQ(conv_kernel(step(tokens, dtype, by_columns(dtype, 256, columns))), ConvKernel::update_near);
+      for (const int64_t columns : {3, 4})
+        EXPECT_EQ(conv_kernel(step(tokens, dtype, by_channels(dtype, 256, columns))), ConvKernel::update_near);
+      EXPECT_EQ(conv_kernel(step(tokens, dtype, by_channels(dtype, 256, 5))), ConvKernel::update) << "five columns";
+      EXPECT_EQ(conv_kernel(step(tokens, dtype, {})), ConvKernel::update_near) << "no states";
+    }
+  }
+  Conv1dProblem p = step(4, GD_BF16, by_columns(GD_BF16, 256, 6));
+  p.previous_accept_lengths.present = true;
+  EXPECT_EQ(conv_kernel(p), ConvKernel::update_near);
+  p = step(1, GD_BF16, by_channels(GD_BF16, 256, 3));
+  p.in.x.token_stride = p.y.token_stride = 1;
+  EXPECT_EQ(conv_kernel(p), ConvKernel::update_near) << "[B, D, 1]";
+  p.in.weight.dtype = p.in.bias.dtype = GD_F32;
+  p.in.bias.stride = 1;
+  EXPECT_EQ(conv_kernel(p), ConvKernel::update_near) << "filters of fp32";
+  p.final = {};
+  EXPECT_EQ(conv_kernel(p), ConvKernel::update_near) << "no final state";
+  p.in.sequences.batch = p.in.sequences.count = 1;
+  p.in.x.batch_stride = 3;
+  EXPECT_EQ(conv_kernel(p), ConvKernel::update_near) << "the stride of one row acts on nothing";
+}
+
+TEST(Conv1d, OtherDecodeStepsAreNotNear) {
+  const Conv1dProblem near = step(2, GD_BF16, by_channels(GD_BF16, 256, 3));
+  const auto kernel = [&](const auto& change) {
+    Conv1dProblem p = near;
+    change(p);
+    return conv_kernel(p);
+  };
+  const auto odd = reinterpret_cast<void*>(uintptr_t{8});
+  EXPECT_EQ(conv_kernel(near), ConvKernel::update_near);
+  EXPECT_EQ(conv_kernel(step(2, GD_BF16, by_channels(GD_BF16, 252, 3), 252)), ConvKernel::update);
+  EXPECT_EQ(conv_kernel(step(0, GD_BF16, by_channels(GD_BF16, 256, 3))), ConvKernel::update);
+  EXPECT_EQ(conv_kernel(step(2, GD_BF16, by_channels(GD_F32, 256, 3))), ConvKernel::update) << "two types";
+  EXPECT_EQ(kernel([](auto& p) { p.y.dtype = GD_F32; }), ConvKernel::update);
+  EXPECT_EQ(kernel([](auto& p) { p.y = {}; }), ConvKernel::update);
+  EXPECT_EQ(kernel([](auto& p) { p.steps.dtype = GD_BF16; }), ConvKernel::update);
+  EXPECT_EQ(kernel([](auto& p) { p.previous_accept_lengths.present = true; }), ConvKernel::update);
+  EXPECT_EQ(kernel([](auto& p) { p.in.taps = 3; }), ConvKernel::update);
+  EXPECT_EQ(kernel([](auto& p) { p.in.weight.channel_stride = 8; }), ConvKernel::update);
+  EXPECT_EQ(kernel([](auto& p) { p.in.weight.dtype = GD_F16; }), ConvKernel::update);
+  EXPECT_EQ(kernel([](auto& p) { p.in.bias = {nullptr, GD_F32, 1}; }), ConvKernel::update);
+  EXPECT_EQ(kernel([](auto& p) { p.in.bias = {nullptr, GD_BF16, 2}; }), ConvKernel::update);
+  EXPECT_EQ(kernel([](auto& p) { p.in.x.token_stride = 257; }), ConvKernel::update);
+  EXPECT_EQ(kernel([](auto& p) { p.y.batch_stride = 516; }), ConvKernel::update);
+  EXPECT_EQ(kernel([](auto& p) { p.in.x.head_stride = 2; }), ConvKernel::update);
+  EXPECT_EQ(kernel([](auto& p) { p.final = by_columns(GD_BF16, 256, 3); }), ConvKernel::update) << "two layouts";
+  EXPECT_EQ(kernel([](auto& p) { p.final = by_channels(GD_BF16, 256, 4); }), ConvKernel::update) << "two sizes";
+  EXPECT_EQ(kernel([](auto& p) { p.in.initial.slot_stride += 4; }), ConvKernel::update);
+  EXPECT_EQ(kernel([](auto& p) { p.in.initial.channel_stride = 4; }), ConvKernel::update) << "gaps";
+  EXPECT_EQ(kernel([&](auto& p) { p.in.x.data = odd; }), ConvKernel::update);
+  EXPECT_EQ(kernel([&](auto& p) { p.y.data = odd; }), ConvKernel::update);
+  EXPECT_EQ(kernel([&](auto& p) { p.in.weight.data = odd; }), ConvKernel::update);
+  EXPECT_EQ(kernel([&](auto& p) { p.final.data = odd; }), ConvKernel::update);
+}
+
+TEST(Conv1d, CtasOfANearStepCoverAllChannels) {
+  for (const gd_dtype dtype : {GD_F32, GD_BF16}) {
+    for (const int64_t channels : {8, 512, 520, 8192}) {
+      const NearGrid grid = near_grid(inputs(7, 1, channels, dtype));
+      const int64_t block = int64_t{kNearThreads} * near_vector(dtype);
+      EXPECT_EQ(grid.sequences, 7);
+      EXPECT_GE(grid.blocks * block, channels);
+      EXPECT_LT((grid.blocks - 1) * block, channels);
+    }
+  }
+  EXPECT_GE(near_grid(inputs(1, 1, 8192, GD_BF16)).blocks, 16);
 }
 
 TEST(Conv1d, StatesOfADecodeStepMoveInVectors) {

@@ -127,6 +127,22 @@ TEST_F(Conv1d, Pools) {
   check_backward({"B=11 T=6 D=20 pool ht=0", "lengths=3+0+1+9+2+0+4+5+6+7+1 D=20 pool ht=0 null_slot silu"});
 }
 
+// Decode steps in the usual orders of memory, which have a kernel of their own.
+TEST_F(Conv1d, NearUpdates) {
+  const Specs types = {"dtype=fp32", "dtype=bf16 state=bf16 wdtype=bf16", "dtype=fp16 state=fp16 wdtype=fp16",
+                       "dtype=bf16 state=bf16"};
+  const Specs states = {"state_tokens_first", "state_tokens_first S=4", "state_tokens_first S=11", "S=3", "S=4"};
+  const Specs calls = {"inplace silu pool",   "inplace bias pool null_slot i64",
+                       "silu bias pool",      "inplace=0 silu bias",
+                       "h0=0 silu",           "ht=0 bias",
+                       "inplace strided silu"};
+  for (const int T : {1, 2, 4, 7})
+    check_forward(cross(cross(cross({"B=11 D=1032 T=" + std::to_string(T)}, types), states), calls));
+  check_forward(cross(cross({"B=1 D=8 T=1", "B=700 D=520 T=1", "B=3 D=8192 T=1 channel_major"}, types), states));
+  check_forward(cross(cross({"B=11 D=520 T=1 drafts", "B=11 D=520 T=4 drafts", "B=11 D=520 T=5 drafts S=12"}, types),
+                      {"state_tokens_first inplace pool silu", "state_tokens_first pool null_slot", "inplace"}));
+}
+
 TEST_F(Conv1d, DraftWindows) {
   for (int T = 1; T <= 8; ++T) {
     const std::string window = " drafts T=" + std::to_string(T);
@@ -163,6 +179,11 @@ TEST_F(Conv1d, Bits) {
     const auto rows = outputs(spec), columns = outputs(spec + " channel_major"), any = outputs(spec + " strided");
     EXPECT_EQ(rows, columns) << spec;
     EXPECT_EQ(rows, any) << spec;
+  }
+  for (const std::string spec : {"B=5 T=1 D=520 silu bias", "B=5 T=7 D=520 silu dtype=bf16 state=bf16"}) {
+    const auto near = outputs(spec), any = outputs(spec + " strided");
+    EXPECT_EQ(near, any) << spec;
+    EXPECT_EQ(near, outputs(spec + " state_tokens_first")) << spec;
   }
   ConvProblem problem(parse_conv_case("B=3 T=2000 D=1000 silu bias dtype=bf16 wdtype=fp32"));
   std::vector<double> first;

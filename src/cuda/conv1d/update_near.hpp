@@ -1,0 +1,127 @@
+// The usual decode step: which calls `update_near` takes, and what its kernel gets of one. Plain arithmetic, shared by
+// the launch, the kernel and host tests.
+#pragma once
+
+#include <cstdint>
+
+#include "core/conv1d.hpp"
+#include "cuda/host_device.hpp"
+
+namespace gatedelta::cuda {
+
+constexpr int kNearThreads = 64;  // of a CTA: few, so that one sequence has many CTAs
+constexpr int kNearBytes = 16;    // of a thread's channels of a token: one access
+constexpr int kNearTokens = 8;    // of a sequence, at most
+constexpr int near_vector(gd_dtype dtype) { return kNearBytes / (dtype == GD_F32 ? 4 : 2); }
+
+inline bool is_near_aligned(const void* data) {
+  return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(kNearBytes) == 0;
+}
+inline bool is_near_row(const Conv1dInputs& in, const TokenRows& rows) {
+  const int64_t vector = near_vector(in.x.dtype);
+  return rows.dtype == in.x.dtype && rows.head_stride == 1 && is_near_aligned(rows.data) &&
+         (in.sequences.batch <= 1 || rows.batch_stride % vector == 0) &&
+         (in.sequences.tokens <= 1 || rows.token_stride % vector == 0);
+}
+// Taps and bias of one type, x's or fp32, without gaps.
+inline bool has_near_filters(const Conv1dInputs& in) {
+  const TapWeights& w = in.weight;
+  const auto fits = [&](const void* data, gd_dtype dtype) {
+    return (dtype == in.x.dtype || dtype == GD_F32) && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+  };
+  return in.taps == kMaxTaps && w.tap_stride == 1 && w.channel_stride == kMaxTaps && fits(w.data, w.dtype) &&
+         (!in.bias || (in.bias.dtype == w.dtype && in.bias.stride == 1 && fits(in.bias.data, in.bias.dtype)));
+}
+
+// The order of a state's numbers in memory.
+enum class NearLayout { none, columns, channels_of_3, channels_of_4 };
+inline NearLayout near_layout(const Conv1dInputs& in, const ConvStates& states) {
+  const int64_t vector = near_vector(in.x.dtype);
+  if (states.dtype != in.x.dtype || !is_near_aligned(states.data) || states.slot_stride % vector) return {};
+  if (states.channel_stride == 1 && states.column_stride % vector == 0) return NearLayout::columns;
+  if (states.column_stride != 1 || states.channel_stride != states.columns) return {};
+  return states.columns == 3   ? NearLayout::channels_of_3
+         : states.columns == 4 ? NearLayout::channels_of_4
+                               : NearLayout{};
+}
+inline NearLayout near_layout(const Conv1dProblem& p) {
+  const ConvStates &initial = p.in.initial, &final = p.final;
+  if (!initial && !final) return NearLayout::columns;
+  if (!initial || !final) return near_layout(p.in, initial ? initial : final);
+  const NearLayout layout = near_layout(p.in, initial);
+  return initial.columns == final.columns && layout == near_layout(p.in, final) ? layout : NearLayout::none;
+}
+
+// CTAs: sequences, and blocks of channels, of which a grid has at most 65535.
+struct NearGrid {
+  int64_t sequences, blocks;
+};
+inline NearGrid near_grid(const Conv1dInputs& in) {
+  const int64_t block = int64_t{kNearThreads} * near_vector(in.x.dtype);
+  return {in.sequences.batch, (in.channels + block - 1) / block};
+}
+
+inline bool suits_update_near(const Conv1dProblem& p) {
+  const Conv1dInputs& in = p.in;
+  if (in.sequences.offsets || in.sequences.tokens < 1 || in.sequences.tokens > kNearTokens || !p.y || p.steps)
+    return false;
+  if (in.channels % near_vector(in.x.dtype) || !is_near_row(in, in.x) || !is_near_row(in, p.y) || !has_near_filters(in))
+    return false;
+  if (near_grid(in).blocks > 65535) return false;
+  const NearLayout layout = near_layout(p);
+  return layout == NearLayout::columns || (layout != NearLayout::none && !p.previous_accept_lengths);
+}
+
+// Distances are in bytes.
+struct NearRows {
+  char* data;
+  int64_t batch, token;
+};
+struct NearStates {
+  char* data;
+  int64_t slot, column;
+  IndexRows indices;
+  int64_t first_slot;
+  bool present;
+};
+struct NearParams {
+  NearStates initial, final;
+  NearRows x, y;
+  const char *weight, *bias;
+  IndexRows accepted;  // previous_accept_lengths
+  int64_t channels;
+  int32_t tokens, columns;  // T, S
+  bool wide_filters;        // of fp32
+  bool has_bias, silu;
+  bool has_padding;  // sequences with neither slot are padded rows
+};
+
+inline NearParams near_params(const Conv1dProblem& p) {
+  const Conv1dInputs& in = p.in;
+  const int64_t size = dtype_bytes(in.x.dtype);
+  const auto rows = [&](const TokenRows& t) {
+    return NearRows{static_cast<char*>(t.data), t.batch_stride * size, t.token_stride * size};
+  };
+  const auto states = [&](const ConvStates& s) {
+    return NearStates{
+        static_cast<char*>(s.data), s.slot_stride * size, s.column_stride * size, s.indices, s.first_slot, bool{s}};
+  };
+  NearParams params{};
+  params.initial = states(in.initial);
+  params.final = states(p.final);
+  params.x = rows(in.x);
+  params.y = rows(p.y);
+  params.weight = static_cast<const char*>(in.weight.data);
+  params.bias = static_cast<const char*>(in.bias.data);
+  params.accepted = p.previous_accept_lengths;
+  params.channels = in.channels;
+  params.tokens = static_cast<int32_t>(in.sequences.tokens);
+  params.columns = static_cast<int32_t>(in.initial ? in.initial.columns : p.final.columns);
+  params.wide_filters = in.weight.dtype == GD_F32;
+  params.has_bias = bool{in.bias};
+  params.silu = in.silu;
+  params.has_padding = in.initial.indices && p.final.indices;
+  return params;
+}
+
+}  // namespace gatedelta::cuda
