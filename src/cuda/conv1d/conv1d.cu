@@ -42,18 +42,18 @@ BackwardKernel kernel_of(const Conv1dBackwardProblem& problem, ConvKernel kind) 
                            : conv_columns_backward_kernel<GD_F16>;
 }
 
-using NearKernel = void (*)(NearParams);
+using NearKernel = void (*)(ConvNearParams);
 template <gd_dtype kType>
-NearKernel near_kernel_of(NearLayout layout, bool one_token) {
+NearKernel near_kernel_of(ConvNearLayout layout, bool one_token) {
   constexpr int kTokens = 4;
-  if (layout == NearLayout::columns)
+  if (layout == ConvNearLayout::columns)
     return one_token ? conv_update_near_kernel<kType, 0, 1> : conv_update_near_kernel<kType, 0, kTokens>;
-  if (layout == NearLayout::channels_of_3)
+  if (layout == ConvNearLayout::channels_of_3)
     return one_token ? conv_update_near_kernel<kType, 3, 1> : conv_update_near_kernel<kType, 3, kTokens>;
   return one_token ? conv_update_near_kernel<kType, 4, 1> : conv_update_near_kernel<kType, 4, kTokens>;
 }
 NearKernel near_kernel_of(const Conv1dProblem& problem) {
-  const NearLayout layout = near_layout(problem);
+  const ConvNearLayout layout = near_layout(problem);
   const bool one_token = problem.in.sequences.tokens == 1;
   const gd_dtype type = problem.in.x.dtype;
   return type == GD_F32    ? near_kernel_of<GD_F32>(layout, one_token)
@@ -72,9 +72,9 @@ int update_bytes(const UpdateParams& params) {
 cudaError_t launch(const Conv1dProblem& problem, cudaStream_t stream) {
   const ConvKernel kind = conv_kernel(problem);
   if (kind == ConvKernel::update_near) {
-    const NearGrid grid = near_grid(problem.in);
+    const ConvNearGrid grid = near_grid(problem.in);
     if (grid.sequences * grid.blocks == 0) return cudaSuccess;
-    return launch_kernel(false, near_kernel_of(problem), {grid.sequences, grid.blocks}, kNearThreads, 0, stream,
+    return launch_kernel(false, near_kernel_of(problem), {grid.sequences, grid.blocks}, kConvNearThreads, 0, stream,
                          near_params(problem));
   }
   if (kind == ConvKernel::update) {

@@ -1,8 +1,8 @@
 // The usual decode step: a few tokens per sequence, one type, four taps, channels or a state's columns contiguous.
 //
-// A thread has kNearBytes of neighbouring channels of one sequence, and everything in registers. It asks for the slot
-// first, then for what does not depend on it, then for the state. Everything of a state is read before anything of it
-// is written.
+// A thread has kConvNearBytes of neighbouring channels of one sequence, and everything in registers. It asks for the
+// slot first, then for what does not depend on it, then for the state. Everything of a state is read before anything of
+// it is written.
 #pragma once
 
 #include "cuda/conv1d/access.cuh"
@@ -10,8 +10,8 @@
 
 namespace gatedelta::cuda {
 
-// kWords words of memory, kNearBytes or 16 at a time.
-template <int kWords, int kStep = kNearBytes / 4>
+// kWords words of memory, kConvNearBytes or 16 at a time.
+template <int kWords, int kStep = kConvNearBytes / 4>
 GD_DEVICE void load_words(uint32_t (&words)[kWords], const char* from) {
 #pragma unroll
   for (int begin = 0; begin < kWords; begin += kStep) {
@@ -27,7 +27,7 @@ struct NearFilters {
   static constexpr int kVector = near_vector(kType), kTaps = kMaxTaps * kVector;
   uint32_t taps[kTaps], bias[kVector];
 
-  GD_DEVICE void request(const NearParams& p, int64_t channel) {
+  GD_DEVICE void request(const ConvNearParams& p, int64_t channel) {
     if (kType == GD_F32 || p.wide_filters) {
       load_words<kTaps, 4>(taps, p.weight + channel * (kMaxTaps * 4));
       if (p.has_bias) load_words(bias, p.bias + channel * 4);
@@ -45,7 +45,7 @@ struct NearFilters {
       filter[v].bias = has_bias ? number<kFrom>(bias, v) : 0.0f;
     }
   }
-  GD_DEVICE void widen(Filter (&filter)[kVector], const NearParams& p) const {
+  GD_DEVICE void widen(Filter (&filter)[kVector], const ConvNearParams& p) const {
     if (kType == GD_F32 || p.wide_filters) {
       widen_as<GD_F32>(filter, p.has_bias);
     } else {
@@ -68,12 +68,13 @@ GD_DEVICE uint32_t pair_halves(const uint32_t* words, int i, int k) {
 }
 
 // A state whose channels have kColumns neighbouring numbers each: a thread's channels are kColumns pieces of
-// kNearBytes. Those of a warp go through shared memory: its accesses are then contiguous, and full sectors are written.
+// kConvNearBytes. Those of a warp go through shared memory: its accesses are then contiguous, and full sectors are
+// written.
 template <gd_dtype kType, int kColumns>
 struct NearChannels {
-  static constexpr int kVector = near_vector(kType), kRow = kNearBytes / 4, kWords = kColumns * kRow;
+  static constexpr int kVector = near_vector(kType), kRow = kConvNearBytes / 4, kWords = kColumns * kRow;
   using Row = Numbers<kVector, kType>;
-  using Piece = Packet<kNearBytes>;
+  using Piece = Packet<kConvNearBytes>;
   char* const warp_state;  // of the warp's first channel
   Piece* const shared;     // [32 * kColumns]
   const int lane, pieces;  // of the warp
@@ -84,7 +85,7 @@ struct NearChannels {
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       if (place(i) >= pieces) continue;
-      const Piece piece = *reinterpret_cast<const Piece*>(warp_state + place(i) * kNearBytes);
+      const Piece piece = *reinterpret_cast<const Piece*>(warp_state + place(i) * kConvNearBytes);
 #pragma unroll
       for (int w = 0; w < kRow; ++w) words[i * kRow + w] = piece.words[w];
     }
@@ -140,7 +141,7 @@ struct NearChannels {
       Piece piece;
 #pragma unroll
       for (int w = 0; w < kRow; ++w) piece.words[w] = words[i * kRow + w];
-      *reinterpret_cast<Piece*>(warp_state + place(i) * kNearBytes) = piece;
+      *reinterpret_cast<Piece*>(warp_state + place(i) * kConvNearBytes) = piece;
     }
   }
 };
@@ -156,12 +157,12 @@ struct NearIndex {
   }
   GD_DEVICE int64_t value(const IndexRows& rows) const { return rows.is_int64 ? wide : narrow; }
   // As ConvStates::slot.
-  GD_DEVICE int64_t slot(const NearStates& states, int64_t n) const {
+  GD_DEVICE int64_t slot(const ConvNearStates& states, int64_t n) const {
     if (!states.indices) return states.present ? n : -1;
     return value(states.indices) < states.first_slot ? -1 : value(states.indices);
   }
   // As Conv1dProblem::history_end.
-  GD_DEVICE int history_end(const NearParams& p) const {
+  GD_DEVICE int history_end(const ConvNearParams& p) const {
     if (!p.accepted) return p.columns;
     const int64_t accepted = value(p.accepted), most = p.columns - kMaxTaps + 2;
     return static_cast<int>(kMaxTaps - 2 + (accepted < 1 ? 1 : accepted < most ? accepted : most));
@@ -171,8 +172,8 @@ struct NearIndex {
 // kColumns: neighbouring columns of a channel's state, or 0 where the channels of a column are neighbours.
 // kTokens: tokens requested at once; 1 where a sequence has one.
 template <gd_dtype kType, int kColumns, int kTokens>
-__global__ void __launch_bounds__(kNearThreads, (kTokens == 1 ? 640 : 384) / kNearThreads)
-    conv_update_near_kernel(const __grid_constant__ NearParams p) {
+__global__ void __launch_bounds__(kConvNearThreads, (kTokens == 1 ? 640 : 384) / kConvNearThreads)
+    conv_update_near_kernel(const __grid_constant__ ConvNearParams p) {
   constexpr int kVector = NearFilters<kType>::kVector, kWindow = kMaxTaps - 1, kKept = kColumns ? kColumns : kWindow;
   using Row = Numbers<kVector, kType>;
   using Channels = NearChannels<kType, kKept>;
@@ -184,8 +185,8 @@ __global__ void __launch_bounds__(kNearThreads, (kTokens == 1 ? 640 : 384) / kNe
   accepted.request(p.accepted, n);
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-  const int64_t warp_channel = (int64_t{blockIdx.y} * kNearThreads + (thread - lane)) * kVector;
-  const int64_t channel = warp_channel + lane * kVector, bytes = channel * (kNearBytes / kVector);
+  const int64_t warp_channel = (int64_t{blockIdx.y} * kConvNearThreads + (thread - lane)) * kVector;
+  const int64_t channel = warp_channel + lane * kVector, bytes = channel * (kConvNearBytes / kVector);
   const bool is_live = channel < p.channels;
   const int tokens = kTokens == 1 ? 1 : p.tokens;
   const char* const x = p.x.data + n * p.x.batch + bytes;
@@ -210,10 +211,10 @@ __global__ void __launch_bounds__(kNearThreads, (kTokens == 1 ? 640 : 384) / kNe
   Row kept[kKept];  // the last inputs so far
 #pragma unroll
   for (int i = 0; i < kKept; ++i) kept[i].clear();
-  [[maybe_unused]] const auto channels = [&](const NearStates& states, int64_t slot) {
-    __shared__ typename Channels::Piece pieces[kNearThreads / 32][32 * kKept];
+  [[maybe_unused]] const auto channels = [&](const ConvNearStates& states, int64_t slot) {
+    __shared__ typename Channels::Piece pieces[kConvNearThreads / 32][32 * kKept];
     const int64_t left = (p.channels - warp_channel) / kVector;
-    return Channels{states.data + slot * states.slot + warp_channel * (kKept * kNearBytes / kVector),
+    return Channels{states.data + slot * states.slot + warp_channel * (kKept * kConvNearBytes / kVector),
                     pieces[thread / 32], lane, static_cast<int>(left < 32 ? left : 32) * kKept};
   };
   if (from >= 0) {

@@ -9,13 +9,13 @@
 
 namespace gatedelta::cuda {
 
-constexpr int kNearThreads = 64;  // of a CTA: few, so that one sequence has many CTAs
-constexpr int kNearBytes = 16;    // of a thread's channels of a token: one access
-constexpr int kNearTokens = 8;    // of a sequence, at most
-constexpr int near_vector(gd_dtype dtype) { return kNearBytes / (dtype == GD_F32 ? 4 : 2); }
+constexpr int kConvNearThreads = 64;  // of a CTA: few, so that one sequence has many CTAs
+constexpr int kConvNearBytes = 16;    // of a thread's channels of a token: one access
+constexpr int kConvNearTokens = 8;    // of a sequence, at most
+constexpr int near_vector(gd_dtype dtype) { return kConvNearBytes / (dtype == GD_F32 ? 4 : 2); }
 
 inline bool is_near_aligned(const void* data) {
-  return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(kNearBytes) == 0;
+  return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(kConvNearBytes) == 0;
 }
 inline bool is_near_row(const Conv1dInputs& in, const TokenRows& rows) {
   const int64_t vector = near_vector(in.x.dtype);
@@ -34,59 +34,59 @@ inline bool has_near_filters(const Conv1dInputs& in) {
 }
 
 // The order of a state's numbers in memory.
-enum class NearLayout { none, columns, channels_of_3, channels_of_4 };
-inline NearLayout near_layout(const Conv1dInputs& in, const ConvStates& states) {
+enum class ConvNearLayout { none, columns, channels_of_3, channels_of_4 };
+inline ConvNearLayout near_layout(const Conv1dInputs& in, const ConvStates& states) {
   const int64_t vector = near_vector(in.x.dtype);
   if (states.dtype != in.x.dtype || !is_near_aligned(states.data) || states.slot_stride % vector) return {};
-  if (states.channel_stride == 1 && states.column_stride % vector == 0) return NearLayout::columns;
+  if (states.channel_stride == 1 && states.column_stride % vector == 0) return ConvNearLayout::columns;
   if (states.column_stride != 1 || states.channel_stride != states.columns) return {};
-  return states.columns == 3   ? NearLayout::channels_of_3
-         : states.columns == 4 ? NearLayout::channels_of_4
-                               : NearLayout{};
+  return states.columns == 3   ? ConvNearLayout::channels_of_3
+         : states.columns == 4 ? ConvNearLayout::channels_of_4
+                               : ConvNearLayout{};
 }
-inline NearLayout near_layout(const Conv1dProblem& p) {
+inline ConvNearLayout near_layout(const Conv1dProblem& p) {
   const ConvStates &initial = p.in.initial, &final = p.final;
-  if (!initial && !final) return NearLayout::columns;
+  if (!initial && !final) return ConvNearLayout::columns;
   if (!initial || !final) return near_layout(p.in, initial ? initial : final);
-  const NearLayout layout = near_layout(p.in, initial);
-  return initial.columns == final.columns && layout == near_layout(p.in, final) ? layout : NearLayout::none;
+  const ConvNearLayout layout = near_layout(p.in, initial);
+  return initial.columns == final.columns && layout == near_layout(p.in, final) ? layout : ConvNearLayout::none;
 }
 
 // CTAs: sequences, and blocks of channels, of which a grid has at most 65535.
-struct NearGrid {
+struct ConvNearGrid {
   int64_t sequences, blocks;
 };
-inline NearGrid near_grid(const Conv1dInputs& in) {
-  const int64_t block = int64_t{kNearThreads} * near_vector(in.x.dtype);
+inline ConvNearGrid near_grid(const Conv1dInputs& in) {
+  const int64_t block = int64_t{kConvNearThreads} * near_vector(in.x.dtype);
   return {in.sequences.batch, (in.channels + block - 1) / block};
 }
 
 inline bool suits_update_near(const Conv1dProblem& p) {
   const Conv1dInputs& in = p.in;
-  if (in.sequences.offsets || in.sequences.tokens < 1 || in.sequences.tokens > kNearTokens || !p.y || p.steps)
+  if (in.sequences.offsets || in.sequences.tokens < 1 || in.sequences.tokens > kConvNearTokens || !p.y || p.steps)
     return false;
   if (in.channels % near_vector(in.x.dtype) || !is_near_row(in, in.x) || !is_near_row(in, p.y) || !has_near_filters(in))
     return false;
   if (near_grid(in).blocks > 65535) return false;
-  const NearLayout layout = near_layout(p);
-  return layout == NearLayout::columns || (layout != NearLayout::none && !p.previous_accept_lengths);
+  const ConvNearLayout layout = near_layout(p);
+  return layout == ConvNearLayout::columns || (layout != ConvNearLayout::none && !p.previous_accept_lengths);
 }
 
 // Distances are in bytes.
-struct NearRows {
+struct ConvNearRows {
   char* data;
   int64_t batch, token;
 };
-struct NearStates {
+struct ConvNearStates {
   char* data;
   int64_t slot, column;
   IndexRows indices;
   int64_t first_slot;
   bool present;
 };
-struct NearParams {
-  NearStates initial, final;
-  NearRows x, y;
+struct ConvNearParams {
+  ConvNearStates initial, final;
+  ConvNearRows x, y;
   const char *weight, *bias;
   IndexRows accepted;  // previous_accept_lengths
   int64_t channels;
@@ -96,17 +96,17 @@ struct NearParams {
   bool has_padding;  // sequences with neither slot are padded rows
 };
 
-inline NearParams near_params(const Conv1dProblem& p) {
+inline ConvNearParams near_params(const Conv1dProblem& p) {
   const Conv1dInputs& in = p.in;
   const int64_t size = dtype_bytes(in.x.dtype);
   const auto rows = [&](const TokenRows& t) {
-    return NearRows{static_cast<char*>(t.data), t.batch_stride * size, t.token_stride * size};
+    return ConvNearRows{static_cast<char*>(t.data), t.batch_stride * size, t.token_stride * size};
   };
   const auto states = [&](const ConvStates& s) {
-    return NearStates{
+    return ConvNearStates{
         static_cast<char*>(s.data), s.slot_stride * size, s.column_stride * size, s.indices, s.first_slot, bool{s}};
   };
-  NearParams params{};
+  ConvNearParams params{};
   params.initial = states(in.initial);
   params.final = states(p.final);
   params.x = rows(in.x);

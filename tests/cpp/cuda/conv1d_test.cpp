@@ -159,8 +159,8 @@ TEST(Conv1d, OtherDecodeStepsAreNotNear) {
 TEST(Conv1d, CtasOfANearStepCoverAllChannels) {
   for (const gd_dtype dtype : {GD_F32, GD_BF16}) {
     for (const int64_t channels : {8, 512, 520, 8192}) {
-      const NearGrid grid = near_grid(inputs(7, 1, channels, dtype));
-      const int64_t block = int64_t{kNearThreads} * near_vector(dtype);
+      const ConvNearGrid grid = near_grid(inputs(7, 1, channels, dtype));
+      const int64_t block = int64_t{kConvNearThreads} * near_vector(dtype);
       EXPECT_EQ(grid.sequences, 7);
       EXPECT_GE(grid.blocks * block, channels);
       EXPECT_LT((grid.blocks - 1) * block, channels);
