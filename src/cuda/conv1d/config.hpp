@@ -23,8 +23,13 @@ constexpr int kConvWarps = 4, kConvThreads = 32 * kConvWarps;  // per CTA
 constexpr int64_t kConvAlign = 16;                             // bytes of the widest access
 // Of `rows`: channels of a thread; tokens of a warp in the forward, all of which it requests at once, and in the
 // backward those that it requests before they are needed; CTAs that registers leave room for.
-constexpr int kConvRowVector = 4, kConvRowTokens = 16;
-constexpr int kConvRowCtas = 4;
+constexpr int kConvRowVector = 4, kConvRowTokens = 8;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kConvRowCtas = 5;  // ptxas spills with 6
+#else
+constexpr int kConvRowCtas = 6;
+#endif
+constexpr int conv_row_ctas(gd_dtype type) { return type == GD_F32 ? 4 : kConvRowCtas; }
 constexpr int conv_row_ahead(gd_dtype type) { return type == GD_BF16 ? 8 : 4; }
 constexpr int kConvRowBackwardCtas = 3;
 // Numbers in a 16-byte access.
@@ -152,9 +157,9 @@ inline ConvGrid conv_grid(const Conv1dProblem& p) {
 // and different chunks; those of `columns` have different channels.
 constexpr int64_t kConvBackwardCtas = 4096;
 inline ConvGrid conv_backward_grid(const Conv1dInputs& in, ConvKernel kernel) {
-  constexpr int64_t kWantedWarps = 2048, kWantedColumnWarps = 16384, kShortest = 16, kLongest = 64;
+  constexpr int64_t kWantedWarps = 8192, kShortest = 16, kLongest = 64;
   if (kernel == ConvKernel::columns)
-    return conv_grid_of(in, conv_column_chunk(in, kWantedColumnWarps), kConvWarps, kConvBackwardCtas);
+    return conv_grid_of(in, conv_column_chunk(in, kWantedWarps), kConvWarps, kConvBackwardCtas);
   // Both have kConvThreads channels in a CTA: `any` a chunk, too, `rows` one in each warp.
   const int64_t work = in.sequences.batch * in.sequences.tokens * conv_ceil(in.channels, kConvThreads);
   int64_t chunk = kShortest;

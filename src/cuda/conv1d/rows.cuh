@@ -46,7 +46,8 @@ GD_DEVICE void take_chunks(const ConvGrid& grid, const RowPlace& place, const Pl
 }
 
 template <gd_dtype kType>
-__global__ void __launch_bounds__(kConvThreads, kConvRowCtas) conv_rows_kernel(const __grid_constant__ ConvParams p) {
+__global__ void __launch_bounds__(kConvThreads, conv_row_ctas(kType))
+    conv_rows_kernel(const __grid_constant__ ConvParams p) {
   constexpr int kVector = kConvRowVector, kTokens = kConvRowTokens, kBefore = kMaxTaps - 1;
   using Words = Numbers<kVector, kType>;
   const ConvGrid& grid = p.grid;

@@ -227,7 +227,7 @@ TEST(Conv1d, ChunksOfTheBackwardAreWholeBatches) {
     for (const gd_dtype type : {GD_F32, GD_BF16, GD_F16}) EXPECT_EQ(chunk % conv_row_ahead(type), 0);
   }
   EXPECT_EQ(conv_backward_grid(inputs(1, 512, 8192, GD_BF16), ConvKernel::rows).chunk, 16);
-  EXPECT_EQ(conv_backward_grid(inputs(1, 4096, 8192, GD_BF16), ConvKernel::rows).chunk, 64);
+  EXPECT_EQ(conv_backward_grid(inputs(1, 4096, 8192, GD_BF16), ConvKernel::rows).chunk, 32);
 }
 
 TEST(Conv1d, BackwardHasFewPartialSums) {
