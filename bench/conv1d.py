@@ -5,14 +5,18 @@ Times and bandwidths are taken as in gated_norm.py. The update of a decode step 
 "of copy" compares it with a copy of as many bytes, which for small batches is a launch.
 
 Usage: python bench/conv1d.py [--tokens 4096] [--channels 8192] [--batches 1 8 64 512] [--dtype bfloat16]
+                              [--output FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
-import gpu  # noqa: F401  (first: finds the package)
+import gpu  # first: finds the package
+import records
 import torch
 from gated_norm import MAX_SETS, POOL_BYTES, call_us, copy_us
 from gatedelta.torch import _conv1d
@@ -53,24 +57,25 @@ def prefill(tokens: int, channels: int, dtype: torch.dtype, channel_major: bool)
     found["backward, dx alone"] = call_us(lambda i: backward(i, 0b0001), sets), 3 * size
     found["copy, as forward"] = copy_us(2 * size), 2 * size
     found["copy, as backward"] = copy_us(3 * size), 3 * size
-    for name, peer in peers().items():
-        found[name] = call_us(lambda i, peer=peer: peer(tensors[i][0], weight, channel_major), sets), 2 * size
+    for name, peer in peers(channel_major).items():
+        found[name] = call_us(lambda i, peer=peer: peer(tensors[i][0], weight), sets), 2 * size
     return found
 
 
-def peers() -> dict[str, Callable]:
-    """Forwards with SiLU of other packages, x [B, T, D] in any order of memory."""
+def peers(channel_major: bool) -> dict[str, Callable]:
+    """Forwards with SiLU of other packages, x [B, T, D]; FLA's wants channels contiguous."""
     found = {}
     try:
         from causal_conv1d import causal_conv1d_fn
 
-        found["causal-conv1d"] = lambda x, w, _: causal_conv1d_fn(x.transpose(1, 2), w, activation="silu")
+        found["causal-conv1d"] = lambda x, w: causal_conv1d_fn(x.transpose(1, 2), w, activation="silu")
     except ImportError:
         pass
     try:
         from fla.modules.conv.causal_conv1d import causal_conv1d
 
-        found["FLA"] = lambda x, w, channel_major: None if channel_major else causal_conv1d(x, w, activation="silu")
+        if not channel_major:
+            found["FLA"] = lambda x, w: causal_conv1d(x, w, activation="silu")
     except ImportError:
         pass
     return found
@@ -104,13 +109,20 @@ def main() -> None:
     parser.add_argument("--channels", type=int, default=8192)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
     print(f"{torch.cuda.get_device_name()}: {options.channels} channels, {options.dtype}")
+    peers(False)  # imports them
+    versions = {name: sys.modules[name].__version__ for name in ("fla", "causal_conv1d") if name in sys.modules}
+    result = {"header": gpu.machine() | {"peers": versions}, "rows": []}
+    common = {"channels": options.channels, "dtype": options.dtype}
     for tokens in options.tokens:
         for channel_major in (False, True):
             found = prefill(tokens, options.channels, dtype, channel_major)
             order = "channel-major" if channel_major else "token-major"
+            times = {name: us for name, (us, _) in found.items()}
+            result["rows"].append({"kind": "prefill", "tokens": tokens, "order": order} | common | {"us": times})
             for name, (us, moved) in found.items():
                 copy = found["copy, as backward" if "backward" in name else "copy, as forward"][0]
                 print(
@@ -122,10 +134,15 @@ def main() -> None:
             for tokens_first in (True, False):
                 us, moved = update(batch, options.channels, dtype, tokens, tokens_first)
                 states = "[S, D]" if tokens_first else "[D, S]"
+                times = {"update": us, "copy": copy_us(moved)}
+                row = {"kind": "update", "batch": batch, "tokens": tokens, "states": states}
+                result["rows"].append(row | common | {"us": times})
                 print(
                     f"update of {tokens} tokens, batch {batch:4}, states {states} {us:8.2f} us  "
-                    f"{moved / us / 1e6:5.2f} TB/s  {copy_us(moved) / us:5.2f} of copy"
+                    f"{moved / us / 1e6:5.2f} TB/s  {times['copy'] / us:5.2f} of copy"
                 )
+    if options.output:
+        records.write(options.output, result)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import model_rows
 from plot import GOOD, GREY, OURS, plt, style
-from plot_gpu import scale, where
+from plot_gpu import where
 
 COLOURS = {"fla": "#8e6c8a", "fla-all": GOOD, "torch": GREY}
 TIMES = {"ms": ("o", "whole model"), "gdn_ms": ("D", "GDN layers")}
@@ -31,7 +31,10 @@ def draw_model(axes, groups: list[dict[str, dict]]) -> None:
                     axes.plot(ratio, y, marker, ms=6, mec=colour, mfc=colour if time == "ms" else "none", zorder=3,
                               label=f"{model_rows.PATHS[path]}, {what}")  # fmt: skip
     axes.axvline(1, color=OURS, lw=2.5, label="GateDelta")
-    scale(axes.xaxis)
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(left=0.7)
+    ticks = [2**i for i in range(8) if 2**i <= axes.get_xlim()[1]]
+    axes.set_xticks(ticks, [f"{tick}×" for tick in ticks])
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_title(groups[0]["gatedelta"]["model"])

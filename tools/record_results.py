@@ -4,7 +4,8 @@
 usage: record_results.py FOLDER          the CPU's measurements in FOLDER, and the GPU's if there are any
        record_results.py --gpu FOLDER    the GPU's measurements alone
        record_results.py --models FILE   what bench/models.py wrote, and FILE's picture with .png
-       record_results.py --norm FILE     what bench/gated_norm.py wrote
+       record_results.py --beside FILE   what bench/gated_norm.py, conv1d.py or layer_step.py wrote; FILE has its name
+       record_results.py --serving FILE  what bench/decode.py wrote, in place of the record's rows of its kinds
 """
 
 import argparse
@@ -67,6 +68,7 @@ def problem_of(result: dict) -> str | None:
     return serving.problem_of([row for row in result["rows"] if row["kind"] in serving.KINDS])
 
 
+BESIDE = ("layer_step.json", "gated_norm.json", "conv1d.json")
 SERVING_HEADER = ("copy_bytes_per_s", "decode_call_us", "verified_sequences", "peers")
 
 
@@ -98,8 +100,8 @@ def record_gpu(folder: Path) -> None:
     history.append(H200 / "history.csv", history.line_of(result))
     for path in pictures:
         shutil.copyfile(path, H200 / path.name)
-    for name in ("layer_step", "gated_norm", "segments"):
-        if (path := folder / f"{name}.json").exists():
+    for name in (*BESIDE, "segments.json"):
+        if (path := folder / name).exists():
             keep_beside(path, path.name, header)
     if (folder / "segments.json").exists():
         shutil.copyfile(folder / "segments.png", H200 / "segments.png")
@@ -125,26 +127,45 @@ def record_models(path: Path) -> None:
         shutil.copyfile(picture, H200 / "models.png")
 
 
-def record_norm(path: Path) -> None:
+def record_beside(path: Path) -> None:
     header = json.loads(path.read_text())["header"]
+    if path.name not in BESIDE:
+        sys.exit(f"record_results: {path} was not recorded: its name is none of {', '.join(BESIDE)}")
     if "H200" not in header["gpu"]:
         sys.exit(f"record_results: {path} was not recorded: it is not from an H200")
-    keep_beside(path, "gated_norm.json", header if header["commit"] else stamp_or_exit())
+    keep_beside(path, path.name, header if header["commit"] else stamp_or_exit())
+
+
+def record_serving(path: Path) -> None:
+    """The commit and date of these rows are in the header's `serving`; the other rows stay those of the record."""
+    more, record = json.loads(path.read_text()), json.loads((H200 / "record.json").read_text())
+    header, kinds = more["header"], {row["kind"] for row in more["rows"]}
+    rows = [row for row in record["rows"] if row["kind"] not in kinds] + more["rows"]
+    problem = serving.problem_of([row for row in rows if row["kind"] in serving.KINDS])
+    if "H200" not in header["gpu"] or problem:
+        sys.exit(f"record_results: {path} was not recorded: {problem or 'it is not from an H200'}")
+    if not header["commit"]:
+        header |= stamp_or_exit() | {"date": header["date"]}
+    record["header"]["serving"] = {key: header[key] for key in (*SERVING_HEADER, "commit", "date")}
+    keep(H200 / "record.json", {**record, "rows": rows})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--models", type=Path)
-    parser.add_argument("--norm", type=Path)
+    parser.add_argument("--beside", type=Path, nargs="+", default=[])
+    parser.add_argument("--serving", type=Path)
     parser.add_argument("folder", type=Path, nargs="?")
     options = parser.parse_args()
-    if not (options.models or options.norm or options.folder):
+    if not any((options.models, options.beside, options.serving, options.folder)):
         parser.error("there is nothing to record")
     if options.models:
         record_models(options.models)
-    if options.norm:
-        record_norm(options.norm)
+    for path in options.beside:
+        record_beside(path)
+    if options.serving:
+        record_serving(options.serving)
     if not options.folder:
         return
     if not options.gpu:

@@ -86,9 +86,11 @@ ROOMS = {
         "src/cuda/gated_norm/config.hpp",
     ],
     # convolution, for the same devices
-    "src/cuda/conv1d/config.hpp": ["src/core", "src/cuda/host_device.hpp"],
+    "src/cuda/conv1d/update_near.hpp": ["src/core", "src/cuda/host_device.hpp"],
+    "src/cuda/conv1d/config.hpp": ["src/core", "src/cuda/host_device.hpp", "src/cuda/conv1d/update_near.hpp"],
     "src/cuda/conv1d": [
-        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/conv1d/config.hpp", "src/cuda/decode/numbers.cuh",
+        "src/core", "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/pdl.cuh", "src/cuda/conv1d/config.hpp",
+        "src/cuda/conv1d/update_near.hpp", "src/cuda/decode/numbers.cuh",
     ],
     # the layer's step: all three
     "src/cuda/layer/config.hpp": ["src/core", "src/cuda/decode/config.hpp", "src/cuda/gated_norm/config.hpp"],

@@ -78,15 +78,15 @@ def test_every_argument_is_named_and_exported(name):
 
 def test_what_readme_and_api_show_runs():
     texts = [(ROOT / name).read_text() for name in ("README.md", "docs/api.md")]
-    chunk, recurrent = (re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in texts)
-    assert len(chunk) == len(recurrent) == 1
+    (chunk, plugin), (recurrent,) = (re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in texts)
+    assert "gatedelta.transformers.patch()" in plugin  # run by test_plugin_transformers.py
     q, k, v, g, beta, _ = make()
     q1, k1, v1, a, b, pool = make(B=2, T=1, N=5)
     slots = torch.tensor([3, 1])
     before = pool.clone()
     q.requires_grad_()
     exec(
-        "\n".join(chunk + recurrent),
+        chunk + recurrent,
         {"q": q, "k": k, "v": v, "g": g, "beta": beta, "cu_seqlens": torch.tensor([0, 30, 70]), "q1": q1, "k1": k1,
          "v1": v1, "a": a, "b": b, "A_log": torch.zeros(2), "dt_bias": torch.zeros(2), "pool": pool, "slots": slots},
     )  # fmt: skip

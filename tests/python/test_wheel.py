@@ -92,7 +92,8 @@ def test_metadata_requires_nothing(installed):
     required = [each for each in metadata.get_all("Requires-Dist", []) if "extra ==" not in each]
     assert required == []
     assert metadata["License-Expression"] == "MIT"
-    assert set(metadata.get_all("Provides-Extra")) == {"torch", "numpy"}
+    plugins = {"transformers", "fla", "flash-qla", "flashinfer", "vllm", "sglang"}
+    assert set(metadata.get_all("Provides-Extra")) == {"torch", "numpy", *plugins}
 
 
 def test_libraries_need_nothing_but_torch_and_the_c_runtime(installed):

@@ -15,7 +15,7 @@ def gibibytes(size: int) -> str:
 
 
 def digits(ms: float) -> str:
-    return three_digits(ms).removesuffix(".")
+    return f"{ms:.0f}" if ms >= 1000 else three_digits(ms).removesuffix(".")
 
 
 def times(group: dict[str, dict], path: str) -> str:
@@ -66,7 +66,8 @@ def models() -> str:
     text = (
         f"Qwen3.5's text models with random weights, bf16, a vocabulary of {header['vocabulary']}, in transformers "
         f"{header['transformers']}{f' with {versions}' if versions else ''}. Times in ms: of the whole model, and in "
-        "brackets inside its Gated Delta Network layers with their projections. A decode row is one step."
+        "brackets inside its Gated Delta Network layers with their projections. A decode row is one step. FLA is what "
+        "transformers takes from it where it is installed: the rule, while convolution and norm stay transformers' own."
     )
     columns = ["", *(model_rows.PATHS[path] for path in paths), "over the faster FLA", "in the GDN layers"]
     columns += ["over the torch code", "peak memory, GiB"]

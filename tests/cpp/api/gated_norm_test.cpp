@@ -306,7 +306,7 @@ TEST(GatedNormBackward, WorkspaceOnCuda) {
     t->shape[1] = 1 << 20;
     t->stride[1] = kD;
   }
-  EXPECT_EQ(c.needed(), 528 * kD * sizeof(float));
+  EXPECT_EQ(c.needed(), 396 * kD * sizeof(float));
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from oracle import Request, Shape, Weights, close, outputs
+from oracle import Request, Shape, Weights, close, hardness, outputs
 
 SLOTS = 64
 
@@ -173,7 +173,10 @@ class Engine:
         for i, (request, length) in enumerate(zip(requests, lengths)):
             new = [t[start : start + length] for t in rows]
             o, normed, states = outputs(self.weights, request, *new, activation=self.layer.norm.activation)
-            close(out[start : start + length], normed if self.normed else o, self.dtype)
+            if self.normed:
+                close(out[start : start + length], normed, self.dtype, hardness(o, states))
+            else:
+                close(out[start : start + length], o, self.dtype)
             expected = states if i < len(kept) else states[-1:]
             close(pool[request.slots[: expected.shape[0]]], expected, self.dtype)
             entry = checkpoints[i - len(requests)] if i - len(requests) >= -len(checkpoints) else ()
