@@ -47,7 +47,8 @@ def line_of(result: dict, peers: Path = ratios.PEERS) -> dict[str, str]:
     line |= {name_of(row): f"{row['ms']:.4f}" for row in forward if name_of(row) in LANDMARKS}
     line |= serving_columns(serving.with_peers(result))
     line |= {name: header[name] for name in ("date", "modified", "sm_clock_mhz", "sm_clock_max_mhz")}
-    return line | {"commit": header["commit"][:10], "peers": peers_digest(peers)}
+    commit = header.get("serving", {}).get("commit") or header["commit"]  # the later one, where they differ
+    return line | {"commit": commit[:10], "peers": peers_digest(peers)}
 
 
 def serving_columns(rows: list[dict]) -> dict[str, str]:

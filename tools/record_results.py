@@ -128,9 +128,9 @@ def record_models(path: Path) -> None:
 
 
 def record_beside(path: Path) -> None:
-    header = json.loads(path.read_text())["header"]
     if path.name not in BESIDE:
         sys.exit(f"record_results: {path} was not recorded: its name is none of {', '.join(BESIDE)}")
+    header = json.loads(path.read_text())["header"]
     if "H200" not in header["gpu"]:
         sys.exit(f"record_results: {path} was not recorded: it is not from an H200")
     keep_beside(path, path.name, header if header["commit"] else stamp_or_exit())
@@ -147,7 +147,9 @@ def record_serving(path: Path) -> None:
     if not header["commit"]:
         header |= stamp_or_exit() | {"date": header["date"]}
     record["header"]["serving"] = {key: header[key] for key in (*SERVING_HEADER, "commit", "date")}
-    keep(H200 / "record.json", {**record, "rows": rows})
+    result = {**record, "rows": rows}
+    keep(H200 / "record.json", result)
+    history.append(H200 / "history.csv", history.line_of(result))
 
 
 def main() -> None:

@@ -531,11 +531,13 @@ def test_gpu_record_of_the_norm(results, tmp_path):
     }
     times = {"forward": 2.0, "backward": 4.0, "copy, as forward": 1.8, "copy, as backward": 3.0, "FLA forward": 2.5}
     row = {"tokens": 4096, "heads": 64, "dim": 128, "dtype": "bfloat16", "us": times}
-    path = tmp_path / "norm.json"
+    path = tmp_path / "gated_norm.json"
     path.write_text(json.dumps({"header": header, "rows": [row]}))
-    record_results.record_norm(path)
+    record_results.record_beside(path)
     assert "| 4096 × 64 | 2.00 | 0.90 | 2.50 | 4.00 | 0.75 |  |" in block()
     path.write_text(json.dumps({"header": header | {"gpu": "NVIDIA H100"}, "rows": [row]}))
     with pytest.raises(SystemExit, match="not from an H200"):
-        record_results.record_norm(path)
+        record_results.record_beside(path)
+    with pytest.raises(SystemExit, match="its name is none of"):
+        record_results.record_beside(tmp_path / "norm.json")
     assert run("record_results.py").returncode == 2
