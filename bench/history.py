@@ -47,8 +47,12 @@ def line_of(result: dict, peers: Path = ratios.PEERS) -> dict[str, str]:
     line |= {name_of(row): f"{row['ms']:.4f}" for row in forward if name_of(row) in LANDMARKS}
     line |= serving_columns(serving.with_peers(result))
     line |= {name: header[name] for name in ("date", "modified", "sm_clock_mhz", "sm_clock_max_mhz")}
-    commit = header.get("serving", {}).get("commit") or header["commit"]  # the later one, where they differ
-    return line | {"commit": commit[:10], "peers": peers_digest(peers)}
+    return line | {"commit": commit_of(header), "peers": peers_digest(peers)}
+
+
+def commit_of(header: dict) -> str:
+    """Of the rows that were measured last."""
+    return (header.get("serving", {}).get("commit") or header["commit"] or "")[:10]
 
 
 def serving_columns(rows: list[dict]) -> dict[str, str]:
@@ -88,7 +92,7 @@ def computed_again(lines: list[dict[str, str]]) -> list[dict]:
             commit = word[1:]
             continue
         result = json.loads(git("show", f"{commit}:{word}"))
-        records.setdefault((result["header"]["commit"] or "")[:10], result)
+        records.setdefault(commit_of(result["header"]), result)
     missing = [line["commit"] for line in lines if line["commit"] not in records]
     if missing:
         raise LookupError(f"git has no record of {', '.join(missing)}")
