@@ -2,8 +2,8 @@
 
 FLA asks its registered backends, at each call, whether they take it, and runs its own kernels where none does. This
 module registers a backend for the gated delta rule in chunks, the short convolution and the gated RMSNorm. FLA's
-recurrent function has no such door: it is replaced by name. What is not covered stays with FLA's code, and FLA logs the
-reason (``logging.getLogger("fla.backends")``; here ``"gatedelta.fla"`` for the recurrent function).
+recurrent function cannot be registered: it is replaced by name. What is not covered stays with FLA's code, and FLA
+logs the reason (``logging.getLogger("fla.backends")``; here ``"gatedelta.fla"`` for the recurrent function).
 
 ``FLA_GATEDELTA=0`` in the environment turns all of it off, at any time; ``unregister()`` takes it out. FLA is imported
 by ``register()``, not before.

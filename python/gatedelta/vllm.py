@@ -6,9 +6,9 @@ to an engine that does not ask for GateDelta:
     vllm serve MODEL --additional-config '{"gdn_prefill_backend": "gatedelta"}'
 
 An engine that asks gets a subclass of vLLM's layer (Qwen3-Next, Qwen3.5, Qwen4-exp). Everything between the layer's
-projections runs here, prefill, decode and drafts: convolution, rule and, where the layer has that door, the gated norm.
-States are read and written in vLLM's own pools. Index tensors are vLLM's; nothing waits for the device, and decode can
-be captured in a CUDA graph.
+projections runs here, prefill, decode and drafts: convolution, rule and, where the layer has a hook for it, the gated
+norm. States are read and written in vLLM's own pools. Index tensors are vLLM's; nothing waits for the device, and
+decode can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
