@@ -35,12 +35,13 @@ def filter_of(name: str, without: list[str]) -> str:
     return "-" + ":".join(f"{suite}.{case}" for suite in suites for case in without) if suites and without else "*"
 
 
-def run(program: Path, under: list[str], without: list[str]) -> list[ET.Element]:
+def run(build: Path, program: Path, under: list[str], without: list[str]) -> list[ET.Element]:
     """The program's cases, from GoogleTest's report; a program without one is a case itself."""
     name = program.name
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         settings = {"GTEST_OUTPUT": f"xml:{report}", "GTEST_FILTER": filter_of(name, without), "GTEST_BRIEF": "1"}
+        settings["LD_LIBRARY_PATH"] = str(build / "src")  # for an example that opens the library by its name
         command = [*under, str(program)]
         try:
             result = subprocess.run(command, env={**os.environ, **settings}, stdout=subprocess.PIPE,
@@ -70,11 +71,14 @@ def main() -> int:
     parser.add_argument("--without", nargs="*", default=[], help="slow cases, of numerics and tool, to leave out")
     parser.add_argument("--under", default="", help="an emulator with its arguments")
     arguments = parser.parse_args()
-    programs = programs_of(arguments.build.resolve())
+    build = arguments.build.resolve()
+    programs = programs_of(build)
     if not programs:
         sys.exit(f"run_programs: no program in {arguments.build}")
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        results = list(pool.map(lambda path: run(path, shlex.split(arguments.under), arguments.without), programs))
+        results = list(
+            pool.map(lambda path: run(build, path, shlex.split(arguments.under), arguments.without), programs)
+        )
     suite = ET.Element("testsuite")
     suite.extend(case for cases in results for case in cases)
     arguments.report.parent.mkdir(parents=True, exist_ok=True)
