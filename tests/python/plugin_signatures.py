@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 FILE = Path(__file__).with_suffix(".json")
 DISTRIBUTIONS = {"flash_qla": "flash-qla", "flashinfer": "flashinfer-python"}
 
@@ -46,6 +48,16 @@ def of(function: Callable) -> list[list[str | None]]:
     parameters = inspect.signature(function).parameters.values()
     assert all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
     return [[p.name, None if p.default is p.empty else repr(p.default)] for p in parameters]
+
+
+def compare_with_installed(package: str) -> None:
+    """The test of the kept signatures, where the package is installed in the kept version."""
+    there = installed(package)
+    if there is None:
+        pytest.skip(f"{package} is not installed")
+    if there["version"] != kept(package)["version"]:
+        pytest.skip(f"{package} {there['version']} is installed")
+    assert there == kept(package)
 
 
 if __name__ == "__main__":

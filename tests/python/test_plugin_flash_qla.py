@@ -46,12 +46,7 @@ def test_signatures_are_flash_qlas(name):
 
 
 def test_kept_signatures_are_the_installed_ones():
-    installed = plugin_signatures.installed("flash_qla")
-    if installed is None:
-        pytest.skip("flash_qla is not installed")
-    if installed["version"] != plugin_signatures.kept("flash_qla")["version"]:
-        pytest.skip(f"flash_qla {installed['version']} is installed")
-    assert installed == plugin_signatures.kept("flash_qla")
+    plugin_signatures.compare_with_installed("flash_qla")
 
 
 @pytest.mark.parametrize("spec", CASES)

@@ -70,12 +70,7 @@ def test_signatures_are_flashinfers(name):
 
 
 def test_kept_signatures_are_the_installed_ones():
-    installed = plugin_signatures.installed("flashinfer")
-    if installed is None:
-        pytest.skip("flashinfer is not installed")
-    if installed["version"] != plugin_signatures.kept("flashinfer")["version"]:
-        pytest.skip(f"flashinfer {installed['version']} is installed")
-    assert installed == plugin_signatures.kept("flashinfer")
+    plugin_signatures.compare_with_installed("flashinfer")
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
+import sys
 from dataclasses import dataclass, field
+from types import ModuleType
 
 MODULES = ("fla", "flash_qla", "flashinfer")
 
@@ -41,6 +43,17 @@ class Suite:
     differences: tuple[Rule, ...] = ()  # documented ones: tests that may fail
     options: tuple[str, ...] = ()  # of pytest
     environment: dict[str, str] = field(default_factory=dict)
+
+
+def stand_in(name: str, **contents: object) -> ModuleType:
+    """A module of that name for the tests to import, also as an attribute of its parent."""
+    module = sys.modules[name] = ModuleType(name)
+    module.__path__ = []
+    vars(module).update(contents)
+    parent, _, attribute = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], attribute, module)
+    return module
 
 
 def rule_of(rules: tuple[Rule, ...], test: str, device: str) -> Rule | None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from types import ModuleType
 
-from . import Rule, Suite
+from . import Rule, Suite, stand_in
 
 SUITES = (
     Suite(
@@ -45,16 +44,6 @@ SUITES = (
 )
 
 
-def _module(name: str, **contents: object) -> ModuleType:
-    module = sys.modules[name] = ModuleType(name)
-    module.__path__ = []
-    vars(module).update(contents)
-    parent, _, attribute = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], attribute, module)
-    return module
-
-
 def install(device: str) -> None:
     import gatedelta.flash_qla as ours
 
@@ -62,10 +51,10 @@ def install(device: str) -> None:
         from . import cuda_on_cpu
 
         cuda_on_cpu.install()
-    _module("tilelang", cdiv=lambda a, b: -(-a // b))
-    _module("tilelang.contrib")
-    _module("tilelang.contrib.nvcc", get_target_compute_version=lambda: "9.0")
+    stand_in("tilelang", cdiv=lambda a, b: -(-a // b))
+    stand_in("tilelang.contrib")
+    stand_in("tilelang.contrib.nvcc", get_target_compute_version=lambda: "9.0")
     functions = {name: getattr(ours, name) for name in ours.__all__ if name.startswith("chunk_")}
-    package = _module("flash_qla", **functions)
+    package = stand_in("flash_qla", **functions)
     checkout = sys.argv[sys.argv.index("--rootdir") + 1]
     package.__path__ = [os.path.join(checkout, "flash_qla")]

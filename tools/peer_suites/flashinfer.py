@@ -10,7 +10,7 @@ import functools
 import sys
 from types import ModuleType
 
-from . import Rule, Suite
+from . import Rule, Suite, stand_in
 
 _LARGE = "too large for a CPU"
 _KERNELS = Rule(
@@ -139,15 +139,6 @@ def decode_bf16(
     return o
 
 
-def _module(name: str, **contents) -> None:
-    module = sys.modules[name] = ModuleType(name)
-    module.__path__ = []
-    vars(module).update(contents)
-    parent, _, attribute = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], attribute, module)
-
-
 def install(device: str) -> None:
     import gatedelta.flashinfer as ours
 
@@ -156,36 +147,36 @@ def install(device: str) -> None:
 
         cuda_on_cpu.install()
     sys.modules["tests.conftest"] = ModuleType("tests.conftest")  # FlashInfer's, about its other functions
-    _module("flashinfer")
-    _module(
+    stand_in("flashinfer")
+    stand_in(
         "flashinfer.utils",
         get_compute_capability=lambda device: (9, 0),
         is_sm90a_supported=lambda device: True,
         is_sm100a_supported=lambda device: False,
         is_sm12x_supported=lambda device: False,
     )
-    _module("flashinfer.cute_dsl")
-    _module("flashinfer.cute_dsl.utils", is_cute_dsl_arch_supported=lambda *capability: True)
-    _module("flashinfer.gdn_prefill", chunk_gated_delta_rule=prefill)
-    _module(
+    stand_in("flashinfer.cute_dsl")
+    stand_in("flashinfer.cute_dsl.utils", is_cute_dsl_arch_supported=lambda *capability: True)
+    stand_in("flashinfer.gdn_prefill", chunk_gated_delta_rule=prefill)
+    stand_in(
         "flashinfer.gdn_decode",
         gated_delta_rule_decode_pretranspose=ours.gated_delta_rule_decode_pretranspose,
         gated_delta_rule_decode=ours.gated_delta_rule_decode,
         gated_delta_rule_mtp=ours.gated_delta_rule_mtp,
     )
-    _module("flashinfer.gdn_kernels")
-    _module(
+    stand_in("flashinfer.gdn_kernels")
+    stand_in(
         "flashinfer.gdn_kernels.gdn_decode_bf16_state",
         gated_delta_rule=decode_bf16,
         gated_delta_rule_mtp=decode_bf16,
         gated_delta_rule_mtp_wide_vec=decode_bf16,
     )
-    _module(
+    stand_in(
         "flashinfer.gdn_kernels.gdn_decode_bf16_wy_output_only",
         gated_delta_rule_mtp=functools.partial(decode_bf16, disable_state_update=True),
     )
-    _module("flashinfer.gdn_kernels.delta_rule_dsl")
-    _module(
+    stand_in("flashinfer.gdn_kernels.delta_rule_dsl")
+    stand_in(
         "flashinfer.gdn_kernels.delta_rule_dsl.delta_rule_cp_sm90",
         cp_delta_rule_dsl_sm90=prefill_cut,
         cp_delta_rule_fixup_dsl_sm90=None,
@@ -193,6 +184,6 @@ def install(device: str) -> None:
         cp_delta_rule_prefill_dsl_sm90=None,
         cp_delta_rule_t_precompute_dsl_sm90=None,
     )
-    _module(
+    stand_in(
         "flashinfer.gdn_kernels.delta_rule_dsl.varlen_helper", chunk_bound_host=None, workspace_num_chunks_host=None
     )
