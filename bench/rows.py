@@ -31,6 +31,7 @@ ERRORS = {"fwd": ("err_o", "err_state"), "bwd": ("err_dq", "err_dk", "err_dv", "
 VERIFIED_TOKENS = 1024  # of a backward row, scaled down
 OTHER_VALUE_HEADS = (4, 6, 12, 20, 40)
 OTHER_LENGTHS = (777, 5000, 50000, 131072)
+RAGGED_HEADS, RAGGED_DRAWS, RAGGED_COUNT, RAGGED_LONGEST = [(6, 18), (9, 36), (11, 55)], 3, (40, 60), 1500
 MIXES, MIX_TOKENS, MIX_HEADS = 30, 40000, [(2, 8), (8, 32)]
 
 
@@ -97,6 +98,17 @@ def other_rows() -> list[dict]:
         {"kind": "fwd", "hk": hk, "hv": hv, "seq": name, "lengths": lengths}
         for hk, hv, name, lengths in single + ragged
     ]
+
+
+def ragged_rows() -> list[dict]:
+    """Packs of many ragged sequences, head counts of no table; the same ones every time."""
+    generator = random.Random(1)
+    return [
+        {"kind": "ragged", "hk": hk, "hv": hv, "seq": f"ragged{draw}",
+         "lengths": [generator.randint(1, RAGGED_LONGEST) for _ in range(generator.randint(*RAGGED_COUNT))]}
+        for hk, hv in RAGGED_HEADS
+        for draw in range(RAGGED_DRAWS)
+    ]  # fmt: skip
 
 
 def selected(rows: list[dict], heads: str | None, seq: str | None) -> list[dict]:

@@ -488,6 +488,26 @@ def test_segments_on_the_gpu(run_python, root, tmp_path):
     assert row["best_ms"] == min(row["off_ms"], *row["forced"].values())
 
 
+def test_in_turns(run_python, root, tmp_path):
+    torch = pytest.importorskip("torch")
+    import gatedelta
+    from gatedelta import _lib
+
+    script, output = str(root / "bench" / "in_turns.py"), tmp_path / "in_turns.json"
+    library = f"here={_lib.library_path('gatedelta')}"
+    refused = run_python(script, library, "--only", "1/2", check=False)
+    assert refused.returncode == 2 and "no such row" in refused.stderr
+    if not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0:
+        refused = run_python(script, library, check=False)
+        assert refused.returncode == 1 and "needs a GPU" in refused.stderr
+        pytest.skip("no GPU, or none that is supported")
+    run_python(script, library, library.replace("here", "again"), "--kinds", "fwd,bwd,ragged", "--only", "2/8,2/4,6/18",
+               "--seq", "1x2048,8k_1seq,ragged0", "--repeats", "2", "--output", str(output))  # fmt: skip
+    result = json.loads(output.read_text())
+    assert result["header"]["base"] == "here" and len(result["rows"]) == 3
+    assert all(row["ms"].keys() == {"here", "again"} and row["distance"] == {"again": 0} for row in result["rows"])
+
+
 def serving_row(batch: int = 1, tokens: int = 1, ms: float = 0.002, **more) -> dict:
     kind, store = ("decode", "final") if tokens == 1 else ("verify", "none")
     row = {"kind": kind, "hk": 16, "hv": 32, "batch": batch, "T": tokens, "state_dtype": "float32", "layout": "VK",
