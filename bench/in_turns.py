@@ -58,9 +58,15 @@ class Library:
         self.check(getattr(self.lib, query)(ctypes.byref(args), ctypes.byref(size)))
         return size.value
 
+    def arguments(self, kind: type[ctypes.Structure], inputs: dict[str, torch.Tensor]) -> ctypes.Structure:
+        args = kind()
+        args.exec.device, args.exec.device_index = CUDA, torch.cuda.current_device()
+        for name, tensor in inputs.items():
+            setattr(args.inputs, name, describe(tensor, name))
+        return args
+
     def prepare(self, function: str, args: ctypes.Structure, kept: list) -> Callable[[], None]:
         """A call with its workspace. `kept` holds the tensors that the arguments point to."""
-        args.exec.device, args.exec.device_index = CUDA, torch.cuda.current_device()
         args.exec.workspace_bytes = self.size(f"{function}_workspace", args)
         workspace = torch.empty(args.exec.workspace_bytes, dtype=torch.uint8, device=gpu.DEVICE)
         args.exec.workspace = workspace.data_ptr()
@@ -74,9 +80,7 @@ class Library:
 
     def forward(self, inputs: dict[str, torch.Tensor], saves: bool = False) -> tuple[Callable, list[torch.Tensor]]:
         """The call, and its results: o and the final state, or what a backward takes."""
-        args = _lib.ForwardArgs()
-        for name, tensor in inputs.items():
-            setattr(args.inputs, name, describe(tensor, name))
+        args = self.arguments(_lib.ForwardArgs, inputs)
         results = [torch.empty_like(inputs["v"]), torch.empty_like(inputs["initial_state"])]
         args.o, args.final_state = describe(results[0], "o"), describe(results[1], "final_state")
         if saves:
@@ -88,9 +92,7 @@ class Library:
         forward, (*_, saved) = self.forward(inputs, saves=True)
         forward()
         gradients = gpu.make_gradients(inputs)
-        args = _lib.BackwardArgs()
-        for name, tensor in inputs.items():
-            setattr(args.inputs, name, describe(tensor, name))
+        args = self.arguments(_lib.BackwardArgs, inputs)
         args.d_o, args.d_final_state = describe(gradients["do"], "do"), describe(gradients["dht"], "dht")
         args.saved, args.saved_bytes = saved.data_ptr(), saved.nbytes
         results = [torch.empty_like(inputs[name]) for name in gpu.LEAVES]
