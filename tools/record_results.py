@@ -48,7 +48,8 @@ def record_cpu(folder: Path) -> None:
     recorded = stamp_or_exit()
     results = {kind: json.loads((folder / f"{kind}.json").read_text()) for kind in ("transformers", "isas")}
     machine = results["transformers"]["machine"]
-    stem = f"{slug(machine['architecture'])}-{slug(machine['cpu'])}-{machine['cpus']}cpu"
+    parts = (machine["architecture"], machine["cpu"], machine["best_isa"])
+    stem = f"{'-'.join(map(slug, parts))}-{machine['cpus']}cpu"
     for kind, result in results.items():
         keep(CPU / f"{stem}.{kind}.json", {**result, "recorded": recorded})
     shutil.copyfile(folder / "transformers.png", CPU / f"{stem}.png")
