@@ -17,8 +17,8 @@ Each path has a process of its own, because transformers picks FLA up when it is
 The torch path cannot keep packed sequences apart and trains on one sequence after the other; it has no prefill of 128k
 tokens, which would take too long. FLA's kernels are compiled and tuned first, at a prefill of 4096 tokens: --warm-up
 does only that, and a later run with --jobs 0 finds the results in Triton's cache. Full attention is torch's, but not
-cuDNN's in decode. Rows are written one by one as they are measured; with --append, beside the other paths' rows of an
-earlier run. results/SCHEMA.md describes the output.
+cuDNN's in decode. Rows are written one by one as they are measured; with --append, beside an earlier run's rows of
+other paths, sizes and kinds. results/SCHEMA.md describes the output.
 
 Usage: python bench/models.py --output FILE [--paths gatedelta fla] [--sizes 0.8B] [--kinds prefill decode]
                               [--limit SECONDS] [--jobs 12] [--append] [--smoke]
@@ -173,14 +173,20 @@ def compare_logits(folder: Path, sizes: list[str]) -> dict[str, dict[str, float]
     return found
 
 
+def is_measured_again(row: dict, options: argparse.Namespace) -> bool:
+    return row["path"] in options.paths and row["model"] in options.sizes and row["kind"] in options.kinds
+
+
 def run_all(options: argparse.Namespace) -> None:
     header = describe(options.smoke)
     result = {"header": header, "rows": []}
     if options.append and options.output.exists():
         before = json.loads(options.output.read_text())
-        again = {(path, size) for path in options.paths for size in options.sizes}
         result["header"] = before["header"]
-        result["rows"] = [row for row in before["rows"] if (row["path"], row["model"]) not in again]
+        added = {key: header.get(key) for key in ("date", "commit")}
+        added |= {key: list(getattr(options, key)) for key in ("paths", "sizes", "kinds")}
+        result["header"]["added"] = [*before["header"].get("added", []), added]
+        result["rows"] = [row for row in before["rows"] if not is_measured_again(row, options)]
     records.write(options.output, result)
     if options.jobs and header["gpu"] and {"fla", "fla-all"} & set(options.paths):
         warm_up(options)
@@ -213,7 +219,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=model_rows.KINDS, default=list(model_rows.KINDS))
     parser.add_argument("--limit", type=float, default=150, help="seconds for a path (150)")
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile FLA's kernels first (12); 0: none")
-    parser.add_argument("--append", action="store_true", help="keep the rows of other paths and sizes in the file")
+    parser.add_argument("--append", action="store_true", help="keep the other rows of the file")
     parser.add_argument("--share", help=argparse.SUPPRESS)  # of the warm-up
     parser.add_argument("--smoke", action="store_true", help="tiny models, on a CPU if there is no GPU")
     parser.add_argument("--path", choices=model_rows.PATHS, help=argparse.SUPPRESS)  # of this process

@@ -720,14 +720,17 @@ def test_models_are_timed(models, bench):
 
 
 def test_models_can_be_added(models, run_python, root, tmp_path):
-    """A path again, with one kind: the other paths' rows stay."""
-    result, _ = models
+    """A path again, with one kind: its rows of other kinds and the other paths' rows stay."""
+    before, _ = models
     output = tmp_path / "models.json"
-    output.write_text(json.dumps(result | {"rows": [row | {"path": "fla"} for row in result["rows"]]}))
+    output.write_text(json.dumps(before))
     script = str(root / "bench" / "models.py")
     run_python(script, "--smoke", "--append", "--paths", "torch", "--kinds", "train", "--output", str(output))
-    rows = json.loads(output.read_text())["rows"]
-    assert len(rows) == len(result["rows"]) + 1 and rows[-1]["path"] == "torch" and rows[-1]["kind"] == "train"
+    after = json.loads(output.read_text())
+    again = [row for row in before["rows"] if row["path"] == "torch" and row["kind"] == "train"]
+    assert after["rows"][:-1] == [row for row in before["rows"] if row not in again]
+    assert len(again) == 1 and after["rows"][-1]["ms"] != again[0]["ms"]
+    assert [(run["paths"], run["kinds"]) for run in after["header"]["added"]] == [(["torch"], ["train"])]
 
 
 def test_models_warm_up(run_python, root, tmp_path):

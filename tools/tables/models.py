@@ -48,6 +48,19 @@ def line_of(group: dict[str, dict], paths: list[str]) -> list[str]:
     ]
 
 
+def later_runs(header: dict) -> list[str]:
+    """A sentence for each run that replaced rows of the first."""
+
+    def names(run: dict, key: str) -> str:
+        return ", ".join(model_rows.PATHS[path] for path in run["paths"]) if key == "paths" else ", ".join(run[key])
+
+    return [
+        f"Measured later ({run['date']}, {(run['commit'] or 'no commit')[:10]}): {names(run, 'kinds')} rows of "
+        f"{names(run, 'paths')} at {names(run, 'sizes')}."
+        for run in header.get("added", [])
+    ]
+
+
 def models() -> str:
     """Empty while nothing is recorded."""
     path = files.H200 / "models.json"
@@ -75,6 +88,7 @@ def models() -> str:
         h200_heading(header),
         text,
         table(columns, [line_of(group, paths) for group in groups]),
+        *later_runs(header),
         *([f"Not measured: {'; '.join(missed)}."] if missed else []),
         *picture("models", "Whole models: the other paths' times over GateDelta's", ""),
     ])  # fmt: skip
