@@ -54,11 +54,12 @@ def later_runs(header: dict) -> list[str]:
     def names(run: dict, key: str) -> str:
         return ", ".join(model_rows.PATHS[path] for path in run["paths"]) if key == "paths" else ", ".join(run[key])
 
-    return [
+    sentences = [
         f"Measured later ({run['date']}, {(run['commit'] or 'no commit')[:10]}): {names(run, 'kinds')} rows of "
         f"{names(run, 'paths')} at {names(run, 'sizes')}."
         for run in header.get("added", [])
     ]
+    return list(dict.fromkeys(sentences))  # a run that was stopped and done again counts once
 
 
 def models() -> str:
@@ -68,7 +69,9 @@ def models() -> str:
         return ""
     result = json.loads(path.read_text())
     header = result["header"]
-    groups = [group for group in model_rows.by_path(result["rows"]).values() if "ms" in group.get("gatedelta", {})]
+    found = model_rows.by_path(result["rows"])
+    order = [model_rows.key(row) for row in model_rows.rows_of(False, list(model_rows.SIZES), model_rows.KINDS)]
+    groups = [found[key] for key in sorted(found, key=order.index) if "ms" in found[key].get("gatedelta", {})]
     paths = [path for path in model_rows.PATHS if any(path in group for group in groups)]
     missed = sorted({
         f"{model_rows.PATHS[row['path']]}, {row['model']}, {model_rows.name_of(row)}: {row['skipped']}"
