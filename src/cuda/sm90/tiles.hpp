@@ -58,6 +58,7 @@ GD_HOST_DEVICE constexpr uint32_t state_descriptor_low(uint32_t address) { retur
 // Steps of 16 along the contracted dimension of a tile, in descriptor units.
 constexpr uint32_t kStepContiguous = 32 >> 4;    // contracted dimension runs inside the rows
 constexpr uint32_t kStepRows = (16 * 128) >> 4;  // contracted dimension runs over the rows (transposed operand)
+constexpr uint32_t kStepTile = kTileBytes >> 4;  // from a tile to the next one
 
 // A 64 x n accumulator: lane's (row, column) of element i, within the warp's 16 rows.
 struct Place {

@@ -20,19 +20,21 @@ GD_DEVICE uint64_t make_descriptor(uint32_t low, uint32_t high) {
   asm("mov.b64 %0, {%1,%2};" : "=l"(d) : "r"(low), "r"(high));
   return d;
 }
+// NOTE(ptxas): steps are added to 64 bits, in one uniform instruction; added to the lower word, each descriptor takes a
+// second one for its upper word.
 GD_DEVICE uint64_t tile_descriptor(uint32_t address, uint32_t steps) {
-  return make_descriptor(tile_descriptor_low(address) + steps, kTileDescriptorHigh);
+  return make_descriptor(tile_descriptor_low(address), kTileDescriptorHigh) + steps;
 }
 // Rows of two tiles, one behind the other, as one operand of 128 columns; the contracted dimension runs over the rows.
 GD_DEVICE uint64_t wide_descriptor(uint32_t address, uint32_t steps) {
-  return make_descriptor(wide_descriptor_low(address) + steps, kTileDescriptorHigh);
+  return make_descriptor(wide_descriptor_low(address), kTileDescriptorHigh) + steps;
 }
 GD_DEVICE uint64_t state_descriptor(uint32_t address) {
   return make_descriptor(state_descriptor_low(address), kStateDescriptorHigh);
 }
 // Block row I of a triangle: the 16 contracted rows, 16 (I + 1) columns.
 GD_DEVICE uint64_t triangle_descriptor(uint32_t address, int I) {
-  return make_descriptor(triangle_descriptor_low(address) + (triangle_block(I, 0) >> 4), kTriangleDescriptorHigh);
+  return make_descriptor(triangle_descriptor_low(address), kTriangleDescriptorHigh) + (triangle_block(I, 0) >> 4);
 }
 
 template <class Elem, int kColumns>

@@ -83,7 +83,7 @@ struct GradChain : Chain<Elem, Pass::kBackward> {
     for (int step = 0; step < 8; ++step)
       Mma64::template rs<true>(
           z, state.packed + 4 * step,
-          tile_descriptor(this->x_tile(operand.stage) + step / 4 * kTileBytes, step % 4 * kStepRows), step > 0);
+          tile_descriptor(this->x_tile(operand.stage), step / 4 * kStepTile + step % 4 * kStepRows), step > 0);
 #pragma unroll
     for (int step = 0; step < 4; ++step)
       Mma64::template rs<true>(z, d + 4 * step, tile_descriptor(this->r_tile(operand.stage), step * kStepRows), true);

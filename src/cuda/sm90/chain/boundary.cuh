@@ -215,7 +215,7 @@ GD_DEVICE void Chain<Elem, kPass>::add_products(float (&to)[64], const uint32_t 
 #pragma unroll
   for (int step = 0; step < 8; ++step)
     Wgmma<Elem, 128>::template rs<false>(
-        to, a + 4 * step, tile_descriptor(tile + step / 4 * 2 * kTileBytes, step % 4 * kStepContiguous), true);
+        to, a + 4 * step, tile_descriptor(tile, step / 4 * 2 * kStepTile + step % 4 * kStepContiguous), true);
   mma_commit();
 }
 

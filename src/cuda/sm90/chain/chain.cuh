@@ -218,7 +218,7 @@ struct Chain {
   GD_DEVICE void advance_warmup(State& state, int math_wg, const LoadStage& load, const OperandStage& operand,
                                 bool has_values, int& storing_stage) const;
   template <int kCount>
-  GD_DEVICE static void materialize(const uint32_t (&x)[kCount]);
+  GD_DEVICE void materialize(const uint32_t (&x)[kCount]) const;
 
   GD_DEVICE static void stage_output(const float* o, uint32_t at);
   GD_DEVICE void store_output(int math_wg, const Chunk& chunk, int stage) const;

@@ -45,8 +45,9 @@ GD_DEVICE void Chain<Elem, kPass>::build_scores(int load, const ScoreStage& scor
   mma_fence();
 #pragma unroll
   for (int step = 0; step < 8; ++step)
-    Mma64::template ss<false, false>(qk, tile_descriptor(query_tile(load, step / 4), step % 4 * kStepContiguous),
-                                     tile_descriptor(key_tile(load, step / 4), step % 4 * kStepContiguous), step > 0);
+    Mma64::template ss<false, false>(
+        qk, tile_descriptor(query_tile(load, 0), step / 4 * 2 * kStepTile + step % 4 * kStepContiguous),
+        tile_descriptor(key_tile(load, 0), step / 4 * 2 * kStepTile + step % 4 * kStepContiguous), step > 0);
   mma_commit();
   score_pipe.wait_empty(score);
   mma_wait<0>();

@@ -91,9 +91,9 @@ template <int kRows>
 GD_DEVICE void Chain<Elem, kPass>::multiply_state(float* to, const State& state, uint32_t tile) {
 #pragma unroll
   for (int step = 0; step < 8; ++step)
-    Wgmma<Elem, kRows>::template rs<false>(
-        to, state.packed + 4 * step, tile_descriptor(tile + step / 4 * 2 * kTileBytes, step % 4 * kStepContiguous),
-        step > 0);
+    Wgmma<Elem, kRows>::template rs<false>(to, state.packed + 4 * step,
+                                           tile_descriptor(tile, step / 4 * 2 * kStepTile + step % 4 * kStepContiguous),
+                                           step > 0);
   mma_commit();
 }
 
@@ -182,14 +182,20 @@ GD_DEVICE void Chain<Elem, kPass>::advance_warmup(State& state, int math_wg, con
 }
 
 // Forces x to be computed here. NOTE(ptxas): it otherwise sinks the packing below the next wgmma group, onto the
-// critical path. The predicated nanosleep never fires; it is a side effect that ptxas cannot remove.
+// critical path. The stores behind the branch never happen; ptxas does not know that `smem` is not 0.
 template <class Elem, Pass kPass>
 template <int kCount>
-GD_DEVICE void Chain<Elem, kPass>::materialize(const uint32_t (&x)[kCount]) {
-  uint32_t all = x[0] ^ x[kCount - 1];
+GD_DEVICE void Chain<Elem, kPass>::materialize(const uint32_t (&x)[kCount]) const {
 #pragma unroll
-  for (int i = 1; i < kCount - 1; i += 2) all ^= x[i] ^ x[i + 1];
-  asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fc17fc1;\n@p nanosleep.u32 0;}" ::"r"(all) : "memory");
+  for (int i = 0; i < kCount; i += 16)
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %0, 0;\n@p bra never_%=;\nst.shared.v4.b32 [%0], {%1,%2,%3,%4};\n"
+        "st.shared.v4.b32 [%0], {%5,%6,%7,%8};\nst.shared.v4.b32 [%0], {%9,%10,%11,%12};\n"
+        "st.shared.v4.b32 [%0], {%13,%14,%15,%16};\nnever_%=:\n}" ::"r"(smem),
+        "r"(x[i]), "r"(x[i + 1]), "r"(x[i + 2]), "r"(x[i + 3]), "r"(x[i + 4]), "r"(x[i + 5]), "r"(x[i + 6]),
+        "r"(x[i + 7]), "r"(x[i + 8]), "r"(x[i + 9]), "r"(x[i + 10]), "r"(x[i + 11]), "r"(x[i + 12]), "r"(x[i + 13]),
+        "r"(x[i + 14]), "r"(x[i + 15])
+        : "memory");
 }
 
 // O^T to the stage that held V: a warp writes only where it alone has read.
