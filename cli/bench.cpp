@@ -17,7 +17,7 @@ const std::vector<Flag> kBenchFlags = {
     {"--shapes", "FILE", "csv file of cases: columns name, op and the keys below (bench/shapes/*.csv)"},
     {"--op", "LIST", "of fwd, bwd (from what the forward saved), train (both), rec"},
     {"--device", "NAME", "cpu, cuda or cuda:N (cpu)"},
-    {"--isa", "LIST", "instruction sets: all, auto or names (auto)"},
+    {"--isa", "LIST", "instruction sets: all, auto or names (auto); on CUDA: auto or portable"},
     {"--threads", "N", "threads (all CPUs)"},
     {"--scaling", nullptr, "each case with 1, 2, 4, ... up to --threads threads"},
     {"--seconds", "S", "time to spend on each measurement (1)"},
@@ -69,7 +69,7 @@ int bench_command(const std::vector<std::string>& arguments) {
   if (options.has("--blocks")) throw UsageError("--blocks is for --explain");
   const Device device = chosen_device(options, {"--isa", "--threads", "--scaling"});
   const auto shapes = chosen_shapes(options, default_shapes(device));
-  const auto isas = parse_isas(options.get("--isa").value_or("auto"));
+  const auto isas = device.cuda ? std::vector{GD_ISA_AUTO} : parse_isas(options.get("--isa").value_or("auto"));
   if (const auto list = options.get("--op")) parse_ops(*list);  // refused before anything runs
   const int cpus = device.cuda ? 1 : get_info().cpu_count;
   const int threads = static_cast<int>(options.integer("--threads", cpus, 1, 4096));

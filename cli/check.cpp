@@ -15,7 +15,7 @@ const std::vector<Flag> kCheckFlags = {
     {"--shapes", "FILE", "csv file of cases: columns name, op and the keys below"},
     {"--op", "LIST", "of fwd, bwd, rec (all three)"},
     {"--device", "NAME", "cpu, cuda or cuda:N (cpu)"},
-    {"--isa", "LIST", "instruction sets: all, auto or names (all that run here)"},
+    {"--isa", "LIST", "instruction sets: all, auto or names (all that run here); on CUDA: auto or portable"},
     {"--threads", "N", "threads, also of the fp64 recurrence (all CPUs)"},
     {"--verify", "N", "only the first N key heads, for large cases"},
     {"--verbose", nullptr, "show every quantity, not just the worst of each call"},
@@ -75,7 +75,7 @@ int check_command(const std::vector<std::string>& arguments) {
   const Options options(arguments, kCheckFlags, true);
   const Device device = chosen_device(options, {"--isa"});
   const auto shapes = chosen_shapes(options, default_shapes(device));
-  const auto isas = parse_isas(options.get("--isa").value_or(device.cuda ? "auto" : "all"));
+  const auto isas = device.cuda ? std::vector{GD_ISA_AUTO} : parse_isas(options.get("--isa").value_or("all"));
   if (const auto list = options.get("--op")) parse_ops(*list);  // refused before anything runs
   const int threads = static_cast<int>(options.integer("--threads", get_info().cpu_count, 1, 4096));
   const int64_t verified = options.integer("--verify", 0, 1, 1 << 20);

@@ -35,7 +35,9 @@ template <class Args>
 std::string run_on(const Device& device, const Args& host) {
   try {
     GD_CUDA_OK(cudaSetDevice(device.index));
-    testing::DeviceCall<Args> call(host);
+    Args args = host;
+    args.exec.isa = device.isa;
+    testing::DeviceCall<Args> call(args);
     std::string error = call.run();
     return error.empty() ? call.download(host) : error;
   } catch (const std::runtime_error& e) {
@@ -60,9 +62,13 @@ Timing time_calls_on(const Device& device, Op op, const testing::Problem& proble
   std::optional<testing::DeviceForward> forward;
   std::optional<testing::DeviceBackward> backward;
   std::optional<testing::DeviceRecurrent> recurrent;
-  if (op == Op::forward || op == Op::train) forward.emplace(problem.forward);
-  if (op == Op::backward || op == Op::train) backward.emplace(problem.backward);
-  if (op == Op::recurrent) recurrent.emplace(problem.recurrent);
+  const auto with_isa = [&](auto args) {
+    args.exec.isa = device.isa;
+    return args;
+  };
+  if (op == Op::forward || op == Op::train) forward.emplace(with_isa(problem.forward));
+  if (op == Op::backward || op == Op::train) backward.emplace(with_isa(problem.backward));
+  if (op == Op::recurrent) recurrent.emplace(with_isa(problem.recurrent));
   const testing::CudaStream stream;
   const auto call = [&] {
     std::string error = forward ? forward->run(stream) : "";
@@ -126,12 +132,12 @@ std::string refusal(int index, const std::vector<Gpu>& gpus) {
   const auto& [name, major, minor] = gpus[static_cast<size_t>(index)];
   if (major >= 8) return "";
   return name + " has compute capability " + std::to_string(major) + "." + std::to_string(minor) +
-         ", but the library needs 8.0 for recurrent steps and 9.0 for everything else";
+         ", but the library needs 8.0, and for the chunked backward 9.0";
 }
 
 Device chosen_device(const Options& options, const std::vector<std::string>& cpu_flags) {
   const std::string text = options.get("--device").value_or("cpu");
-  const Device device = parse_device(text);
+  Device device = parse_device(text);
   if (!device.cuda) return device;
   const gd_info info = get_info();
   if (!info.cuda_compiled) throw UsageError("--device " + text + ": " + kNoCuda);
@@ -139,7 +145,12 @@ Device chosen_device(const Options& options, const std::vector<std::string>& cpu
     throw UsageError("--device " + text + ": " + reason);
   }
   for (const std::string& flag : cpu_flags) {
-    if (options.has(flag)) throw UsageError(flag + " is for the CPU alone");
+    if (!options.has(flag)) continue;
+    if (flag != "--isa") throw UsageError(flag + " is for the CPU alone");
+    const std::string isa = options.get(flag).value_or("");
+    if (isa != "auto" && isa != gd_isa_name(GD_ISA_CUDA_PORTABLE))
+      throw UsageError("--isa " + isa + " is for the CPU alone: on CUDA it is auto or portable");
+    if (isa != "auto") device.isa = GD_ISA_CUDA_PORTABLE;
   }
   return device;
 }

@@ -29,6 +29,13 @@ Json isa_array(int bits) {
   return array;
 }
 
+// What runs on a GPU.
+const char* kernels_of(const Gpu& gpu) {
+  if (gpu.major < 8) return "nothing runs there";
+  return gpu.major == 9 ? "every operation; portable kernels where K or V is not 128"
+                        : "portable kernels; every operation but the chunked backward";
+}
+
 }  // namespace
 
 int info_command(const std::vector<std::string>& arguments) {
@@ -37,7 +44,11 @@ int info_command(const std::vector<std::string>& arguments) {
   const gd_info info = get_info();
   const std::vector<Gpu> devices = gpus();
   Json names = Json::array();
-  for (const Gpu& gpu : devices) names.add(gpu.name);
+  Json kernels = Json::array();
+  for (const Gpu& gpu : devices) {
+    names.add(gpu.name);
+    kernels.add(kernels_of(gpu));
+  }
   report.write(Json::object()
                    .set("version", version_text(info))
                    .set("abi", info.abi_version)
@@ -46,7 +57,8 @@ int info_command(const std::vector<std::string>& arguments) {
                    .set("isas_usable", isa_array(info.cpu_isa_usable))
                    .set("cuda_compiled", info.cuda_compiled != 0)
                    .set("cuda_devices", info.cuda_devices)
-                   .set("gpus", names));
+                   .set("gpus", names)
+                   .set("gpu_kernels", kernels));
   report.print("gatedelta        %s (ABI %d)\n", version_text(info).c_str(), info.abi_version);
   report.print("backends         cpu%s\n", info.cuda_compiled ? ", cuda" : "");
   report.print("instruction sets %s\n", isa_list(info.cpu_isa_compiled, ", ").c_str());
@@ -58,11 +70,12 @@ int info_command(const std::vector<std::string>& arguments) {
   } else if (devices.empty()) {
     report.print("GPUs             none\n");
   } else {
-    report.print("GPUs             %zu, of which %d supported\n", devices.size(), info.cuda_devices);
+    report.print("GPUs             %zu, of which %d run every operation\n", devices.size(), info.cuda_devices);
   }
   for (size_t i = 0; i < devices.size(); ++i) {
     const auto& [name, major, minor] = devices[i];
-    report.print("  cuda:%-9zu %s, compute capability %d.%d\n", i, name.c_str(), major, minor);
+    report.print("  cuda:%-9zu %s, compute capability %d.%d: %s\n", i, name.c_str(), major, minor,
+                 kernels_of(devices[i]));
   }
   return 0;
 }

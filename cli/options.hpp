@@ -45,8 +45,12 @@ std::vector<Op> parse_ops(const std::string& list);  // "fwd,bwd"
 // Where a command runs.
 struct Device {
   bool cuda = false;
-  int index = 0;  // of the CUDA device
-  std::string name() const { return cuda ? "cuda:" + std::to_string(index) : "cpu"; }
+  int index = 0;             // of the CUDA device
+  gd_isa isa = GD_ISA_AUTO;  // on CUDA: --isa portable forces the portable kernels
+  std::string name() const {
+    if (!cuda) return "cpu";
+    return "cuda:" + std::to_string(index) + (isa == GD_ISA_AUTO ? "" : std::string(" ") + gd_isa_name(isa));
+  }
 };
 
 // "all" = every usable one, "auto" = the library's choice, or names separated by commas. Refuses what cannot run here.

@@ -15,7 +15,7 @@ const std::vector<Flag> kRunFlags = {
     {"--tokens", "N", "sequence length (4096)"},
     {"--device", "NAME", "cpu, cuda or cuda:N (cpu)"},
     {"--threads", "N", "threads, also of the fp64 recurrence (all CPUs)"},
-    {"--isa", "NAME", "instruction set (the best there is)"},
+    {"--isa", "NAME", "instruction set (the best there is); on CUDA: auto or portable"},
     {"--verify", "N", "key heads to verify against the fp64 recurrence (2 of 16; each takes about a second)"},
     {"--seconds", "S", "time to spend on each measurement (1)"},
     {"--json", "FILE", "write the results as JSON (- = standard output, without the tables)"},
@@ -47,7 +47,7 @@ int run_command(const std::vector<std::string>& arguments) {
   const int64_t verified = options.integer("--verify", 2, 1, 16);
   const int threads = static_cast<int>(options.integer("--threads", get_info().cpu_count, 1, 4096));
   const double seconds = options.number("--seconds", 1, 0, 3600);
-  const auto isas = parse_isas(options.get("--isa").value_or("auto"));
+  const auto isas = device.cuda ? std::vector{GD_ISA_AUTO} : parse_isas(options.get("--isa").value_or("auto"));
   if (isas.size() != 1) throw UsageError("--isa: run takes one instruction set");
   const gd_isa isa = resolve(isas[0]);
   const Report report(options);

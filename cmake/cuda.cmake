@@ -52,6 +52,7 @@ function(gd_find_cuda)
   if(NOT problem)
     message(STATUS "CUDA backend: ${GD_NVCC} ${CUDAToolkit_VERSION}")
     set(GD_CUDA_COMPILED 1 PARENT_SCOPE)
+    set(CUDAToolkit_VERSION ${CUDAToolkit_VERSION} PARENT_SCOPE)
     set(Python3_EXECUTABLE ${Python3_EXECUTABLE} PARENT_SCOPE)
   elseif(GD_CUDA STREQUAL "AUTO")
     message(NOTICE "CUDA backend: off, ${problem}")
@@ -68,6 +69,13 @@ endif()
 option(GD_RACECHECK "Kernels that compute-sanitizer's racecheck understands (ptx.cuh); slower" OFF)
 if(GD_RACECHECK AND NOT GD_CUDA_COMPILED)
   message(FATAL_ERROR "GD_RACECHECK is ON, but the CUDA backend is not built: -DGD_CUDA=ON says why")
+endif()
+
+# What the portable kernels are compiled for: sm_80 code serves 8.x, sm_100 10.x, sm_120 12.x, and PTX all that comes
+# later. CUDA before 12.8 does not know the last two.
+set(GD_PORTABLE_ARCHITECTURES 80 90)
+if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.8)
+  list(APPEND GD_PORTABLE_ARCHITECTURES 100 120)
 endif()
 
 # gd_add_cuda(<target> <source> [ARCHITECTURES <architecture>...] [PTX <architecture>]): one .cu file, with machine code

@@ -190,6 +190,7 @@ class DeviceCall {
     }
     args_.exec = {};
     args_.exec.device = GD_CUDA;
+    args_.exec.isa = host.exec.isa;
     GD_CUDA_OK(cudaGetDevice(&args_.exec.device_index));
     if (Call::workspace(&args_, &args_.exec.workspace_bytes) != GD_OK)
       throw std::runtime_error(std::string(Call::kName) + "_workspace: " + gd_last_error());

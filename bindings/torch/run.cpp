@@ -8,14 +8,19 @@ namespace gatedelta::binding {
 
 namespace {
 
-// GATEDELTA_ISA, read once when this library is loaded.
+// GATEDELTA_ISA, read once when this library is loaded. Of a CPU instruction set it concerns CPU tensors, and
+// "portable" concerns CUDA tensors.
 struct ForcedIsa {
-  int32_t isa = GD_ISA_AUTO;
+  int32_t isa = GD_ISA_AUTO, cuda_isa = GD_ISA_AUTO;
   std::string error;
 
   ForcedIsa() {
     const char* wanted = std::getenv("GATEDELTA_ISA");
     if (!wanted || !*wanted) return;
+    if (std::strcmp(gd_isa_name(GD_ISA_CUDA_PORTABLE), wanted) == 0) {
+      cuda_isa = GD_ISA_CUDA_PORTABLE;
+      return;
+    }
     std::string names;
     for (int32_t i = 0; i < GD_ISA_COUNT; ++i) {
       if (std::strcmp(gd_isa_name(i), wanted) == 0) {
@@ -24,7 +29,8 @@ struct ForcedIsa {
       }
       names += std::string(i ? ", " : "") + gd_isa_name(i);
     }
-    error = std::string("GATEDELTA_ISA is '") + wanted + "', which is none of " + names;
+    error = std::string("GATEDELTA_ISA is '") + wanted + "', which is none of " + names + ", " +
+            gd_isa_name(GD_ISA_CUDA_PORTABLE);
   }
 };
 const ForcedIsa forced_isa;
@@ -79,7 +85,9 @@ void TorchThreads::parallel_for(void* context, int64_t count, gd_task_fn run, vo
 }
 
 gd_exec cuda_exec(int32_t device_index) {
+  if (!forced_isa.error.empty()) fail(forced_isa.error);
   gd_exec exec{};
+  exec.isa = forced_isa.cuda_isa;
   exec.device = GD_CUDA;
   exec.device_index = device_index;
   exec.stream = current_stream(device_index);

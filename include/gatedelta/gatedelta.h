@@ -57,7 +57,9 @@ typedef enum gd_dtype { GD_DTYPE_NONE = 0, GD_F32 = 1, GD_BF16 = 2, GD_F16 = 3, 
 
 typedef enum gd_device { GD_CPU = 0, GD_CUDA = 1 } gd_device;
 
-/* CPU instruction sets. GD_ISA_AUTO picks the best the machine has; any other value forces one, or is refused. */
+/* CPU instruction sets. GD_ISA_AUTO picks the best the machine has; any other value forces one, or is refused. On CUDA
+ * GD_ISA_AUTO picks the kernels made for the device, and GD_ISA_CUDA_PORTABLE the ones that every device from compute
+ * capability 8.0 on has (gd_forward; the operations other than gd_backward have no others). */
 typedef enum gd_isa {
   GD_ISA_AUTO = 0,
   GD_ISA_GENERIC = 1,
@@ -67,7 +69,8 @@ typedef enum gd_isa {
   GD_ISA_AMX = 5,
   GD_ISA_NEON = 6,
   GD_ISA_NEON_BF16 = 7,
-  GD_ISA_COUNT = 8
+  GD_ISA_COUNT = 8, /* of the CPU */
+  GD_ISA_CUDA_PORTABLE = 64
 } gd_isa;
 
 /* What `g` holds. */
@@ -117,7 +120,7 @@ typedef struct gd_exec {
   void* stream;         /* cudaStream_t; must be null on the CPU */
   void* workspace;      /* caller-owned, 64-byte aligned, private to this call until it has finished */
   size_t workspace_bytes;
-  int32_t isa;                     /* CPU: gd_isa */
+  int32_t isa;                     /* gd_isa; on CUDA GD_ISA_AUTO or GD_ISA_CUDA_PORTABLE */
   int32_t num_threads;             /* CPU: 0 = every CPU of the process if parallel_for is set, otherwise 1 */
   gd_parallel_for_fn parallel_for; /* CPU: null = the calling thread does all the work */
   void* parallel_for_context;
@@ -372,12 +375,13 @@ typedef struct gd_info {
   int32_t cpu_isa_best;     /* what GD_ISA_AUTO means here for bf16 inputs */
   int32_t cpu_count;        /* CPUs this process may run on */
   int32_t cuda_compiled;    /* 0: this build has no CUDA backend */
-  int32_t cuda_devices;     /* devices of compute capability 9.0, where every operation runs */
+  int32_t cuda_devices;     /* devices of compute capability 9.0, where every operation runs; from 8.0 on all but
+                               gd_backward do */
   uint64_t reserved[4];
 } gd_info;
 
 GD_API gd_status gd_get_info(gd_info* info);
-GD_API const char* gd_isa_name(int32_t isa);         /* "amx", ...; null for an unknown value */
+GD_API const char* gd_isa_name(int32_t isa);         /* "amx", "portable", ...; null for an unknown value */
 GD_API const char* gd_status_name(gd_status status); /* "GD_OK", ... */
 /* Message of the last call of this thread that did not return GD_OK; valid until the thread's next failing call. */
 GD_API const char* gd_last_error(void);

@@ -18,7 +18,8 @@ INVALID_ARGUMENT = 1
 UNSUPPORTED = 2
 
 DTYPE_F32, DTYPE_BF16, DTYPE_F16, DTYPE_I32, DTYPE_I64 = 1, 2, 3, 4, 5
-ISA_COUNT = 8
+ISA_COUNT = 8  # of the CPU
+ISA_CUDA_PORTABLE = 64
 CPU, CUDA = 0, 1
 GATE_LOG, GATE_RAW = 0, 1
 BETA_VALUE, BETA_LOGIT, BETA_LOGIT_DOUBLED = 0, 1, 2
@@ -401,13 +402,16 @@ def isa_name(isa: int) -> str:
 
 @functools.cache
 def forced_isa() -> int:
-    """GATEDELTA_ISA as a gd_isa value; read once."""
+    """GATEDELTA_ISA as a gd_isa value of the CPU; read once. "portable" concerns CUDA tensors: the torch binding's."""
     wanted = os.environ.get("GATEDELTA_ISA")
     if not wanted:
         return 0
     names = [isa_name(i) for i in range(ISA_COUNT)]
+    portable = isa_name(ISA_CUDA_PORTABLE)
+    if wanted == portable:
+        return 0
     if wanted not in names:
-        raise ValueError(f"GATEDELTA_ISA is {wanted!r}, which is none of {', '.join(names)}")
+        raise ValueError(f"GATEDELTA_ISA is {wanted!r}, which is none of {', '.join([*names, portable])}")
     return names.index(wanted)
 
 

@@ -18,7 +18,8 @@ constexpr const char* kIsaNames[] = {"auto", "generic", "avx2", "avx512", "avx51
 static_assert(std::size(kIsaNames) == GD_ISA_COUNT);
 
 // The backends of each operation. Those of one device are listed from the most specialised to the most general.
-const Backend<ForwardProblem>* const kForwardBackends[] = {&cpu::forward_backend, &cuda::sm90_forward_backend};
+const Backend<ForwardProblem>* const kForwardBackends[] = {&cpu::forward_backend, &cuda::sm90_forward_backend,
+                                                           &cuda::portable_forward_backend};
 const Backend<Conv1dProblem>* const kConv1dBackends[] = {&cpu::conv1d_backend, &cuda::conv1d_backend};
 const Backend<Conv1dBackwardProblem>* const kConv1dBackwardBackends[] = {&cpu::conv1d_backward_backend,
                                                                          &cuda::conv1d_backward_backend};
@@ -100,8 +101,12 @@ gd_status gd_gated_norm_backward_workspace(const gd_gated_norm_backward_args* ar
 
 gd_status gd_forward_saved_size(const gd_forward_args* args, size_t* bytes) {
   return guarded([&] {
+    GD_TRY(check_struct(args, kForward.args_type));
+    gd_forward_args saving = *args;  // whether or not the query says so: some backends cannot
+    saving.struct_size = sizeof saving;
+    if (saving.saved_bytes == 0) saving.saved_bytes = 1;
     Call<ForwardProblem> call;
-    GD_TRY(prepare(kForward, args, Stage::query, call));
+    GD_TRY(prepare(kForward, &saving, Stage::query, call));
     return answer(call.backend->saved_bytes(call.problem), bytes);
   });
 }
@@ -128,7 +133,10 @@ gd_status gd_get_info(gd_info* info) {
   });
 }
 
-const char* gd_isa_name(int32_t isa) { return isa >= 0 && isa < GD_ISA_COUNT ? kIsaNames[isa] : nullptr; }
+const char* gd_isa_name(int32_t isa) {
+  if (isa == GD_ISA_CUDA_PORTABLE) return "portable";
+  return isa >= 0 && isa < GD_ISA_COUNT ? kIsaNames[isa] : nullptr;
+}
 
 const char* gd_status_name(gd_status status) {
   switch (status) {

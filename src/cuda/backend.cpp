@@ -1,10 +1,13 @@
 // The part of the CUDA backend that needs no CUDA: limits, sizes, and in a build without CUDA the refusal to run.
 #include "cuda/backend.hpp"
 
+#include <algorithm>
+
 #include "cuda/conv1d/config.hpp"
 #include "cuda/gated_norm/config.hpp"
 #include "cuda/layer/config.hpp"
 #include "cuda/limits.hpp"
+#include "cuda/portable/config.hpp"
 #include "cuda/workspace/backward.hpp"
 
 namespace gatedelta::cuda {
@@ -13,21 +16,49 @@ namespace {
 
 Context context_of(const gd_exec& exec, char* workspace) { return {exec.device_index, exec.stream, workspace}; }
 
+// Hopper's kernels are left out.
+Outcome forced(const char* operation) {
+  return refusal(GD_UNSUPPORTED, "isa is portable, but there is no portable %s on CUDA yet: leave isa at auto",
+                 operation);
+}
+
 }  // namespace
 
+// A query does not know the device, so the memory is enough for either kind of kernels.
 const Backend<ForwardProblem> sm90_forward_backend = {
     GD_CUDA,
-    [](const ForwardProblem& p, const gd_exec&) { return check_limits(p); },
-    [](const ForwardProblem& p, const gd_exec&) { return forward_layout(p).bytes; },
+    [](const ForwardProblem& p, const gd_exec& exec) {
+      return exec.isa == GD_ISA_CUDA_PORTABLE ? forced("cut or saving forward") : check_limits(p);
+    },
+    [](const ForwardProblem& p, const gd_exec&) {
+      const bool either = check_portable_limits(p).status == GD_OK;
+      return std::max(forward_layout(p).bytes, either ? portable::forward_layout(p).bytes : 0);
+    },
     [](const ForwardProblem& p) { return saved_layout(p.in).bytes; },
     [](const ForwardProblem& p, const gd_exec& exec, char* workspace) {
       return forward(p, context_of(exec, workspace));
     },
 };
 
+const Backend<ForwardProblem> portable_forward_backend = {
+    GD_CUDA,
+    [](const ForwardProblem& p, const gd_exec& exec) {
+      // What Hopper's kernels alone can do: say why they do not.
+      if (exec.isa == GD_ISA_AUTO && (p.saved || p.segment_chunks)) return check_limits(p);
+      return check_portable_limits(p);
+    },
+    [](const ForwardProblem& p, const gd_exec&) { return portable::forward_layout(p).bytes; },
+    [](const ForwardProblem&) { return size_t{0}; },  // refused
+    [](const ForwardProblem& p, const gd_exec& exec, char* workspace) {
+      return portable_forward(p, context_of(exec, workspace));
+    },
+};
+
 const Backend<BackwardProblem> sm90_backward_backend = {
     GD_CUDA,
-    [](const BackwardProblem& p, const gd_exec&) { return check_limits(p); },
+    [](const BackwardProblem& p, const gd_exec& exec) {
+      return exec.isa == GD_ISA_CUDA_PORTABLE ? forced("backward") : check_limits(p);
+    },
     [](const BackwardProblem& p, const gd_exec&) { return backward_layout(p).bytes; },
     [](const BackwardProblem& p) { return saved_layout(p.in).bytes; },
     [](const BackwardProblem& p, const gd_exec& exec, char* workspace) {
@@ -95,6 +126,7 @@ Outcome not_compiled() { return refusal(GD_UNSUPPORTED, "device is cuda, but thi
 bool is_compiled() { return false; }
 int usable_devices() { return 0; }
 Outcome forward(const ForwardProblem&, const Context&) { return not_compiled(); }
+Outcome portable_forward(const ForwardProblem&, const Context&) { return not_compiled(); }
 Outcome backward(const BackwardProblem&, const Context&) { return not_compiled(); }
 Outcome conv1d(const Conv1dProblem&, const Context&) { return not_compiled(); }
 Outcome conv1d_backward(const Conv1dBackwardProblem&, const Context&) { return not_compiled(); }

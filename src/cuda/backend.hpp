@@ -8,6 +8,7 @@
 namespace gatedelta::cuda {
 
 extern const Backend<ForwardProblem> sm90_forward_backend;
+extern const Backend<ForwardProblem> portable_forward_backend;
 extern const Backend<BackwardProblem> sm90_backward_backend;
 extern const Backend<Conv1dProblem> conv1d_backend;
 extern const Backend<Conv1dBackwardProblem> conv1d_backward_backend;
@@ -16,7 +17,8 @@ extern const Backend<GatedNormProblem> gated_norm_backend;
 extern const Backend<GatedNormBackwardProblem> gated_norm_backward_backend;
 
 bool is_compiled();
-// Devices every operation runs on, those of compute capability 9.0; 0 where there is no driver.
+// Devices every operation runs on, those of compute capability 9.0; 0 where there is no driver. From 8.0 on all but the
+// chunked backward do.
 int usable_devices();
 
 struct Context {
@@ -26,7 +28,8 @@ struct Context {
 };
 
 // Launch the kernels on the stream and return: they wait for nothing, allocate nothing and read nothing back.
-Outcome forward(const ForwardProblem&, const Context&);
+Outcome forward(const ForwardProblem&, const Context&);  // by the portable kernels where the device is not a Hopper
+Outcome portable_forward(const ForwardProblem&, const Context&);
 Outcome backward(const BackwardProblem&, const Context&);
 Outcome conv1d(const Conv1dProblem&, const Context&);
 Outcome conv1d_backward(const Conv1dBackwardProblem&, const Context&);

@@ -7,6 +7,7 @@
 #include "core/names.hpp"
 #include "cuda/decode/config.hpp"
 #include "cuda/gated_norm/config.hpp"
+#include "cuda/portable/config.hpp"
 #include "cuda/workspace/backward.hpp"
 
 namespace gatedelta::cuda {
@@ -17,9 +18,8 @@ namespace {
 #define GD_CHECK(rule) \
   if (const Outcome outcome_ = (rule); outcome_.status != GD_OK) return outcome_
 
-Outcome check_layer(const Layer& in) {
-  for (const auto& [name, size] : {std::pair("K", in.key_dim), std::pair("V", in.value_dim)})
-    if (size != kHeadDim) return refusal(GD_UNSUPPORTED, "%s is %d, must be %d on CUDA", name, size, kHeadDim);
+// What no chunked kernel takes.
+Outcome check_inputs(const Layer& in) {
   if (in.q.dtype != GD_BF16 && in.q.dtype != GD_F16)
     return refusal(GD_UNSUPPORTED, "q, k and v are %s, must be bfloat16 or float16 on CUDA", dtype_name(in.q.dtype));
   if (in.tiled)
@@ -27,21 +27,33 @@ Outcome check_layer(const Layer& in) {
                    "key_head_order is tiled with Hk = %" PRId64 " and Hv = %" PRId64
                    ", must be grouped on CUDA but in recurrent steps: reorder the value heads",
                    in.key_heads, in.value_heads);
+  if (const int64_t tokens = in.sequences.tokens; tokens > kMaxTokens)
+    return refusal(GD_UNSUPPORTED, "T is %" PRId64 ", must be at most %" PRId64 " on CUDA", tokens, kMaxTokens);
+  return {};
+}
+Outcome check_seq_heads(const Layer& in, int64_t most) {
+  if (in.sequences.count <= most / in.value_heads) return {};
+  return refusal(GD_UNSUPPORTED, "N * Hv is %" PRId64 " * %" PRId64 ", must be at most %" PRId64 " on CUDA",
+                 in.sequences.count, in.value_heads, most);
+}
+Outcome check_chunks(int64_t blocks, int64_t most, int64_t helpers) {
+  if (blocks <= most) return {};
+  return refusal(GD_UNSUPPORTED,
+                 "the call has %" PRId64 " chunks times key heads, must have at most %" PRId64 " on CUDA",
+                 blocks - helpers, most - helpers);
+}
+
+Outcome check_layer(const Layer& in) {
+  for (const auto& [name, size] : {std::pair("K", in.key_dim), std::pair("V", in.value_dim)})
+    if (size != kHeadDim)
+      return refusal(GD_UNSUPPORTED,
+                     "%s is %d, must be %d on CUDA in a backward, and in a forward with saved or segment_chunks", name,
+                     size, kHeadDim);
+  GD_CHECK(check_inputs(in));
   if (in.group > kMaxGroup)
     return refusal(GD_UNSUPPORTED, "Hv / Hk is %" PRId64 ", must be at most %" PRId64 " on CUDA", in.group, kMaxGroup);
-
-  const gatedelta::Sequences& sequences = in.sequences;
-  if (sequences.tokens > kMaxTokens)
-    return refusal(GD_UNSUPPORTED, "T is %" PRId64 ", must be at most %" PRId64 " on CUDA", sequences.tokens,
-                   kMaxTokens);
-  if (sequences.count > kMaxSeqHeads / in.value_heads)
-    return refusal(GD_UNSUPPORTED, "N * Hv is %" PRId64 " * %" PRId64 ", must be at most %" PRId64 " on CUDA",
-                   sequences.count, in.value_heads, kMaxSeqHeads);
-  if (const int64_t blocks = prepare_blocks(in); blocks > kMaxPrepareBlocks)
-    return refusal(GD_UNSUPPORTED,
-                   "the call has %" PRId64 " chunks times key heads, must have at most %" PRId64 " on CUDA",
-                   blocks - kPrepareHelpers, kMaxPrepareBlocks - kPrepareHelpers);
-  return {};
+  GD_CHECK(check_seq_heads(in, kMaxSeqHeads));
+  return check_chunks(prepare_blocks(in), kMaxPrepareBlocks, kPrepareHelpers);
 }
 
 Outcome check_segments(const ForwardProblem& p) {
@@ -58,8 +70,8 @@ Outcome check_segments(const ForwardProblem& p) {
   return {};
 }
 
-// What TMA requires of a tensor of rows, and that it has the type of q.
-Outcome check_rows(const char* name, const TokenRows* rows, const Layer& in) {
+// What loads of 16 bytes and TMA require of a tensor of rows, and that it has the type of q.
+Outcome check_rows(const char* name, const TokenRows* rows, const Layer& in, bool by_tma = true) {
   if (!*rows) return {};
   if (rows->dtype != in.q.dtype)
     return refusal(GD_UNSUPPORTED, "%s: dtype is %s, must be %s as that of q on CUDA", name, dtype_name(rows->dtype),
@@ -74,7 +86,7 @@ Outcome check_rows(const char* name, const TokenRows* rows, const Layer& in) {
     if (bytes % kRowAlign)
       return refusal(GD_UNSUPPORTED, "%s: stride[%d] is %" PRId64 ", must be a multiple of %d (%d bytes) on CUDA", name,
                      d, strides[d], static_cast<int>(kRowAlign / kElementBytes), static_cast<int>(kRowAlign));
-    if (bytes >= kMaxStrideBytes)
+    if (by_tma && bytes >= kMaxStrideBytes)
       return refusal(GD_UNSUPPORTED, "%s: stride[%d] is %" PRId64 ", must be less than 2^39 on CUDA", name, d,
                      strides[d]);
   }
@@ -99,6 +111,28 @@ Outcome check_limits(const ForwardProblem& p) {
   for (const auto& [name, rows] :
        {std::pair("q", &in.q), std::pair("k", &in.k), std::pair("v", &in.v), std::pair("o", &p.o)})
     GD_CHECK(check_rows(name, rows, in));
+  return {};
+}
+
+Outcome check_portable_limits(const ForwardProblem& p) {
+  const Layer& in = p.in;
+  if (p.saved)
+    return refusal(GD_UNSUPPORTED,
+                   "saved is given, but the portable CUDA kernels have no backward yet: K = V = 128 on a device of "
+                   "compute capability 9.0 has one");
+  if (p.segment_chunks)
+    return refusal(GD_UNSUPPORTED, "segment_chunks is %" PRId64 ": the portable CUDA kernels cut no sequence",
+                   p.segment_chunks);
+  GD_CHECK(check_inputs(in));
+  GD_CHECK(check_seq_heads(in, portable::kMaxSeqHeads));
+  GD_CHECK(check_chunks(portable::prepare_ctas(p), portable::kMaxCtas, portable::prepare_helpers(p)));
+  for (const auto& [name, rows] :
+       {std::pair("q", &in.q), std::pair("k", &in.k), std::pair("v", &in.v), std::pair("o", &p.o)}) {
+    GD_CHECK(check_rows(name, rows, in, false));
+    if (rows->token_stride >= portable::kMaxTokenStride)
+      return refusal(GD_UNSUPPORTED, "%s: stride[1] is %" PRId64 ", must be less than %" PRId64 " on CUDA", name,
+                     rows->token_stride, portable::kMaxTokenStride);
+  }
   return {};
 }
 

@@ -6,7 +6,8 @@
 
 namespace gatedelta::cuda {
 
-Outcome check_limits(const ForwardProblem& problem);
+Outcome check_limits(const ForwardProblem& problem);  // of Hopper's kernels
+Outcome check_portable_limits(const ForwardProblem& problem);
 Outcome check_limits(const BackwardProblem& problem);
 Outcome check_limits(const RecurrentProblem& problem);
 Outcome check_limits(const GatedNorm& in);

@@ -11,8 +11,9 @@ gd_status validate_exec(const gd_exec& exec) {
   GD_TRY(check_reserved("exec", exec.reserved));
   if (exec.device == GD_CUDA) {
     if (exec.device_index < 0) return invalid("device_index is %" PRId32 ", must not be negative", exec.device_index);
-    if (exec.isa != GD_ISA_AUTO)
-      return invalid("isa is %" PRId32 ", must be 0 (auto) on CUDA: it selects CPU instructions", exec.isa);
+    if (exec.isa != GD_ISA_AUTO && exec.isa != GD_ISA_CUDA_PORTABLE)
+      return invalid("isa is %" PRId32 ", must be 0 (auto) or %d (portable) on CUDA: others select CPU instructions",
+                     exec.isa, GD_ISA_CUDA_PORTABLE);
     if (exec.num_threads != 0 || exec.parallel_for || exec.parallel_for_context)
       return invalid(
           "num_threads, parallel_for and parallel_for_context must not be set on CUDA: they control CPU threads");

@@ -235,7 +235,7 @@ TEST_F(CudaRecurrent, SharesTheRulesAboutArguments) {
   c.o = {};
   EXPECT_TRUE(c.invalid("nothing to compute: o, final_state and step_states are absent"));
   c.exec.isa = GD_ISA_GENERIC;
-  EXPECT_TRUE(c.invalid("isa is 1, must be 0 (auto) on CUDA"));
+  EXPECT_TRUE(c.invalid("isa is 1, must be 0 (auto) or 64 (portable) on CUDA"));
 }
 
 TEST_F(CudaRecurrent, SequencesTimesHeads) {
@@ -257,6 +257,8 @@ TEST_F(Cuda, SavedSize) {
   // Two numbers per sequence, in 64 bytes each, the costs of 80 cuts, and a work list.
   EXPECT_EQ(bytes, kHv * (2 * 33 * (6912 + 8) + 2 * 2 * size_t{65536}) + 2 * 64 + 80 * 8 + 65536);
   EXPECT_EQ(gd_forward_saved_size(&c, nullptr), GD_INVALID_ARGUMENT);
+  c.exec.isa = GD_ISA_CUDA_PORTABLE;
+  EXPECT_TRUE(said(gd_forward_saved_size(&c, &bytes), GD_UNSUPPORTED, "the portable CUDA kernels have no backward"));
 }
 
 TYPED_TEST(CudaRules, Saved) {
@@ -290,7 +292,7 @@ TYPED_TEST(CudaRules, ThingsOfTheCpu) {
   auto& c = this->c;
   constexpr char kThreads[] = "num_threads, parallel_for and parallel_for_context must not be set on CUDA";
   c.exec.isa = GD_ISA_GENERIC;
-  EXPECT_TRUE(c.invalid("isa is 1, must be 0 (auto) on CUDA"));
+  EXPECT_TRUE(c.invalid("isa is 1, must be 0 (auto) or 64 (portable) on CUDA"));
   c.exec.isa = GD_ISA_AUTO;
   c.exec.num_threads = 1;
   EXPECT_TRUE(c.invalid(kThreads));
@@ -365,13 +367,67 @@ TEST_F(CudaGradients, SmallWorkspaceWantsWhatIsSaved) {
   EXPECT_LT(small, whole);
 }
 
+// The portable kernels have all head sizes, Hopper's one. What only the latter can do says so.
 TYPED_TEST(CudaRules, HeadSizes) {
+  constexpr bool kIsForward = std::is_same_v<TypeParam, CudaForward>;
   auto& c = this->c;
-  for (const NamedTensor& each : c.rows())
-    if (each.tensor->shape[2] == kHk) each.tensor->shape[3] = 64;
-  EXPECT_TRUE(c.unsupported("K is 64, must be 128 on CUDA"));
-  for (const NamedTensor& each : c.rows()) each.tensor->shape[3] = each.tensor->shape[2] == kHk ? kD : 112;
-  EXPECT_TRUE(c.unsupported("V is 112, must be 128 on CUDA"));
+  const auto set_sizes = [&](int64_t K, int64_t V) {
+    for (const NamedTensor& each : c.rows()) {
+      const gd_tensor& t = *each.tensor;
+      *each.tensor = tensor(t.data, GD_BF16, {kB, kT, t.shape[2], t.shape[2] == kHk ? K : V});
+    }
+  };
+  const auto refuses = [&](const char* message) {
+    c.saved_bytes = kIsForward ? 1 : 0;
+    if constexpr (kIsForward) c.saved = c.place();
+    EXPECT_TRUE(c.unsupported(message));
+    c.saved = nullptr, c.saved_bytes = 0;
+  };
+  set_sizes(64, 128);
+  refuses("K is 64, must be 128 on CUDA in a backward, and in a forward with saved or segment_chunks");
+  set_sizes(128, 112);
+  refuses("V is 112, must be 128 on CUDA");
+  if constexpr (kIsForward) {
+    size_t bytes = 0;
+    for (const int64_t size : {16, 48, 64, 112, 208, 256}) {
+      set_sizes(size, 272 - size);
+      EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
+    }
+    c.segment_chunks = 1;
+    EXPECT_TRUE(c.unsupported("K is 256, must be 128 on CUDA in a backward, and in a forward with saved or segment"));
+  }
+}
+
+// Memory that is enough for the kernels of every device.
+TEST_F(Cuda, WorkspaceDoesNotDependOnTheDevice) {
+  size_t any = 0, portable = 0;
+  ASSERT_EQ(query(c, &any), GD_OK) << gd_last_error();
+  c.exec.isa = GD_ISA_CUDA_PORTABLE;
+  ASSERT_EQ(query(c, &portable), GD_OK) << gd_last_error();
+  EXPECT_GE(any, portable);
+  EXPECT_GT(portable, 0u);
+}
+
+TEST_F(Cuda, PortableKernelsCanBeForced) {
+  c.exec.isa = GD_ISA_CUDA_PORTABLE;
+  c.exec.device_index = 1000;  // whatever devices there are
+  const gd_status status = call(c);
+  EXPECT_TRUE(status == GD_INVALID_ARGUMENT || status == GD_UNSUPPORTED) << gd_last_error();
+  c.segment_chunks = 2;
+  EXPECT_TRUE(c.unsupported("segment_chunks is 2: the portable CUDA kernels cut no sequence"));
+  c.segment_chunks = 0;
+  c.in.q.stride[1] = int64_t{1} << 25;
+  c.in.q.stride[0] = c.in.q.stride[1] * kT;
+  EXPECT_TRUE(c.unsupported("q: stride[1] is 33554432, must be less than 33554432 on CUDA"));
+  c.in.q = c.made_up(GD_BF16, {kB, kT, kHk, kD});
+  c.saved = c.place();
+  c.saved_bytes = 1;
+  EXPECT_TRUE(c.unsupported("saved is given, but the portable CUDA kernels have no backward yet"));
+}
+
+TEST_F(CudaGradients, HaveNoPortableKernels) {
+  c.exec.isa = GD_ISA_CUDA_PORTABLE;
+  EXPECT_TRUE(c.unsupported("isa is portable, but there is no portable backward on CUDA yet: leave isa at auto"));
 }
 
 TYPED_TEST(CudaRules, Types) {
@@ -386,9 +442,26 @@ TYPED_TEST(CudaRules, Types) {
   }
 }
 
-TYPED_TEST(CudaRules, Groups) {
-  this->c.set_heads(1, 257);
-  EXPECT_TRUE(this->c.unsupported("Hv / Hk is 257, must be at most 256 on CUDA"));
+TEST_F(CudaGradients, Groups) {
+  c.set_heads(1, 257);
+  EXPECT_TRUE(c.unsupported("Hv / Hk is 257, must be at most 256 on CUDA"));
+}
+
+// What Hopper's kernels cannot do, the portable ones take.
+TEST_F(Cuda, LimitsOfHopperAreNotThoseOfAForward) {
+  size_t bytes = 0;
+  c.set_heads(1, 257);
+  EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
+  c.set_heads(kHk, kHv);
+  c.output().stride[0] = int64_t{1} << 39;  // more than TMA takes
+  EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
+  c.set_heads(kHk, kHv);
+  c.in.initial_state = c.made_up(GD_F32, {int64_t{1} << 31, kHv, kD, kD});
+  c.in.initial_indices = c.made_up(GD_I32, {kB});
+  EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
+  c.saved_bytes = 1;
+  EXPECT_TRUE(said(query(c, &bytes), GD_UNSUPPORTED,
+                   "initial_state has 2147483648 slots, must have at most 2147483647 on CUDA"));
 }
 
 TYPED_TEST(CudaRules, TiledKeyHeads) {
@@ -410,25 +483,22 @@ TYPED_TEST(CudaRules, Tokens) {
   EXPECT_TRUE(this->c.unsupported("T is 2147483585, must be at most 2147483584 on CUDA"));
 }
 
-TEST_F(Cuda, Slots) {
-  c.in.initial_state = c.made_up(GD_F32, {int64_t{1} << 31, kHv, kD, kD});
-  c.in.initial_indices = c.made_up(GD_I32, {kB});
-  EXPECT_TRUE(c.unsupported("initial_state has 2147483648 slots, must have at most 2147483647 on CUDA"));
-}
-
 TYPED_TEST(CudaRules, SequencesTimesHeads) {
   this->c.set_heads(1, 1);
   this->set_tokens(1, 64);
   const int64_t sequences = (int64_t{1} << 30);
   this->c.in.cu_seqlens = this->c.made_up(GD_I32, {sequences + 1});
-  EXPECT_TRUE(this->c.unsupported("N * Hv is 1073741824 * 1, must be at most 1073741823 on CUDA"));
+  const bool is_forward = std::is_same_v<TypeParam, CudaForward>;
+  EXPECT_TRUE(this->c.unsupported(std::string("N * Hv is 1073741824 * 1, must be at most ") +
+                                  (is_forward ? "134217727" : "1073741823") + " on CUDA"));
 }
 
 TYPED_TEST(CudaRules, ChunksTimesHeads) {
   this->c.set_heads(256, 256);
   this->set_tokens(1, int64_t{1} << 29);
-  EXPECT_TRUE(
-      this->c.unsupported("the call has 2147483648 chunks times key heads, must have at most 2147483566 on CUDA"));
+  const bool is_forward = std::is_same_v<TypeParam, CudaForward>;
+  EXPECT_TRUE(this->c.unsupported(std::string("the call has 2147483648 chunks times key heads, must have at most ") +
+                                  (is_forward ? "2147483647" : "2147483566") + " on CUDA"));
 }
 
 TYPED_TEST(CudaRules, AlignmentOfRows) {
@@ -455,8 +525,7 @@ TYPED_TEST(CudaRules, AlignmentOfRows) {
   }
 }
 
-TYPED_TEST(CudaRules, StridesBeyondTma) {
-  auto& c = this->c;
+TEST_F(CudaGradients, StridesBeyondTma) {
   c.output().stride[0] = int64_t{1} << 39;
   EXPECT_TRUE(
       c.unsupported(std::string(c.rows().back().name) + ": stride[0] is 549755813888, must be less than 2^39 on CUDA"));

@@ -35,9 +35,23 @@ inline Specs cross(const Specs& a, const Specs& b) {
   return all;
 }
 
+// The kernels under test. gpu_portable is gpu_forward with the portable ones forced.
+#ifdef GD_TEST_PORTABLE
+constexpr gd_isa kForcedIsa = GD_ISA_CUDA_PORTABLE;
+#else
+constexpr gd_isa kForcedIsa = GD_ISA_AUTO;
+#endif
+constexpr bool kIsPortable = kForcedIsa == GD_ISA_CUDA_PORTABLE;
+
+template <class Args>
+Args with_isa(const Args& host) {
+  Args args = host;
+  args.exec.isa = kForcedIsa;
+  return args;
+}
 template <class Args>
 std::string on_device(const Args& host) {
-  DeviceCall<Args> device(host);
+  DeviceCall<Args> device(with_isa(host));
   if (std::string error = device.run(); !error.empty()) return error;
   return device.download(host);
 }

@@ -10,6 +10,33 @@ using Forward = Gpu;
 // Both types multiply 16-bit operands, so fp16 has the bounds of bf16.
 void check(const Specs& specs) {
   for (const std::string& spec : cross(specs, kTypes)) {
+    Case c = parse_case(spec);
+    if (kIsPortable) c.segment = 0;  // those kernels cut nothing
+    Judge judge(c);
+    expect_ok(judge.forward(Compute::tensor_cores, on_device<gd_forward_args>), judge.problem().spec);
+  }
+}
+
+// Kernels for all head sizes; those of Hopper have one.
+TEST_F(Forward, HeadSizes) {
+  Specs specs;
+  for (int size = 16; size <= 256; size += 16) {
+    const std::string text = std::to_string(size), other = std::to_string(16 + (size * 7 + 80) % 256);
+    specs.push_back("T=150 Hk=1 Hv=2 K=" + text + " V=" + text + " dtype=bf16");
+    specs.push_back("T=97 Hk=2 Hv=4 K=" + text + " V=" + other + " dtype=fp16 layout=vk l2norm gate=raw");
+    specs.push_back("lengths=70+0+1+33 pad=9 Hk=1 Hv=3 K=" + other + " V=" + text + " dtype=bf16 pool every=64");
+  }
+  for (const std::string& spec : specs) {
+    Judge judge(parse_case(spec));
+    expect_ok(judge.forward(Compute::tensor_cores, on_device<gd_forward_args>), judge.problem().spec);
+  }
+}
+
+// With few heads, with some and with many: a CTA has a different share of a head.
+TEST_F(Forward, ManyHeads) {
+  for (const std::string& spec :
+       cross({"B=1 T=70 Hk=2 Hv=4", "B=9 T=70 Hk=2 Hv=4", "B=50 T=70 Hk=4 Hv=8", "T=70 Hk=1 Hv=300"},
+             {"K=64 V=64 dtype=bf16", "K=128 V=128 dtype=bf16", "K=128 V=192 dtype=fp16", "K=256 V=256 dtype=bf16"})) {
     Judge judge(parse_case(spec));
     expect_ok(judge.forward(Compute::tensor_cores, on_device<gd_forward_args>), judge.problem().spec);
   }
@@ -62,7 +89,7 @@ TEST_F(Forward, RaggedPacks) {
 TEST_F(Forward, ShortSequencesDoNotDependOnTheBatch) {
   Problem problem(parse_case("lengths=5+3x1000 Hk=2 Hv=4 K=128 V=128 dtype=bf16 layout=vk"));
   problem.forward.batch_invariant = 1;
-  DeviceForward device(problem.forward);
+  DeviceForward device(with_isa(problem.forward));
   ASSERT_EQ(device.run(), "");
   ASSERT_EQ(device.download(problem.forward), "");
   const auto o = bytes_of(problem.forward.o), states = bytes_of(problem.forward.final_state);
@@ -151,6 +178,7 @@ TEST_F(Forward, RepeatsBitForBit) {
 
 // Forced cuts; the sequences end at the beginning, in the middle and at the end of a chunk.
 TEST_F(Forward, Segments) {
+  if (kIsPortable) GTEST_SKIP() << "the portable kernels cut nothing";
   check(cross(
       cross({"T=600 Hk=2 Hv=4", "lengths=300+0+1+64+900+130 pad=7 Hk=1 Hv=3"}, {"segment=1", "segment=2", "segment=3"}),
       {"gate=zero", "gate=mixed", "gate=strong", "gate=spiky", "gate=raw l2norm", "gate=inf beta=two"}));
@@ -165,6 +193,7 @@ TEST_F(Forward, Segments) {
 // Cut or not, the error is about the same. Also where it exceeds the bounds of the table, which do not cover thousands
 // of tokens with beta up to 2.
 TEST_F(Forward, SegmentsAreAsAccurateAsNone) {
+  if (kIsPortable) GTEST_SKIP() << "the portable kernels cut nothing";
   for (const std::string& spec :
        cross(cross({"T=4096 Hk=2 Hv=4 seed=5", "T=4096 Hk=2 Hv=4 seed=6 l2norm beta=logit2"}, kTypes),
              {"gate=zero", "gate=weak", "gate=strong", "gate=spiky", "gate=mixed", "gate=zero keys=correlated"})) {
@@ -192,6 +221,7 @@ TEST_F(Forward, SegmentsAreAsAccurateAsNone) {
 
 // A segment that warms up over everything before it changes no bit.
 TEST_F(Forward, TwoSegmentsAreAsGoodAsOne) {
+  if (kIsPortable) GTEST_SKIP() << "the portable kernels cut nothing";
   Problem problem(parse_case("T=700 Hk=1 Hv=3 gate=zero K=128 V=128 dtype=bf16"));
   ASSERT_EQ(on_device(problem.forward), "");
   const auto o = bytes_of(problem.forward.o), states = bytes_of(problem.forward.final_state);
@@ -206,7 +236,7 @@ TEST_F(Forward, TwoSegmentsAreAsGoodAsOne) {
 TEST_F(Forward, DoesNotDependOnTheBatch) {
   Problem problem(parse_case("B=70 T=1500 Hk=2 Hv=4 K=128 V=128 dtype=bf16"));
   problem.forward.batch_invariant = 1;
-  DeviceForward device(problem.forward);
+  DeviceForward device(with_isa(problem.forward));
   ASSERT_EQ(device.run(), "");
   ASSERT_EQ(device.download(problem.forward), "");
   const auto o = bytes_of(problem.forward.o), states = bytes_of(problem.forward.final_state);
@@ -230,7 +260,7 @@ TEST_F(Forward, GraphReplaysWithNewContents) {
     const std::string rest = " pad=6 Hk=2 Hv=4 pool " + type + " seed=";
     Judge first(parse_case("lengths=70+0+1300+64+30" + rest + "1"));
     Judge second(parse_case("lengths=1+799+0+633+31" + rest + "2"));
-    DeviceForward device(first.problem().forward);
+    DeviceForward device(with_isa(first.problem().forward));
     const CudaStream stream;
     cudaGraph_t graph = nullptr;
     GD_CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
@@ -256,7 +286,7 @@ TEST_F(Forward, RunsOnAStream) {
   Judge judge(parse_case("B=2 T=200 Hk=1 Hv=2 K=128 V=128 dtype=bf16"));
   const CudaStream stream;
   const auto run = [&](const gd_forward_args& host) {
-    DeviceForward device(host);
+    DeviceForward device(with_isa(host));
     if (std::string error = device.run(stream); !error.empty()) return error;
     return device.download(host);
   };
@@ -273,7 +303,7 @@ TEST_F(Forward, LeavesTheCurrentDeviceAlone) {
   EXPECT_EQ(after, before);
   if (devices < 2) GTEST_SKIP() << "one CUDA device only: no call on another one";
   GD_CUDA_OK(cudaSetDevice(1));
-  DeviceForward device(problem.forward);
+  DeviceForward device(with_isa(problem.forward));
   GD_CUDA_OK(cudaSetDevice(0));
   device.args().exec.device_index = 1;
   EXPECT_EQ(device.run(), "");
@@ -288,7 +318,7 @@ TEST_F(Forward, LeavesTheCurrentDeviceAlone) {
 TEST_F(Forward, RefusesAndGoesOn) {
   Judge judge(parse_case("T=200 Hk=1 Hv=2 K=128 V=128 dtype=bf16"));
   const auto run = [](const gd_forward_args& host) -> std::string {
-    DeviceForward device(host);
+    DeviceForward device(with_isa(host));
     const gd_exec right = device.args().exec;
     device.args().exec.device_index = 1000;
     if (gd_forward(&device.args()) != GD_INVALID_ARGUMENT) return "a missing device was accepted";
@@ -312,7 +342,7 @@ TEST_F(Forward, BroadcastHeads) {
   Judge judge(parse_case("T=200 Hk=1 Hv=4 K=128 V=128 dtype=bf16"));
   bool accepted = true;
   const auto run = [&](const gd_forward_args& host) -> std::string {
-    DeviceForward device(host);
+    DeviceForward device(with_isa(host));
     for (gd_tensor* t : {&device.args().in.q, &device.args().in.k}) {
       t->shape[2] = 4;
       t->stride[2] = 0;

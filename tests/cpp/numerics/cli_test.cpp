@@ -240,7 +240,7 @@ TEST(Cli, Cuda) {
   if (gatedelta::cli::get_info().cuda_devices == 0) GTEST_SKIP() << "no CUDA device of compute capability 9.0";
   EXPECT_NE(gatedelta("info").output.find("cuda:0 "), std::string::npos);
   expect_refused("check --device cuda:1000", "--device cuda:1000: there is no such CUDA device");
-  expect_refused("check --device cuda --isa auto", "--isa is for the CPU alone");
+  expect_refused("check --device cuda --isa amx", "--isa amx is for the CPU alone: on CUDA it is auto or portable");
   expect_refused("bench --device cuda --scaling", "--scaling is for the CPU alone");
 
   const Result check = gatedelta("check --device cuda T=70 Hv=2 K=128 V=128 dtype=bf16 --op fwd,bwd,rec");

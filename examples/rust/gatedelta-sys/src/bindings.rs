@@ -36,6 +36,7 @@ pub const GD_ISA_AMX: gd_isa = 5;
 pub const GD_ISA_NEON: gd_isa = 6;
 pub const GD_ISA_NEON_BF16: gd_isa = 7;
 pub const GD_ISA_COUNT: gd_isa = 8;
+pub const GD_ISA_CUDA_PORTABLE: gd_isa = 64;
 pub type gd_isa = core::ffi::c_uint;
 pub const GD_GATE_LOG: gd_gate = 0;
 pub const GD_GATE_RAW: gd_gate = 1;

@@ -143,7 +143,7 @@ Outcome launch(const BackwardParams& p, const BackwardParams* later, int device,
 }  // namespace
 
 Outcome backward(const BackwardProblem& problem, const Context& context) {
-  return with_device(context.device, kChunkedDevices, [&](int multiprocessors) -> Outcome {
+  return with_device(context.device, kHopperDevices, [&](int multiprocessors) -> Outcome {
     BackwardParams p = params_of(problem, context.workspace, multiprocessors);
     const bool bf16 = problem.in.q.dtype == GD_BF16;
     if (p.sequences.batch > 0 && p.sequences.tokens > 0) {

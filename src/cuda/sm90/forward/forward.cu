@@ -1,7 +1,9 @@
-// The CUDA backend: a validated problem becomes one to four kernels on the caller's stream.
+// The forward on Hopper: a validated problem becomes one to four kernels on the caller's stream. On other devices the
+// portable kernels take over, if they can do what the problem asks for.
 #include "cuda/backend.hpp"
 #include "cuda/host/params.cuh"
 #include "cuda/host/tensor_map.cuh"
+#include "cuda/limits.hpp"
 #include "cuda/sm90/forward/launch.cuh"
 #include "cuda/sm90/forward/short_walk.hpp"
 #include "cuda/sm90/prepare/launch.cuh"
@@ -45,14 +47,20 @@ int usable_devices() {
   if (cudaGetDeviceCount(&count)) count = 0;
   for (int device = 0; device < count; ++device) {
     DeviceFacts facts{};
-    usable += check_device(device, kChunkedDevices, facts).status == GD_OK;
+    usable += check_device(device, kHopperDevices, facts).status == GD_OK;
   }
   cudaGetLastError();
   return usable;
 }
 
 Outcome forward(const ForwardProblem& problem, const Context& context) {
-  return with_device(context.device, kChunkedDevices, [&](int multiprocessors) -> Outcome {
+  DeviceFacts facts{};
+  if (Outcome outcome = find_facts(context.device, facts); outcome.status != GD_OK) return outcome;
+  if (facts.major != kHopperDevices.lowest_major && !problem.saved && !problem.segment_chunks) {
+    const Outcome outcome = check_portable_limits(problem);
+    return outcome.status == GD_OK ? portable_forward(problem, context) : outcome;
+  }
+  return with_device(context.device, kHopperDevices, [&](int multiprocessors) -> Outcome {
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const WalkPlan plan = walk_plan(problem);
     const auto walk = [&](bool early) -> Outcome {

@@ -1,0 +1,315 @@
+// What the kernels that follow a state through its steps share: places, loads, states, products, outputs.
+//
+// A warp owns kRows value columns of a head and all K key dimensions: S^T [kRows x K] in registers, as accumulators of
+// mma.m16n8k16. The warps of a CTA share K, Q and what prepare made, and nothing else: no number goes from one warp to
+// another. Everything is computed transposed, rows being v: the left operand of a product is an accumulator packed in
+// place, the right one comes from shared memory.
+//
+// NOTE(ptxas): 128 of 255 registers hold the state. What follows from the numbers of thread and CTA is computed anew in
+// each step (`opaque`), strides come from the parameters: one more value that stays in a register spills another one.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/portable/numbers.cuh"
+
+namespace gatedelta::cuda::portable {
+
+template <class Config>
+struct Chain {
+  using Elem = typename Config::Elem;
+  using Smem = typename Config::Smem;
+  static constexpr int kRows = Config::kRows, kThreads = Config::kThreads;
+  static constexpr int kI = kRows / 16;         // 16-row tiles of S^T
+  static constexpr int kJ = Config::kKeys / 8;  // 8-column tiles of S^T
+  static constexpr int kT = kStep / 8;          // 8-column tiles of a step's tokens
+
+  // A 16-row tile's products with the tokens of a step, as accumulators and as the left operand of the next product.
+  using Tokens = float[kI][kT][4];
+  using Operand = uint32_t[kI][kT / 2][4];
+
+  const Params& p;
+  const uint32_t smem;
+  const int cta, warp;
+  int tid, lane, g, t;
+  const uint16_t *k, *q, *v;  // what this thread copies for the next step
+  const uint8_t* prepared;
+  uint16_t* o;  // where this thread stores outputs of this step
+  float S[kI][kJ][4];
+
+  struct Place {
+    int sequence, head, column;  // column: the warp's first
+    SequenceSpan span;
+  };
+  GD_DEVICE Place place() const {
+    const int block = opaque(cta) >> p.log_parts, item = block / p.value_heads;
+    const int n = p.order ? p.order[item] : item;
+    return {n, block - item * p.value_heads, column(), p.sequences[n]};
+  }
+  GD_DEVICE int column() const { return (opaque(cta) & ((1 << p.log_parts) - 1)) * Config::kColumns + warp * kRows; }
+  // Value columns from the warp's first one on. A warp with none (0 or less) computes with zeros: a branch around a
+  // step would cost registers.
+  GD_DEVICE int columns() const { return p.value_dim - column(); }
+  GD_DEVICE void set_thread(int number) {
+    tid = number;
+    lane = tid & 31;
+    g = lane >> 2;
+    t = lane & 3;
+  }
+
+  GD_DEVICE Chain(const Params& params, int cta_, int tid_)
+      : p(params), smem(shared_base()), cta(cta_), warp(shuffle(tid_ >> 5, 0)) {
+    set_thread(tid_);
+  }
+  // Of the first step.
+  GD_DEVICE void set_rows(const Place& at) {
+    const auto [batch, begin, length] = at.span;
+    const int key_head = at.head / p.group, row = tid >> 3, column = (tid & 7) * kPacketColumns;
+    k = static_cast<const uint16_t*>(p.k.data) + p.k.offset(batch, begin, key_head) + row * p.k_stride + column;
+    q = static_cast<const uint16_t*>(p.q.data) + p.q.offset(batch, begin, key_head) + row * p.q_stride + column;
+    v = static_cast<const uint16_t*>(p.v.data) + p.v.offset(batch, begin, at.head) + at.column +
+        lane / kValuePackets * p.v_stride + lane % kValuePackets * kPacketColumns;
+    o = static_cast<uint16_t*>(p.o.data) + p.o.offset(batch, begin, at.head) + at.column + g * p.o_stride +
+        (t & 1) * 8 + (t >> 1) * 4;
+    prepared = p.prepared_step(p.sequences.first_chunk_index(at.sequence), at.head, 0) + tid * kPacketBytes;
+  }
+
+  // ---- loads -------------------------------------------------------------------------------------------------------
+
+  // A thread copies one packet of every tile's row, of rows kRowStep apart. Rows past the end and columns past K are
+  // zero.
+  static constexpr int kRowStep = kThreads / 8;
+  GD_DEVICE void load_shared_rows(int stage, int rows) {
+    static_assert(kRowStep % 8 == 0 && kStep % kRowStep == 0);  // all of them are swizzled alike
+    const int first = tid >> 3;
+    const uint32_t to = smem + stage * Config::kTiles * Config::kTileBytes + tile_offset(first, tid & 7);
+#pragma unroll
+    for (int i = 0; i < kStep / kRowStep; ++i) {
+      const bool is_row = first + i * kRowStep < rows;
+#pragma unroll
+      for (int tile = 0; tile < Config::kTiles; ++tile) {
+        const bool valid = is_row && tile * kTileColumns + (tid & 7) * kPacketColumns < p.key_dim;
+        const uint32_t at = to + tile * Config::kTileBytes + i * kRowStep * kTileRowBytes;
+        copy_async(at + Smem::kK, k + (valid ? i * kRowStep * p.k_stride + tile * kTileColumns : 0), valid);
+        copy_async(at + Smem::kQ, q + (valid ? i * kRowStep * p.q_stride + tile * kTileColumns : 0), valid);
+      }
+    }
+    constexpr int kPackets = Prepared::kBytes / kPacketBytes;
+#pragma unroll
+    for (int i = 0; i < (kPackets + kThreads - 1) / kThreads; ++i)
+      if (tid + i * kThreads < kPackets)
+        copy_async(smem + Smem::kPrepared + stage * Prepared::kBytes + (tid + i * kThreads) * kPacketBytes,
+                   prepared + i * kThreads * kPacketBytes, true);
+    k += kStep * p.k_stride;
+    q += kStep * p.q_stride;
+  }
+  // From a step, 0 or 1 of its chunk. The steps of a chunk follow each other, the chunks of a head do not.
+  GD_DEVICE void next_prepared(int step) {
+    prepared += step == 0 ? Prepared::kBytes
+                          : (int64_t{p.value_heads} * kStepsPerChunk - (kStepsPerChunk - 1)) * Prepared::kBytes;
+  }
+  // A warp's own columns of V.
+  static constexpr int kValuePackets = kRows / kPacketColumns, kValueRowStep = 32 / kValuePackets;
+  GD_DEVICE uint32_t own_values() const { return smem + Smem::kValues + warp * Smem::kValueBytes; }
+  GD_DEVICE void load_own_values(int rows) {
+    static_assert(kValueRowStep % 8 == 0);
+    const int first = lane / kValuePackets, packet = lane % kValuePackets;
+    const uint32_t to = own_values() + values_offset<kRows>(first, packet);
+#pragma unroll
+    for (int i = 0; i < kStep / kValueRowStep; ++i) {
+      const bool valid = first + i * kValueRowStep < rows && packet * kPacketColumns < columns();
+      copy_async(to + i * kValueRowStep * kRows * 2, v + (valid ? i * kValueRowStep * p.v_stride : 0), valid);
+    }
+    v += kStep * p.v_stride;
+  }
+
+  // ---- states ------------------------------------------------------------------------------------------------------
+
+  // Calls f with every number of S and its distance from the matrix' first; f is not called for padded ones.
+  template <class F>
+  GD_DEVICE void each_number(int column, const F& f) {
+    const int thread = opaque(lane);
+    const int first = thread % 4 * 2 * p.key_state_stride + (column + thread / 4) * p.value_state_stride;
+#pragma unroll
+    for (int i = 0; i < kI; ++i)
+#pragma unroll
+      for (int j = 0; j < kJ; ++j) {
+        if (column + 16 * i >= p.value_dim || 8 * j >= p.key_dim) continue;
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          f(S[i][j][c], first + (8 * j + c % 2) * p.key_state_stride + (16 * i + c / 2 * 8) * p.value_state_stride);
+      }
+  }
+  GD_DEVICE void load_state(const Place& at) {
+#pragma unroll
+    for (int i = 0; i < kI; ++i)
+#pragma unroll
+      for (int j = 0; j < kJ; ++j)
+#pragma unroll
+        for (float& x : S[i][j]) x = 0;
+    const int64_t slot = p.initial.slot(at.sequence);
+    if (slot < 0) return;
+    with_stored(p.initial.dtype, [&](auto stored) {
+      using Stored = decltype(stored);
+      const auto* const from =
+          static_cast<const typename Stored::Word*>(p.initial.data) + p.initial.offset(slot, at.head);
+      each_number(at.column, [&](float& x, int i) { x = Stored::widen(from[i]); });
+    });
+  }
+  GD_DEVICE void store_state(void* data, gd_dtype dtype, int64_t matrix, int column) {
+    with_stored(dtype, [&](auto stored) {
+      using Stored = decltype(stored);
+      auto* const to = static_cast<typename Stored::Word*>(data) + matrix;
+      each_number(column, [&](float& x, int i) { to[i] = Stored::narrow(x); });
+    });
+  }
+
+  // ---- products ----------------------------------------------------------------------------------------------------
+
+  GD_DEVICE float2 vector2(uint32_t prep, StepVector vector, int n) const {
+    return load_shared2(prep + Prepared::kVector + vector * Prepared::kVectorBytes + (8 * n + 2 * t) * 4);
+  }
+  // Sixteen key dimensions of S^T as a left operand.
+  GD_DEVICE void pack_state(uint32_t (&s)[kI][4], int kk) const {
+#pragma unroll
+    for (int i = 0; i < kI; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float(&c)[4] = S[i][2 * kk + h];
+        s[i][2 * h] = pack<Elem>(c[0], c[1]);
+        s[i][2 * h + 1] = pack<Elem>(c[2], c[3]);
+      }
+  }
+  GD_DEVICE void scale_state(int kk, float by) {
+#pragma unroll
+    for (int i = 0; i < kI; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (float& x : S[i][2 * kk + h]) x *= by;
+  }
+  // c += s X^T, X being columns 16 kk .. of a step's rows.
+  GD_DEVICE void multiply_rows(Tokens& c, const uint32_t (&s)[kI][4], uint32_t X, int kk) const {
+    const uint32_t own = tile_offset((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
+#pragma unroll
+    for (int n = 0; n < kT / 2; ++n) {
+      uint32_t x[4];
+      load_matrices(x, X + (own ^ (kk % 4 * 2 * kPacketBytes)) + kk / 4 * Config::kTileBytes + n * 16 * kTileRowBytes);
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int i = 0; i < kI; ++i) {
+          float(&to)[4] = c[i][2 * n + m];
+          if (kk == 0) {
+            mma_first<Elem>(to, s[i][0], s[i][1], s[i][2], s[i][3], x[2 * m], x[2 * m + 1]);
+          } else {
+            mma<Elem>(to, s[i][0], s[i][1], s[i][2], s[i][3], x[2 * m], x[2 * m + 1]);
+          }
+        }
+    }
+  }
+  // S^T += a X, X a step's rows.
+  GD_DEVICE void add_to_state(const Operand& a, uint32_t X) {
+    const uint32_t own = tile_offset(lane & 15, lane >> 4);
+#pragma unroll
+    for (int J = 0; J < kT / 2; ++J)
+#pragma unroll
+      for (int kk = 0; kk < Config::kKeys / 16; ++kk) {
+        uint32_t x[4];
+        load_matrices_transposed(
+            x, X + (own ^ (kk % 4 * 2 * kPacketBytes)) + kk / 4 * Config::kTileBytes + J * 16 * kTileRowBytes);
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+          for (int i = 0; i < kI; ++i)
+            mma<Elem>(S[i][2 * kk + n], a[i][J][0], a[i][J][1], a[i][J][2], a[i][J][3], x[2 * n], x[2 * n + 1]);
+      }
+  }
+  // c += a M^T, M lower triangular.
+  GD_DEVICE void multiply_triangle(Tokens& c, const Operand& a, uint32_t M) const {
+#pragma unroll
+    for (int I = 0; I < kT / 2; ++I)
+#pragma unroll
+      for (int J = 0; J <= I; ++J) {
+        uint32_t x[4];
+        load_matrices(x, M + triangle_block(I, J) + lane * kPacketBytes);
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+          for (int i = 0; i < kI; ++i)
+            mma<Elem>(c[i][2 * I + n], a[i][J][0], a[i][J][1], a[i][J][2], a[i][J][3], x[2 * n], x[2 * n + 1]);
+      }
+  }
+  // Each token's column by its own factor.
+  GD_DEVICE void scale(Tokens& c, uint32_t prep, StepVector vector) const {
+#pragma unroll
+    for (int n = 0; n < kT; ++n) {
+      const float2 by = vector2(prep, vector, n);
+#pragma unroll
+      for (int i = 0; i < kI; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          c[i][n][2 * h] *= by.x;
+          c[i][n][2 * h + 1] *= by.y;
+        }
+    }
+  }
+  GD_DEVICE static void pack_tokens(Operand& to, const Tokens& c) {
+#pragma unroll
+    for (int i = 0; i < kI; ++i)
+#pragma unroll
+      for (int n = 0; n < kT; ++n)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) to[i][n / 2][n % 2 * 2 + h] = pack<Elem>(c[i][n][2 * h], c[i][n][2 * h + 1]);
+  }
+  // The same for an operand that is summed over tokens. Where keys resemble each other, rounding errors add up: a row
+  // of U is then v_i - v_{i-1}, and 32 errors meet in a sum that is one v. So each error is carried on to the lane's
+  // next token, in groups of four (eight cost more where keys are random: an error then counts twice). Only if the keys
+  // of the step are about equally long (`carry` is 1, otherwise 0): an error of a short key is none of a long one. fp16
+  // has three bits more and needs none of it.
+  GD_DEVICE static void pack_carrying(Operand& to, const Tokens& c, float carry) {
+    if constexpr (std::is_same_v<Elem, Fp16>) {
+      pack_tokens(to, c);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kI; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+          for (int n = 0; n < kT; n += 2) {
+            float error = 0;
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+              const float first = c[i][n + m][2 * h] + carry * error;
+              const float rounded = unpack<Elem>(pack<Elem>(first, 0.0f)).x;
+              const float second = c[i][n + m][2 * h + 1] + carry * (first - rounded);
+              uint32_t& both = to[i][n / 2][2 * m + h];
+              both = pack<Elem>(rounded, second);
+              error = second - unpack<Elem>(both).y;
+            }
+          }
+    }
+  }
+
+  // ---- outputs -----------------------------------------------------------------------------------------------------
+
+  // c comes with rows of v and leaves with rows of tokens. Two lanes trade a register, so that each has 8 bytes of a
+  // row and four lanes have 32.
+  GD_DEVICE void store_outputs(const Tokens& c, int rows) {
+    const int columns = this->columns();
+    const bool odd = t & 1;
+#pragma unroll
+    for (int n = 0; n < kT; ++n)
+#pragma unroll
+      for (int i = 0; i < kI; ++i) {
+        const uint32_t a = transposed(pack<Elem>(c[i][n][0], c[i][n][1])),
+                       b = transposed(pack<Elem>(c[i][n][2], c[i][n][3]));
+        const uint32_t other = shuffle_xor(odd ? a : b, 1);
+        if (8 * n + g < rows && 16 * i < columns)
+          *reinterpret_cast<uint2*>(o + 8 * n * p.o_stride + 16 * i) = make_uint2(odd ? other : a, odd ? b : other);
+      }
+    o += kStep * p.o_stride;
+  }
+};
+
+}  // namespace gatedelta::cuda::portable

@@ -1,0 +1,253 @@
+// Tiles, instances, parameters and memory of the portable kernels: plain arithmetic that needs no CUDA, shared by the
+// limits, the launches, the kernels and the tests that run the kernels on a CPU.
+#pragma once
+
+#include <climits>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/problem.hpp"
+#include "cuda/host_device.hpp"
+#include "cuda/tensors.hpp"
+
+namespace gatedelta::cuda::portable {
+
+struct Bf16 {};
+struct Fp16 {};
+
+constexpr int kStep = 32;  // tokens of a step of the forward kernel; a chunk is two of them
+constexpr int kStepsPerChunk = kChunkTokens / kStep;
+
+// ---- tiles in shared memory ----------------------------------------------------------------------------------------
+
+// A tile is rows of tokens, 64 columns (128 bytes) of each. The index of a 16-byte packet is XORed with the row's
+// lowest three bits: ldmatrix meets no bank twice, transposed or not.
+constexpr int kTileColumns = 64;
+constexpr int kTileRowBytes = 128;
+constexpr int kPacketBytes = 16, kPacketColumns = 8;
+GD_HOST_DEVICE constexpr uint32_t tile_offset(int row, int packet) {
+  return static_cast<uint32_t>(row * kTileRowBytes + ((packet ^ (row & 7)) * kPacketBytes));
+}
+// A warp's own values: rows of 16 or 32 columns, two or four packets.
+template <int kColumns>
+GD_HOST_DEVICE constexpr uint32_t values_offset(int row, int packet) {
+  constexpr int kPackets = kColumns / kPacketColumns;
+  return static_cast<uint32_t>(row * kColumns * 2 + ((packet ^ (row / (8 / kPackets) % kPackets)) * kPacketBytes));
+}
+// A lower triangular matrix without its zero blocks: 16 x 16 blocks (0,0), (1,0), (1,1). A block is four 8 x 8 matrices
+// of 128 bytes, by rows: each is what one register of a fragment stores.
+constexpr int kMatrixBytes = 128, kBlockBytes = 4 * kMatrixBytes;
+GD_HOST_DEVICE constexpr uint32_t triangle_block(int I, int J) {
+  return static_cast<uint32_t>(I * (I + 1) / 2 + J) * kBlockBytes;
+}
+
+// ---- what prepare leaves for a step and value head -----------------------------------------------------------------
+
+enum StepVector {
+  kBeta,       // beta_i
+  kReadKey,    // beta_i gamma_i r^k_i: what K S is scaled by
+  kReadQuery,  // s gamma_i r^q_i: what Q S is scaled by
+  kTail,       // delta_i r^k_i: what U is scaled by where it is written
+  kVectors
+};
+// gamma and delta begin anew in every step. Without l2norm r is 1.
+struct Prepared {
+  static constexpr int kTriangleBytes = 3 * kBlockBytes;
+  static constexpr int kVectorBytes = kStep * 4;
+  static constexpr int kN = 0;                                    // stril(Gamma o T)
+  static constexpr int kP = kN + kTriangleBytes;                  // s Gamma o tril(Q K^T), Q and K normalised
+  static constexpr int kVector = kP + kTriangleBytes;             // [kVectors][kStep]
+  static constexpr int kEnd = kVector + kVectors * kVectorBytes;  // gamma of the step's last token
+  static constexpr int kCarry = kEnd + 4;                         // 1 if its keys are about equally long, otherwise 0
+  static constexpr int kBytes = kEnd + kPacketBytes;
+  static_assert(kBytes % kPacketBytes == 0);
+};
+
+// ---- instances -----------------------------------------------------------------------------------------------------
+
+// Head sizes the kernels are compiled for. A smaller K is padded with zeros inside the kernel.
+GD_HOST_DEVICE constexpr int compiled_keys(int key_dim) { return key_dim <= 64 ? 64 : key_dim <= 128 ? 128 : 256; }
+
+template <class ElemOf, int kKeysOf>
+struct PrepareConfig {
+  using Elem = ElemOf;
+  static constexpr int kKeys = kKeysOf;
+  static constexpr int kThreads = 128;
+  static constexpr int kCtasPerSm = kKeys == 256 ? 2 : 5;
+  static constexpr int kTiles = kKeys / kTileColumns;
+  static constexpr int kTileBytes = kChunkTokens * kTileRowBytes;
+  static constexpr int kHeadsAtOnce = 16;  // whose gates are in shared memory
+
+  struct Smem {
+    static constexpr int kK = 0;
+    static constexpr int kQ = kK + kTiles * kTileBytes;
+    // In their place once the products are done:
+    static constexpr int kScores = 0;  // [step][6][lane] of 16 bytes: Q K^T on and below the diagonal, fp32
+    static constexpr int kScoreBytes = 6 * 32 * kPacketBytes;
+    static constexpr int kOperands = kScores + kStepsPerChunk * kScoreBytes;  // [step][lane] of 2 packets: K K^T, fp16
+    static constexpr int kOperandBytes = 2 * 32 * kPacketBytes;
+    // [step][4]: of K K^T's 8 x 8 blocks on the diagonal the 28 numbers below it, fp32
+    static constexpr int kTriangles = kOperands + kStepsPerChunk * kOperandBytes;
+    static constexpr int kBelowBytes = 128;
+    static constexpr int kInverses = kTriangles + kStepsPerChunk * 4 * kBelowBytes;  // [warp]: D, then D beta; columns
+    static constexpr int kInverseBytes = 32 * kPacketBytes;
+    static constexpr int kLogs = kInverses + kThreads / 32 * 2 * kInverseBytes;  // [warp][kStep]
+    static constexpr int kTilesEnd = kQ + kTiles * kTileBytes;
+    static_assert(kLogs + kThreads / 32 * Prepared::kVectorBytes <= kTilesEnd);
+    static constexpr int kNorms = kTilesEnd;                      // r^k, then r^q
+    static constexpr int kCarry = kNorms + 2 * kChunkTokens * 4;  // [step] as Prepared::kCarry
+    static constexpr int kGates = kCarry + kPacketBytes;          // [heads][64]: gates in units of log 2; then betas
+    GD_HOST_DEVICE static constexpr int heads(int group) { return group < kHeadsAtOnce ? group : kHeadsAtOnce; }
+    GD_HOST_DEVICE static constexpr int allocated(int group) { return kGates + 2 * heads(group) * kChunkTokens * 4; }
+  };
+};
+
+// kRows: value columns of a warp, 16 or 32. A CTA has kWarps of them, of one head.
+template <class ElemOf, int kKeysOf, int kRowsOf, int kWarpsOf, int kCtasPerSmOf>
+struct ForwardConfig {
+  using Elem = ElemOf;
+  static constexpr int kKeys = kKeysOf, kRows = kRowsOf, kWarps = kWarpsOf, kCtasPerSm = kCtasPerSmOf;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kColumns = kRows * kWarps;
+  static constexpr int kTiles = kKeys / kTileColumns;
+  static constexpr int kTileBytes = kStep * kTileRowBytes;
+  static constexpr int kStages = 2;
+
+  struct Smem {
+    static constexpr int kK = 0;
+    static constexpr int kQ = kK + kStages * kTiles * kTileBytes;
+    static constexpr int kValues = kQ + kStages * kTiles * kTileBytes;  // [warp][token][kRows], one stage
+    static constexpr int kValueBytes = kStep * kRows * 2;
+    static constexpr int kPrepared = kValues + kWarps * kValueBytes;
+    static constexpr int kBytes = kPrepared + kStages * Prepared::kBytes;
+    static_assert(kBytes <= 99 << 10);  // what a CTA can have on every device from 8.0 on
+  };
+};
+template <class Elem>
+using Forward64 = ForwardConfig<Elem, 64, 16, 4, 4>;
+template <class Elem>
+using Forward128 = ForwardConfig<Elem, 128, 32, 4, 2>;
+template <class Elem>
+using Forward128Half = ForwardConfig<Elem, 128, 16, 4, 2>;
+template <class Elem>
+using Forward128Quarter = ForwardConfig<Elem, 128, 16, 2, 4>;
+template <class Elem>
+using Forward256 = ForwardConfig<Elem, 256, 16, 8, 1>;
+
+// How many value columns a CTA has changes no bit: a warp never meets a number of another warp's columns. Few columns
+// where there are few heads, so that more multiprocessors work.
+enum class ForwardKind { k64, k128, k128Half, k128Quarter, k256 };
+inline ForwardKind forward_kind(const Layer& in, int multiprocessors) {
+  const int keys = compiled_keys(in.key_dim);
+  if (keys != 128) return keys == 64 ? ForwardKind::k64 : ForwardKind::k256;
+  const int64_t ctas = in.sequences.count * in.value_heads * ((in.value_dim + 127) / 128);  // of whole heads
+  if (2 * ctas > multiprocessors && in.value_dim > 64) return ForwardKind::k128;
+  return 4 * ctas > multiprocessors ? ForwardKind::k128Half : ForwardKind::k128Quarter;
+}
+
+// ---- what kernels are told -----------------------------------------------------------------------------------------
+
+// Passed by value: a graph that captures a call holds all of it.
+struct Params {
+  TokenRows q, k, v, o, g, beta;
+  HeadVector A_log, dt_bias;
+  ChunkedSequences sequences;
+  int key_heads, value_heads, group, key_dim, value_dim;
+  int prepare_helpers;                              // CTAs
+  int log_parts;                                    // of the CTAs of the forward kernel for a head, a power of two
+  uint32_t q_stride, k_stride, v_stride, o_stride;  // from token to token
+  gd_gate gate;
+  gd_beta beta_kind;
+  bool l2norm;
+  float scale;
+  StateRows initial, final, checkpoints;
+  int key_state_stride, value_state_stride;  // inside a matrix
+  int64_t checkpoint_every;                  // tokens; 0 = none
+  IndexRows checkpoint_offsets;
+  uint8_t* prepared;          // [chunks][value_heads][kStepsPerChunk][Prepared::kBytes]
+  int* order;                 // [N] sequences, longest first; null = as they come
+  int64_t* first_checkpoint;  // [N] number of its first checkpoint, of packed sequences
+
+  GD_HOST_DEVICE bool is_padding(int n) const {
+    if (n == sequences.count) return true;
+    return initial.indices && final.indices && initial.slot(n) < 0 && final.slot(n) < 0;
+  }
+  GD_HOST_DEVICE uint8_t* prepared_step(int64_t chunk_index, int head, int step) const {
+    return prepared + ((chunk_index * value_heads + head) * kStepsPerChunk + step) * int64_t{Prepared::kBytes};
+  }
+};
+
+// ---- memory --------------------------------------------------------------------------------------------------------
+
+// Limits of the kernels' 32-bit arithmetic; validation enforces them.
+constexpr int64_t kMaxCtas = INT_MAX;                                   // of one launch
+constexpr int64_t kMaxSeqHeads = INT_MAX / 16;                          // N * Hv: the narrowest CTAs are 8 a head
+constexpr int64_t kMaxTokenStride = (int64_t{1} << 31) / kChunkTokens;  // elements: a chunk's rows are 32 bits apart
+constexpr int64_t kMaxSorted = 1024;  // sequences that are sorted by length; more of them balance themselves
+
+inline ChunkedSequences sequences_of(const Layer& in) {
+  const Sequences& s = in.sequences;
+  return {static_cast<int>(s.count), static_cast<int>(s.batch), s.tokens, s.offsets};
+}
+inline bool is_sorted(const Layer& in) { return in.sequences.offsets && in.sequences.count <= kMaxSorted; }
+inline bool counts_checkpoints(const ForwardProblem& p) { return p.checkpoint_every && p.in.sequences.offsets; }
+// The first CTAs of prepare look at the lengths of packed sequences; the others have a chunk and key head each.
+constexpr int kRanksPerCta = 128;
+inline int64_t prepare_helpers(const ForwardProblem& p) {
+  const int64_t rankers = is_sorted(p.in) ? (p.in.sequences.count + kRanksPerCta - 1) / kRanksPerCta : 0;
+  return rankers > 0 ? rankers : counts_checkpoints(p) ? 1 : 0;
+}
+inline int64_t prepare_ctas(const ForwardProblem& p) {
+  return sequences_of(p.in).workspace_chunks() * p.in.key_heads + prepare_helpers(p);
+}
+
+struct ForwardWorkspace {
+  static constexpr size_t kAlign = 64;  // of every part, and of the memory itself
+  size_t prepared = 0, order = 0, first_checkpoint = 0, bytes = 0;
+};
+inline ForwardWorkspace forward_layout(const ForwardProblem& p) {
+  ForwardWorkspace w;
+  const auto take = [&](int64_t bytes) {
+    const size_t at = w.bytes;
+    w.bytes += (static_cast<size_t>(bytes) + ForwardWorkspace::kAlign - 1) / ForwardWorkspace::kAlign *
+               ForwardWorkspace::kAlign;
+    return at;
+  };
+  const int64_t count = p.in.sequences.count;
+  w.prepared =
+      take(sequences_of(p.in).workspace_chunks() * p.in.value_heads * kStepsPerChunk * int64_t{Prepared::kBytes});
+  w.order = take(is_sorted(p.in) ? count * int64_t{sizeof(int)} : 0);
+  w.first_checkpoint = take(counts_checkpoints(p) ? count * int64_t{sizeof(int64_t)} : 0);
+  return w;
+}
+
+inline Params params_of(const ForwardProblem& problem, char* workspace, int cta_columns) {
+  const Layer& in = problem.in;
+  const ForwardWorkspace layout = forward_layout(problem);
+  Params p{};
+  p.q = in.q, p.k = in.k, p.v = in.v, p.o = problem.o;
+  p.g = in.g, p.beta = in.beta;
+  p.A_log = in.A_log, p.dt_bias = in.dt_bias;
+  p.sequences = sequences_of(in);
+  p.key_heads = static_cast<int>(in.key_heads);
+  p.value_heads = static_cast<int>(in.value_heads);
+  p.group = static_cast<int>(in.group);
+  p.key_dim = in.key_dim, p.value_dim = in.value_dim;
+  p.prepare_helpers = static_cast<int>(prepare_helpers(problem));
+  while ((cta_columns << p.log_parts) < in.value_dim) ++p.log_parts;
+  p.q_stride = static_cast<uint32_t>(in.q.token_stride), p.k_stride = static_cast<uint32_t>(in.k.token_stride);
+  p.v_stride = static_cast<uint32_t>(in.v.token_stride), p.o_stride = static_cast<uint32_t>(problem.o.token_stride);
+  p.gate = in.gate, p.beta_kind = in.beta_kind;
+  p.l2norm = in.l2norm, p.scale = in.scale;
+  p.initial = in.initial, p.final = problem.final, p.checkpoints = problem.checkpoints;
+  p.key_state_stride = in.layout == GD_STATE_KV ? in.value_dim : 1;
+  p.value_state_stride = in.layout == GD_STATE_KV ? 1 : in.key_dim;
+  p.checkpoint_every = problem.checkpoint_every;
+  p.checkpoint_offsets = problem.checkpoint_offsets;
+  p.prepared = reinterpret_cast<uint8_t*>(workspace + layout.prepared);
+  if (is_sorted(in)) p.order = reinterpret_cast<int*>(workspace + layout.order);
+  if (counts_checkpoints(problem)) p.first_checkpoint = reinterpret_cast<int64_t*>(workspace + layout.first_checkpoint);
+  return p;
+}
+
+}  // namespace gatedelta::cuda::portable

@@ -1,0 +1,136 @@
+// The forward kernel: the state through all steps of a sequence, and outputs. N is Gamma o T without its diagonal, and
+// W has beta in it:
+//   W = beta o V - beta gamma o (K S)    U = W + N W    O = s gamma o (Q S) + P U    S <- gamma_L S + K^T (delta o U)
+// The identity in T meets no rounding: only N W is a product of 16-bit operands.
+//
+// cp.async groups are counted per thread and alternate: rows that the CTA shares, the warp's own V. So all but the last
+// group have arrived in both places that wait.
+#pragma once
+
+#include "cuda/portable/chain.cuh"
+
+namespace gatedelta::cuda::portable {
+
+template <class Config>
+struct Forward : Chain<Config> {
+  using Base = Chain<Config>;
+  using Base::kI, Base::kT, Base::lane, Base::p, Base::smem;
+  using typename Base::Operand, typename Base::Place, typename Base::Smem, typename Base::Tokens;
+  using Elem = typename Config::Elem;
+  static constexpr int kRows = Config::kRows;
+
+  GD_DEVICE Forward(const Params& params, int cta, int tid) : Base(params, cta, tid) {}
+
+  GD_DEVICE void run() {
+    const Place at = this->place();
+    if (p.is_padding(at.sequence)) return;                      // prepare has zeroed its outputs
+    if (at.column - this->warp * kRows >= p.value_dim) return;  // the power of two is larger than needed
+    this->set_rows(at);
+    int rows = static_cast<int>(at.span.length);
+    if (rows > 0) {
+      this->load_shared_rows(0, rows);
+      this->next_prepared(0);
+    }
+    copy_commit();
+    if (rows > 0) this->load_own_values(rows);
+    copy_commit();
+    this->load_state(at);
+#pragma unroll 1
+    for (int stage = 0;; stage ^= 1, rows -= kStep) {
+      if (rows <= 0 || p.checkpoints) store_states(rows);
+      if (rows <= 0) return;
+      copy_wait<1>();  // the rows of this step; its V may still be on its way
+      sync_cta();      // of every thread; and the step before, whose stage is overwritten now, is over
+      if (rows > kStep) {
+        this->load_shared_rows(stage ^ 1, rows - kStep);
+        this->next_prepared(stage ^ 1);
+      }
+      copy_commit();
+      advance(stage, rows);
+    }
+  }
+
+  GD_DEVICE void advance(int stage, int rows) {
+    const uint32_t K = smem + Smem::kK + stage * Config::kTiles * Config::kTileBytes, Q = K + (Smem::kQ - Smem::kK);
+    const uint32_t prep = smem + Smem::kPrepared + stage * Prepared::kBytes;
+    const float end = load_shared(prep + Prepared::kEnd);
+    this->set_thread(opaque(this->tid));
+    Tokens W, O;
+    Operand packed;
+#pragma unroll
+    for (int kk = 0; kk < Config::kKeys / 16; ++kk) {
+      uint32_t s[kI][4];
+      this->pack_state(s, kk);
+      this->scale_state(kk, end);
+      this->multiply_rows(W, s, K, kk);  // (K S)^T
+      this->multiply_rows(O, s, Q, kk);  // (Q S)^T
+    }
+    copy_wait<1>();  // V of this step; the rows of the next one may still be on their way
+    sync_warp();
+    find_values(W, prep);
+    Base::pack_carrying(packed, W, load_shared(prep + Prepared::kCarry));
+    sync_warp();  // all lanes have read V
+    if (rows > kStep) this->load_own_values(rows - kStep);
+    copy_commit();
+    this->multiply_triangle(W, packed, prep + Prepared::kN);  // U = W + N W
+    this->scale(O, prep, kReadQuery);
+    Base::pack_tokens(packed, W);
+    this->multiply_triangle(O, packed, prep + Prepared::kP);
+    this->scale(W, prep, kTail);
+    Base::pack_carrying(packed, W, load_shared(prep + Prepared::kCarry));
+    this->add_to_state(packed, K);
+    this->store_outputs(O, rows);
+  }
+
+  // W = beta o V - beta gamma o (K S), from (K S)^T.
+  GD_DEVICE void find_values(Tokens& W, uint32_t prep) const {
+    constexpr int kTogether = kRows == 32 ? 1 : 2;  // tiles of eight tokens that come with one ldmatrix
+#pragma unroll
+    for (int n = 0; n < kT; n += kTogether) {
+      uint32_t x[4];
+      load_matrices_transposed(
+          x, this->own_values() + (kRows == 32
+                                       ? values_offset<kRows>(8 * n + (lane & 7), lane >> 3)
+                                       : values_offset<kRows>(8 * n + (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1)));
+#pragma unroll
+      for (int d = 0; d < kTogether; ++d) {
+        const float2 gamma = this->vector2(prep, kReadKey, n + d), beta = this->vector2(prep, kBeta, n + d);
+#pragma unroll
+        for (int i = 0; i < kI; ++i)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float2 value = unpack<Elem>(x[kRows == 32 ? 2 * i + h : 2 * d + h]);
+            float(&w)[4] = W[i][n + d];
+            w[2 * h] = beta.x * value.x - gamma.x * w[2 * h];
+            w[2 * h + 1] = beta.y * value.y - gamma.y * w[2 * h + 1];
+          }
+      }
+    }
+  }
+
+  // ---- states that are due before a step ---------------------------------------------------------------------------
+
+  // Slot of the checkpoint after all but `rows` tokens; negative = none.
+  GD_DEVICE int64_t checkpoint_slot(const Place& at, int rows) const {
+    const int64_t done = at.span.length - rows;
+    if (!p.checkpoints || rows < 0 || done == 0) return -1;
+    const int n = at.sequence;
+    if (p.checkpoint_offsets) return p.checkpoint_offsets[n] == done ? p.checkpoints.slot(n) : -1;
+    if (done % p.checkpoint_every != 0) return -1;
+    const int64_t first = p.first_checkpoint ? p.first_checkpoint[n] : n * (p.sequences.tokens / p.checkpoint_every);
+    return p.checkpoints.slot(first + done / p.checkpoint_every - 1);
+  }
+  // Both kinds by one loop: the code that stores is long.
+  GD_DEVICE void store_states(int rows) {
+    const Place at = this->place();
+#pragma unroll 1
+    for (int is_final = 0; is_final < 2; ++is_final) {
+      const int64_t slot = !is_final ? checkpoint_slot(at, rows) : rows <= 0 ? p.final.slot(at.sequence) : -1;
+      if (slot < 0) continue;
+      this->store_state(is_final ? p.final.data : p.checkpoints.data, is_final ? p.final.dtype : p.checkpoints.dtype,
+                        is_final ? p.final.offset(slot, at.head) : p.checkpoints.offset(slot, at.head), at.column);
+    }
+  }
+};
+
+}  // namespace gatedelta::cuda::portable

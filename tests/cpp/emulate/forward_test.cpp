@@ -1,0 +1,150 @@
+// The portable forward's own text, executed on a CPU, against the fp64 truth.
+#include "forward.hpp"
+
+#include <gtest/gtest.h>
+
+#include "testing/judge.hpp"
+
+namespace gatedelta::testing {
+namespace {
+
+using Specs = std::vector<std::string>;
+
+Specs cross(const Specs& a, const Specs& b) {
+  Specs all;
+  for (const std::string& x : a)
+    for (const std::string& y : b) all.push_back(x + " " + y);
+  return all;
+}
+
+template <class Elem>
+void run_instance(const ForwardProblem& problem, char* workspace, const emulated::Options& options) {
+  using namespace cuda::portable;
+  switch (forward_kind(problem.in, options.multiprocessors)) {
+    case ForwardKind::k64: return emulated::run_kernels<Forward64<Elem>>(problem, workspace, options);
+    case ForwardKind::k128: return emulated::run_kernels<Forward128<Elem>>(problem, workspace, options);
+    case ForwardKind::k128Half: return emulated::run_kernels<Forward128Half<Elem>>(problem, workspace, options);
+    case ForwardKind::k128Quarter: return emulated::run_kernels<Forward128Quarter<Elem>>(problem, workspace, options);
+    case ForwardKind::k256: return emulated::run_kernels<Forward256<Elem>>(problem, workspace, options);
+  }
+}
+std::string run(const gd_forward_args& args, const emulated::Options& options) {
+  const emulated::AlignedRows aligned(args);
+  const ForwardProblem problem = emulated::problem_of(aligned.args);
+  const std::string error = emulated::with_workspace(problem, [&](char* workspace) {
+    problem.in.q.dtype == GD_BF16 ? run_instance<cuda::portable::Bf16>(problem, workspace, options)
+                                  : run_instance<cuda::portable::Fp16>(problem, workspace, options);
+  });
+  const std::string damage = aligned.give_back();
+  return error.empty() ? damage : error;
+}
+
+// Copies come at once in every other case, and as late as they may in the others.
+void check(const Specs& specs, int multiprocessors = 1) {
+  unsigned seed = 0;
+  for (const std::string& spec : specs) {
+    Judge judge(parse_case(spec));
+    const emulated::Options options{multiprocessors, ++seed % 2 == 0, seed};
+    const Judgement judgement =
+        judge.forward(Compute::tensor_cores, [&](const gd_forward_args& args) { return run(args, options); });
+    EXPECT_TRUE(judgement.ok()) << spec << "\n" << judgement.text();
+  }
+}
+
+const Specs kTypes = {"dtype=bf16", "dtype=fp16"};
+
+TEST(EmulatedForward, Instances) {
+  check(cross({"T=200 Hk=1 Hv=2 K=128 V=128", "T=100 Hk=1 Hv=4 K=64 V=64", "T=70 K=256 V=128"}, kTypes));
+  check(cross({"T=77 K=128 V=128"}, kTypes), 3);   // halves of heads
+  check(cross({"T=77 K=128 V=128"}, kTypes), 64);  // quarters
+}
+
+TEST(EmulatedForward, HeadSizes) {
+  check({"T=70 K=16 V=16 dtype=bf16", "T=70 K=48 V=80 dtype=fp16", "T=70 K=96 V=160 dtype=bf16",
+         "T=40 K=144 V=144 dtype=fp16", "T=40 K=240 V=48 dtype=bf16", "T=40 K=64 V=256 dtype=bf16 layout=vk",
+         "T=40 K=112 V=32 dtype=bf16 state=bf16", "T=40 K=80 V=192 dtype=fp16"});
+}
+
+TEST(EmulatedForward, Lengths) {
+  check(cross({"B=2 T=0", "T=1", "T=31", "T=32", "T=33", "T=63", "B=2 T=64", "T=65", "T=96", "T=97"},
+              {"K=64 V=64 dtype=bf16"}));
+}
+
+TEST(EmulatedForward, Packs) {
+  check(cross({"lengths=0+70+0+1+63+64+65+0 pad=3", "lengths=0", "lengths=3x0 pad=5", "lengths=129 pad=70 i64",
+               "lengths=40+0+90 pad=3 h0=0 strided", "lengths=40x1+33 Hk=1 Hv=2"},
+              {"K=64 V=64 dtype=bf16", "K=32 V=96 dtype=fp16 gate=raw l2norm"}));
+}
+
+TEST(EmulatedForward, Heads) {
+  check({"T=40 Hk=2 Hv=6 K=64 V=64 dtype=bf16", "T=40 Hk=1 Hv=35 K=16 V=16 dtype=fp16 gate=raw"});
+}
+
+TEST(EmulatedForward, Gates) {
+  check(cross({"T=100 Hk=2 Hv=4 K=64 V=64 dtype=bf16"},
+              {"gate=zero", "gate=weak", "gate=strong", "gate=spiky", "gate=inf", "gate=huge", "gate=raw",
+               "gate=raw dt_bias=0 gdtype=bf16", "gate=mixed gdtype=fp16"}));
+}
+
+TEST(EmulatedForward, Betas) {
+  check(cross({"T=100 K=64 V=64 dtype=bf16 seed=2"},
+              {"beta=zeros", "beta=two", "beta=one", "beta=logit", "beta=logit2 gdtype=bf16"}));
+}
+
+TEST(EmulatedForward, Keys) {
+  check(cross({"T=100 Hk=1 Hv=2 K=128 V=64 seed=3"},
+              {"keys=correlated gate=zero dtype=bf16", "keys=correlated beta=two gate=weak dtype=fp16",
+               "keys=correlated l2norm gate=raw dtype=bf16", "keys=repeated beta=one dtype=bf16",
+               "keys=repeated l2norm dtype=fp16", "keys=loose dtype=bf16", "keys=loose l2norm dtype=fp16"}),
+        3);
+}
+
+// 32 writes in a row of which each undoes the one before.
+TEST(EmulatedForward, RepeatedKeys) {
+  check({"T=192 Hk=1 Hv=2 K=128 V=128 dtype=bf16 keys=repeated beta=one seed=5",
+         "T=170 Hk=2 Hv=4 K=128 V=128 dtype=bf16 keys=repeated beta=one seed=3"});
+}
+
+TEST(EmulatedForward, States) {
+  check(cross(
+      cross({"lengths=70+0+1+33+20 pad=4 Hk=1 Hv=2 K=32 V=48 dtype=bf16"}, {"state=fp32", "state=bf16", "state=fp16"}),
+      {"layout=kv", "layout=vk pool i64 strided", "pool first_slot=1 inplace", "layout=vk h0=0", "ht=0"}));
+}
+
+TEST(EmulatedForward, Checkpoints) {
+  check(cross({"B=2 T=200 Hk=1 Hv=2 every=64", "lengths=64+63+0+200+130+128 pad=3 every=64",
+               "lengths=64+0+200 every=128", "T=60 every=64", "B=3 T=130 offsets", "lengths=64+63+0+200+130 offsets"},
+              {"K=32 V=32 dtype=bf16", "K=48 V=16 dtype=fp16 state=bf16 layout=vk pool"}));
+}
+
+TEST(EmulatedForward, StridesAndScale) {
+  check({"B=2 T=75 Hk=2 Hv=4 K=64 V=64 dtype=bf16 strided", "T=40 K=64 V=64 dtype=bf16 scale=0",
+         "T=40 K=64 V=64 dtype=fp16 scale=-2.5"});
+}
+
+std::vector<char> bytes_of(const gd_tensor& t) {  // of a tensor without gaps
+  const char* data = static_cast<const char*>(t.data);
+  return {data, data + element_count(t) * element_bytes(t.dtype)};
+}
+
+// The same bits whatever the order of threads, the device and the columns of a CTA.
+TEST(EmulatedForward, BitsDependOnTheInputsAlone) {
+  for (const std::string& type : kTypes) {
+    Problem problem(parse_case("lengths=70+0+33 Hk=1 Hv=2 K=128 V=128 " + type));
+    std::vector<char> o, states;
+    for (const int multiprocessors : {1, 9, 64}) {
+      problem.reset();
+      const auto seed = static_cast<unsigned>(multiprocessors);
+      ASSERT_EQ(run(problem.forward, {multiprocessors, multiprocessors > 9, seed}), "");
+      if (o.empty()) {
+        o = bytes_of(problem.forward.o);
+        states = bytes_of(problem.forward.final_state);
+      }
+      EXPECT_EQ(o, bytes_of(problem.forward.o)) << multiprocessors;
+      EXPECT_EQ(states, bytes_of(problem.forward.final_state)) << multiprocessors;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace gatedelta::testing

@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""Plants a mistake in a copy of the portable kernels, for a test that must find it.
+
+usage: plant.py NAME SOURCE_FOLDER TARGET_FOLDER    writes the changed file
+       plant.py --names
+"""
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Mistake(NamedTuple):
+    file: str
+    right: str  # occurs once in the file
+    wrong: str
+
+
+MISTAKES = {
+    # barriers
+    "no_barrier_between_steps": Mistake(
+        "forward.cuh", "sync_cta();      // of every thread", "// of every thread"
+    ),
+    "no_barrier_before_tiles_are_reused": Mistake(
+        "prepare.cuh", "sync_cta();  // K and Q are not read any more", "// K and Q"
+    ),
+    "no_barrier_before_operands": Mistake("prepare.cuh", "sync_cta();\n    Operands operands;", "Operands operands;"),
+    # asynchronous copies
+    "rows_are_not_waited_for": Mistake(
+        "forward.cuh", "copy_wait<1>();  // the rows of this step", "copy_wait<2>();  // the rows"
+    ),
+    "values_are_not_waited_for": Mistake("forward.cuh", "copy_wait<1>();  // V of this step", "copy_wait<2>();  // V"),
+    "chunk_is_not_waited_for": Mistake("prepare.cuh", "copy_wait<0>();", "copy_wait<1>();"),
+    "next_rows_overwrite_this_stage": Mistake(
+        "forward.cuh", "load_shared_rows(stage ^ 1, rows - kStep)", "load_shared_rows(stage, rows - kStep)"
+    ),
+    # addresses
+    "no_swizzle": Mistake(
+        "chain.cuh", "tile_offset(first, tid & 7);", "first * kTileRowBytes + (tid & 7) * kPacketBytes;"
+    ),
+    "misaligned_values": Mistake("config.hpp", "kPrepared = kValues + kWarps * kValueBytes", "kPrepared = kValues + 8"),
+    "states_by_the_wrong_stride": Mistake(
+        "config.hpp", "p.key_state_stride = in.layout == GD_STATE_KV ? in.value_dim : 1;",
+        "p.key_state_stride = in.layout == GD_STATE_KV ? in.key_dim : 1;",
+    ),
+    "one_place_for_all_checkpoints": Mistake("forward.cuh", "first + done / p.checkpoint_every - 1", "first"),
+    # ends of sequences
+    "rows_past_the_end_are_read": Mistake("chain.cuh", "valid = is_row && ", "valid = (is_row || rows) && "),
+    "rows_past_the_end_are_written": Mistake("chain.cuh", "if (8 * n + g < rows && 16", "if (8 * n + g <= rows && 16"),
+    # numbers
+    "infinite_gates_are_not_clamped": Mistake(
+        "gates.cuh", "return g < kLowestGate ? kLowestGate : g;", "return g;"
+    ),
+    "scores_without_their_diagonal": Mistake("prepare.cuh", "on = 2 * t <= g", "on = 2 * t < g"),
+    "state_decays_before_it_is_read": Mistake(
+        "forward.cuh", "this->pack_state(s, kk);\n      this->scale_state(kk, end);",
+        "this->scale_state(kk, end);\n      this->pack_state(s, kk);",
+    ),
+    "writes_do_not_decay": Mistake("forward.cuh", "this->scale(W, prep, kTail);", ""),
+    "errors_carried_between_unequal_keys": Mistake(
+        "prepare.cuh", "most <= 4 * least ? 1.0f : 0.0f", "most > 0 ? 1.0f : 0.0f"
+    ),
+    "norms_left_out_of_writes": Mistake("prepare.cuh", "exp2_approx(end - log) * rk;", "exp2_approx(end - log);"),
+}  # fmt: skip
+
+
+def main() -> int:
+    if sys.argv[1:] == ["--names"]:
+        print(";".join(MISTAKES), end="")
+        return 0
+    name, source, target = sys.argv[1:]
+    mistake = MISTAKES[name]
+    text = (Path(source) / mistake.file).read_text()
+    if text.count(mistake.right) != 1:
+        print(f"plant: {mistake.file} has {text.count(mistake.right)} times: {mistake.right!r}")
+        return 1
+    Path(target).mkdir(parents=True, exist_ok=True)
+    (Path(target) / mistake.file).write_text(text.replace(mistake.right, mistake.wrong))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
