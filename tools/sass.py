@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Reads the machine code of the sm_90 and sm_90a kernels out of an object or library that nvcc built, and fails where
-it is not what the kernels were written to be. Needs no disassembler: opcodes alone are counted.
+"""Reads the machine code of the kernels out of an object or library that nvcc built, and fails where it is not what the
+kernels were written to be. Needs no disassembler: opcodes alone are counted.
 
 usage: sass.py LIBRARY [--json FILE] [--compare RECORD]
 
-Of each kernel it prints registers, instructions, a digest of the code and how often the opcodes that matter occur.
+Of each sm_90 and sm_90a kernel it prints registers, instructions, a digest of the code and how often the opcodes that
+matter occur; of the other architectures it prints what is wrong.
 With --compare it also says whether this is the code that a record in results/h200 measured.
 """
 
@@ -28,6 +29,7 @@ OPCODES = {
     0x1B5: "UTMASTG",  # and back
     0x1BA: "UBLKCP",  # bulk copy
     0x03B: "LDSM",
+    0x1AE: "LDGSTS",  # cp.async
     0x044: "STSM",
     0x1A7: "SYNCS",  # mbarrier: arrive, try_wait
     0x1B2: "SYNCS",  # init
@@ -43,7 +45,11 @@ REQUIRED = {
     "states_kernel": ("HGMMA", "UTMALDG"),
     "backward_chain_kernel": ("HGMMA", "UTMALDG", "UTMASTG"),
     "gradients_kernel": ("HGMMA", "UTMALDG"),
+    "portable_prepare_kernel": ("HMMA", "LDSM", "LDGSTS"),
+    "portable_forward_kernel": ("HMMA", "LDSM", "LDGSTS"),
 }
+PORTABLE = "portable_"  # the beginning of the names of kernels that every architecture has
+RECORDED = 90  # the architecture whose code is printed and compared
 
 FATBIN = struct.pack("<I", 0xBA55ED50)
 FATBIN_CUBIN = 2  # the kind of an entry; PTX is 1
@@ -67,8 +73,8 @@ def sections_of(elf: bytes) -> dict[str, bytes]:
     return sections
 
 
-def cubins_of(fatbin: bytes) -> Iterator[bytes]:
-    """The sm_90 images of a .nv_fatbin section: a container for each .cu file, an entry for each image in it."""
+def cubins_of(fatbin: bytes) -> Iterator[tuple[int, bytes]]:
+    """Architectures and images of a .nv_fatbin section: a container for each .cu file, an entry for each image."""
     at = 0
     while (at := fatbin.find(FATBIN, at)) >= 0:
         header_bytes, bytes_after = struct.unpack_from("<HQ", fatbin, at + 6)
@@ -79,10 +85,10 @@ def cubins_of(fatbin: bytes) -> Iterator[bytes]:
             (architecture,) = struct.unpack_from("<I", fatbin, at + 28)
             image = fatbin[at + header_bytes : at + header_bytes + image_bytes]
             at += header_bytes + image_bytes
-            if kind == FATBIN_CUBIN and architecture == 90:
+            if kind == FATBIN_CUBIN:
                 if not image.startswith(b"\x7fELF"):
                     raise ValueError("the code is compressed: nvcc needs --no-compress")
-                yield image
+                yield architecture, image
 
 
 def registers_of(sections: dict[str, bytes]) -> dict[str, int]:
@@ -127,9 +133,12 @@ class Kernel(NamedTuple):
     census: dict[str, int]
 
 
-def kernels_of(library: bytes) -> dict[str, Kernel]:
+def kernels_of(library: bytes, wanted: int = RECORDED) -> dict[str, Kernel]:
+    """By name; of one architecture, 90a counting as 90."""
     kernels = {}
-    for cubin in cubins_of(sections_of(library).get(".nv_fatbin", b"")):
+    for architecture, cubin in cubins_of(sections_of(library).get(".nv_fatbin", b"")):
+        if architecture != wanted:
+            continue
         sections = sections_of(cubin)
         registers = registers_of(sections)
         for section, code in sections.items():
@@ -144,11 +153,16 @@ def kernels_of(library: bytes) -> dict[str, Kernel]:
     return dict(sorted(kernels.items()))
 
 
-def problems_of(kernels: dict[str, Kernel]) -> list[str]:
+def other_architectures(library: bytes) -> list[int]:
+    fatbin = sections_of(library).get(".nv_fatbin", b"")
+    return sorted({architecture for architecture, _ in cubins_of(fatbin)} - {RECORDED})
+
+
+def problems_of(kernels: dict[str, Kernel], required: dict[str, tuple[str, ...]] = REQUIRED) -> list[str]:
     problems = []
     for name, kernel in kernels.items():
         problems += [f"{name}: {kernel.census[bad]} {bad}, must have none" for bad in FORBIDDEN if kernel.census[bad]]
-    for prefix, opcodes in REQUIRED.items():
+    for prefix, opcodes in required.items():
         family = [name for name in kernels if name.startswith(prefix)]
         if not family:
             problems.append(f"{prefix}: there is no such kernel, so nothing was checked")
@@ -176,7 +190,9 @@ def main() -> int:
     options = parser.parse_args()
 
     try:
-        kernels = kernels_of(options.library.read_bytes())
+        library = options.library.read_bytes()
+        kernels = kernels_of(library)
+        others = {architecture: kernels_of(library, architecture) for architecture in other_architectures(library)}
     except (OSError, ValueError) as error:
         print(f"sass: {options.library}: {error}")
         return 1
@@ -193,8 +209,15 @@ def main() -> int:
         found = {name: kernel._asdict() for name, kernel in kernels.items()}
         options.json.write_text(json.dumps(found, indent=2) + "\n")
     problems = problems_of(kernels)
+    portable = {name: opcodes for name, opcodes in REQUIRED.items() if name.startswith(PORTABLE)}
+    for architecture, found in others.items():
+        problems += [f"sm_{architecture} {problem}" for problem in problems_of(found, portable)]
+        missing = [name for name in kernels if name.startswith(PORTABLE) and name not in found]
+        problems += [f"sm_{architecture} {name}: there is no such kernel" for name in missing]
     for problem in problems:
         print(f"sass: {problem}")
+    for architecture, found in others.items():
+        print(f"sass: sm_{architecture}: {len(found)} kernels")
     print(f"sass: {len(kernels)} kernels, {len(problems)} problems")
     return 1 if problems else 0
 

@@ -137,7 +137,9 @@ def sass_kernels(**changes: dict[str, int]):
               "prepare_kernel<bf16>": {"HGMMA": 8, "HMMA": 40, "LDL": 0, "STL": 0},
               "states_kernel<bf16>": {"HGMMA": 40, "UTMALDG": 4, "LDL": 0, "STL": 0},
               "backward_chain_kernel<bf16>": {"HGMMA": 56, "UTMALDG": 4, "UTMASTG": 2, "LDL": 0, "STL": 0},
-              "gradients_kernel<bf16>": {"HGMMA": 112, "UTMALDG": 10, "LDL": 0, "STL": 0}}  # fmt: skip
+              "gradients_kernel<bf16>": {"HGMMA": 112, "UTMALDG": 10, "LDL": 0, "STL": 0},
+              "portable_prepare_kernel<64>": {"HMMA": 40, "LDSM": 19, "LDGSTS": 8, "LDL": 0, "STL": 0},
+              "portable_forward_kernel<64>": {"HMMA": 60, "LDSM": 32, "LDGSTS": 16, "LDL": 0, "STL": 0}}  # fmt: skip
     return {
         name: sass.Kernel(name[0] * 16, 128, 100, census | changes.get(name[:7], {})) for name, census in counts.items()
     }
@@ -156,6 +158,7 @@ def sass_kernels(**changes: dict[str, int]):
         ({"states_": {"UTMALDG": 0}}, ["states_kernel<bf16>: no UTMALDG"]),
         ({"backwar": {"UTMASTG": 0}}, ["backward_chain_kernel<bf16>: no UTMASTG"]),
         ({"gradien": {"HGMMA": 0}}, ["gradients_kernel<bf16>: no HGMMA"]),
+        ({"portabl": {"LDGSTS": 0}}, ["portable_prepare_kernel<64>: no LDGSTS", "portable_forward_kernel<64>: no"]),
     ],
 )
 def test_sass_rules(changes, problems):
@@ -189,11 +192,12 @@ def test_sass_comparison_tells_and_never_fails(monkeypatch, capsys, tmp_path, re
     path = tmp_path / "record.json"
     if record is not None:
         path.write_text(json.dumps({"header": {"kernels": record}}))
-    monkeypatch.setattr(sass, "kernels_of", lambda library: sass_kernels())
+    monkeypatch.setattr(sass, "kernels_of", lambda library, architecture=90: sass_kernels())
+    monkeypatch.setattr(sass, "other_architectures", lambda library: [80])
     monkeypatch.setattr(sys, "argv", ["sass.py", __file__, "--compare", str(path), "--json", str(tmp_path / "k.json")])
     assert sass.main() == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("sass:")]
-    assert len(lines) == 5 and lines[0].endswith(f", {forward}") and lines[1].endswith(f", {prepare}")
+    assert len(lines) == 7 and lines[0].endswith(f", {forward}") and lines[1].endswith(f", {prepare}")
     assert json.loads((tmp_path / "k.json").read_text())["prepare_kernel<bf16>"]["digest"] == "p" * 16
 
 
@@ -217,8 +221,8 @@ def test_sass_of_an_object(tmp_path, flag, good):
     import sass
 
     (tmp_path / "k.cu").write_text(CU)
-    command = [NVCC, flag, "-gencode", "arch=compute_90a,code=sm_90a", "-c", tmp_path / "k.cu", "-o", tmp_path / "k.o"]
-    subprocess.run(command, check=True)
+    code = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ("80", "90a")]
+    subprocess.run([NVCC, flag, *code, "-c", tmp_path / "k.cu", "-o", tmp_path / "k.o"], check=True)
     if not good:
         assert "--no-compress" in run("sass.py", tmp_path / "k.o").stdout
         return
@@ -229,6 +233,11 @@ def test_sass_of_an_object(tmp_path, flag, good):
     first, second = kernels["sine<float, 1>"], kernels["sine<float, 2>"]
     assert first.census["MUFU"] == 1 and first.census["LDL"] == 0 and first.instructions >= 8
     assert first.digest != second.digest
+    library = (tmp_path / "k.o").read_bytes()
+    assert sass.other_architectures(library) == [80]
+    assert sass.kernels_of(library, 80)["local"].census["STL"] > 0
+    output = run("sass.py", tmp_path / "k.o").stdout
+    assert "sass: sm_80 local: " in output and "sm_80 portable_forward_kernel: there is no such kernel" in output
 
 
 def test_sass_fails_without_kernels():
