@@ -2,11 +2,11 @@
 
 The clock of a GPU under load depends on what ran before, by more than the differences between two builds: only calls
 that take turns can be compared. Inputs and rows are those of bench/gpu.py, and packs of many ragged sequences. The
-first library is what the others are divided by; errors are relative L2 distances to its results. results/SCHEMA.md
-describes the output.
+first library is what the others are divided by; errors are relative L2 distances to its results. LIBRARY:portable
+forces the portable kernels of a library. results/SCHEMA.md describes the output.
 
-Usage: python bench/in_turns.py [NAME=]LIBRARY... [--kinds fwd,bwd,ragged] [--only 16/64] [--seq 8192x4] [--peers all]
-                                [--repeats N] [--output FILE]
+Usage: python bench/in_turns.py [NAME=]LIBRARY[:portable]... [--kinds fwd,bwd,ragged] [--only 16/64] [--seq 8192x4]
+                                [--head-sizes 64,256] [--peers all] [--repeats N] [--output FILE]
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class Library:
     def __init__(self, text: str):
         name, _, path = text.rpartition("=")
         self.name = name or path
+        self.isa = _lib.ISA_CUDA_PORTABLE if path.endswith(":portable") else 0
+        path = path.removesuffix(":portable")
         self.lib = ctypes.CDLL(str(Path(path).resolve()))
         self.lib.gd_last_error.restype = ctypes.c_char_p
 
@@ -60,7 +62,7 @@ class Library:
 
     def arguments(self, kind: type[ctypes.Structure], inputs: dict[str, torch.Tensor]) -> ctypes.Structure:
         args = kind()
-        args.exec.device, args.exec.device_index = CUDA, torch.cuda.current_device()
+        args.exec.device, args.exec.device_index, args.exec.isa = CUDA, torch.cuda.current_device(), self.isa
         for name, tensor in inputs.items():
             setattr(args.inputs, name, describe(tensor, name))
         return args
@@ -147,6 +149,7 @@ def peer_calls(row: dict, adapters: list) -> dict[str, Callable[[], object]]:
 
 
 def measure(row: dict, libraries: list[Library], adapters: list, repeats: int) -> dict:
+    gpu.D = row["head_size"]
     inputs = gpu.make_inputs(row)
     calls, results = {}, {}
     for library in libraries:
@@ -160,21 +163,23 @@ def measure(row: dict, libraries: list[Library], adapters: list, repeats: int) -
         library.name: max(gpu.distance(x, y.double()) for x, y in zip(results[library.name], first))
         for library in libraries[1:]
     }
-    return {key: row[key] for key in ("kind", "hk", "hv", "seq")} | {"ms": times, "distance": errors}
+    return {key: row[key] for key in ("kind", "hk", "hv", "seq", "head_size")} | {"ms": times, "distance": errors}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("libraries", type=Library, nargs="+", metavar="[NAME=]LIBRARY")
+    parser.add_argument("libraries", type=Library, nargs="+", metavar="[NAME=]LIBRARY[:portable]")
     parser.add_argument("--kinds", default="fwd", help="of fwd, bwd and ragged")
     parser.add_argument("--only", help="head counts, e.g. 16/64; several with commas")
     parser.add_argument("--seq", help="row names, e.g. 8192x4; several with commas")
+    parser.add_argument("--head-sizes", default=str(gpu.D), help="K and V, 128; several with commas")
     parser.add_argument("--peers", choices=["none", "all"], default="none")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     rows = [
-        row
+        row | {"head_size": int(size)}
+        for size in options.head_sizes.split(",")
         for kind in options.kinds.split(",")
         for row in ROWS[kind]()
         if not options.only or f"{row['hk']}/{row['hv']}" in options.only.split(",")
@@ -192,7 +197,8 @@ def main() -> None:
         ms = result["ms"]
         shown = ", ".join(f"{name} {ms[name] * 1e3:.1f} ({ms[name] / ms[base]:.3f})" for name in ms)
         worst = max(result["distance"].values(), default=0.0)
-        print(f"{row['kind']} {name_of(row)}: {shown}; distance {worst:.1e}", flush=True)
+        size = "" if row["head_size"] == 128 else f" K = V = {row['head_size']}"
+        print(f"{row['kind']} {name_of(row)}{size}: {shown}; distance {worst:.1e}", flush=True)
         torch.cuda.empty_cache()
     for name in results[0]["ms"]:
         for kind in options.kinds.split(","):
