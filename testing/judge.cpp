@@ -60,6 +60,18 @@ std::string run_recurrent(gd_recurrent_args args, const Exec& exec) {
   return run("gd_recurrent", args, exec, gd_recurrent_workspace, gd_recurrent);
 }
 
+std::string run_summary(gd_summary_args args, const Exec& exec) {
+  return run("gd_summary", args, exec, gd_summary_workspace, gd_summary);
+}
+
+std::string run_backward_summary(gd_backward_summary_args args, const Exec& exec) {
+  return run("gd_backward_summary", args, exec, gd_backward_summary_workspace, gd_backward_summary);
+}
+
+std::string run_fold(gd_fold_args args, const Exec& exec) {
+  return run("gd_fold", args, exec, gd_fold_workspace, gd_fold);
+}
+
 bool Judgement::ok() const {
   return problems.empty() &&
          std::all_of(verdicts.begin(), verdicts.end(), [](const Verdict& v) { return v.comparison.ok; });

@@ -26,6 +26,9 @@ struct Exec {
 std::string run_forward(gd_forward_args args, const Exec& exec, Buffer* saved = nullptr);
 std::string run_backward(gd_backward_args args, const Exec& exec, const Buffer* saved = nullptr);
 std::string run_recurrent(gd_recurrent_args args, const Exec& exec);
+std::string run_summary(gd_summary_args args, const Exec& exec);
+std::string run_backward_summary(gd_backward_summary_args args, const Exec& exec);
+std::string run_fold(gd_fold_args args, const Exec& exec);
 
 struct Verdict {
   std::string quantity;

@@ -277,6 +277,83 @@ ForwardTruth reference_forward(const gd_forward_args& args, const ReferenceOptio
   return truth;
 }
 
+namespace {
+
+// [n ...] entries of per-sequence doubles.
+Vector entries_of(const Vector& all, int64_t sequences, int64_t first, int64_t count) {
+  const int64_t size = sequences ? static_cast<int64_t>(all.size()) / sequences : 0;
+  const int64_t end = count ? first + count : sequences;
+  return {all.begin() + first * size, all.begin() + end * size};
+}
+
+}  // namespace
+
+SummaryTruth reference_summary(const gd_summary_args& args) {
+  gd_forward_args forward{};
+  forward.in = args.in;
+  forward.in.q = args.in.k;
+  forward.in.initial_state = {};
+  const int64_t sequences = static_cast<int64_t>(sequence_spans(forward.in).size());
+  const auto kept = [&](const Vector& all) {
+    return entries_of(all, sequences, args.first_sequence, args.sequence_count);
+  };
+  SummaryTruth truth;
+  truth.local_state = kept(reference_forward(forward).final_state);
+  // M: what becomes of the identity where no value is written.
+  const int64_t Hv = args.in.v.shape[2], K = args.in.k.shape[3];
+  std::vector<float> eye(K * K, 0), zero(1, 0);
+  for (int64_t i = 0; i < K; ++i) eye[i * K + i] = 1;
+  forward.in.v = {zero.data(), GD_F32, 4, {args.in.v.shape[0], args.in.v.shape[1], Hv, K}, {}};
+  forward.in.initial_state = {eye.data(), GD_F32, 4, {sequences, Hv, K, K}, {0, 0, K, 1}};
+  forward.in.state_layout = GD_STATE_KV;
+  truth.transition = kept(reference_forward(forward).final_state);
+  return truth;
+}
+
+std::vector<double> reference_backward_summary(const gd_backward_summary_args& args) {
+  gd_backward_args backward{};
+  backward.in = args.in;
+  backward.in.initial_state = {};
+  backward.d_o = args.d_o;
+  const float zero = 0;
+  backward.in.v = args.d_o;  // its values do not matter
+  backward.in.v.data = const_cast<float*>(&zero);
+  backward.in.v.dtype = GD_F32;
+  for (int64_t& stride : backward.in.v.stride) stride = 0;
+  const int64_t sequences = static_cast<int64_t>(sequence_spans(backward.in).size());
+  return entries_of(reference_backward(backward).d_initial_state, sequences, args.first_sequence, args.sequence_count);
+}
+
+std::vector<double> reference_fold(const gd_fold_args& args) {
+  const bool kv = args.state_layout == GD_STATE_KV;
+  const int64_t R = args.state.shape[0], H = args.state.shape[1];
+  const int64_t K = args.state.shape[kv ? 2 : 3], V = args.state.shape[kv ? 3 : 2], size = K * V;
+  const Vector values = to_doubles(args.values), maps = to_doubles(args.maps);
+  Vector result(R * H * size, 0);
+  for (int64_t r = 0; r < R; ++r) {
+    for (int64_t h = 0; h < H; ++h) {
+      Vector S(size, 0);
+      const int64_t first = index_at(args.first, r), count = index_at(args.count, r);
+      for (int64_t step = 0; step < count; ++step) {
+        const int64_t i = args.transposed ? first + count - 1 - step : first + step;
+        const double *M = &maps[(i * H + h) * K * K], *value = &values[(i * H + h) * size];
+        Vector next(size);
+        for (int64_t a = 0; a < K; ++a) {
+          for (int64_t v = 0; v < V; ++v) {
+            double sum = value[kv ? a * V + v : v * K + a];
+            for (int64_t b = 0; b < K; ++b) sum += (args.transposed ? M[b * K + a] : M[a * K + b]) * S[b * V + v];
+            next[a * V + v] = sum;
+          }
+        }
+        S = next;
+      }
+      for (int64_t a = 0; a < K; ++a)
+        for (int64_t v = 0; v < V; ++v) result[(r * H + h) * size + (kv ? a * V + v : v * K + a)] = S[a * V + v];
+    }
+  }
+  return result;
+}
+
 RecurrentTruth reference_recurrent(const gd_recurrent_args& args, const ReferenceOptions& options) {
   const gd_inputs& in = args.in;
   const auto spans = sequence_spans(in);
@@ -434,7 +511,8 @@ BackwardTruth reference_backward(const gd_backward_args& args, const ReferenceOp
   for_each_group(in, count, options, [&](int64_t n, int64_t key_head) {
     for (const int64_t h : heads_of(in, key_head)) {
       Adjoint adjoint{in, args.d_o, truth, T, Hk, H, K, V};
-      Vector dS = shape.take(args.d_final_state, n, h);
+      const int64_t row = is_given(args.d_final_indices) ? slot_at(in, args.d_final_indices, n) : n;
+      Vector dS = shape.take(args.d_final_state, row, h);
       adjoint.run(spans[n], h, shape.take(in.initial_state, read_slot(in, n), h), dS, dA_log[n * H + h],
                   d_dt_bias[n * H + h]);
       shape.put(dS, truth.d_initial_state, n, h);

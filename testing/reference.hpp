@@ -38,8 +38,17 @@ struct RecurrentTruth {
   std::vector<double> step_states;  // [B, T, Hv, ., .], if asked for (also when the call stores them in a pool)
 };
 
+// Of the sequences summarised alone.
+struct SummaryTruth {
+  std::vector<double> local_state;  // [n, Hv, ., .]
+  std::vector<double> transition;   // [n, Hv, K, K]
+};
+
 ForwardTruth reference_forward(const gd_forward_args& args, const ReferenceOptions& options = {});
 BackwardTruth reference_backward(const gd_backward_args& args, const ReferenceOptions& options = {});
+SummaryTruth reference_summary(const gd_summary_args& args);
+std::vector<double> reference_backward_summary(const gd_backward_summary_args& args);  // [n, Hv, ., .]
+std::vector<double> reference_fold(const gd_fold_args& args);                          // [R, Hv, ., .]
 RecurrentTruth reference_recurrent(const gd_recurrent_args& args, const ReferenceOptions& options = {});
 
 // Number of sequences, and where each one's tokens are.

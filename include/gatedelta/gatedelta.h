@@ -186,7 +186,7 @@ typedef struct gd_backward_args {
   gd_exec exec;
   gd_inputs in;
   gd_tensor d_o;           /* [B, T, Hv, V]  gradient of o */
-  gd_tensor d_final_state; /* [N, Hv, ., .]  optional: gradient of the final state (absent = 0) */
+  gd_tensor d_final_state; /* [N, Hv, ., .]  optional: gradient of the final state (absent = 0); see d_final_indices */
   const void* saved;       /* what the forward of the same inputs saved; null: the backward recomputes it */
   size_t saved_bytes;
   gd_tensor dq, dk;          /* [B, T, Hk, K]  summed over the value heads of a group */
@@ -195,13 +195,83 @@ typedef struct gd_backward_args {
   gd_tensor dbeta;           /* [B, T, Hv]     gradient of `beta` as given (of the logits with GD_BETA_LOGIT*) */
   gd_tensor dA_log;          /* [Hv]           GD_GATE_RAW only */
   gd_tensor d_dt_bias;       /* [Hv]           GD_GATE_RAW only */
-  gd_tensor d_initial_state; /* [N, Hv, ., .]  never a pool: one entry per sequence */
+  gd_tensor d_initial_state; /* [N, Hv, ., .]  one entry per sequence, also where initial_state is a pool; see
+                                d_initial_indices */
   int32_t context_parallel;  /* this and the next two as in gd_forward_args */
   int32_t segment_chunks;
   int32_t batch_invariant;
-  int32_t small_workspace; /* nonzero: less scratch memory, more time, the same bits; on CUDA it needs `saved` */
+  int32_t small_workspace;     /* nonzero: less scratch memory, more time, the same bits; on CUDA it needs `saved` */
+  gd_tensor d_final_indices;   /* [N]          optional: row of d_final_state, then [rows, Hv, ., .], of each sequence;
+                                  nobody = its gradient is 0. Several sequences may read one row */
+  gd_tensor d_initial_indices; /* [N]          optional: row of d_initial_state, then [rows, Hv, ., .], that each
+                                  sequence's gradient goes to; nobody = it is not wanted */
   uint64_t reserved[4];
 } gd_backward_args;
+
+/* Context parallelism: one sequence over several calls, devices or machines (docs/context_parallel.md). A segment of a
+ * sequence maps the state it begins with to the one it ends with, and gradients of these the other way round:
+ *     S_out = M S_in + S_loc          G_in = M^T G_out + G_loc
+ * gd_summary gives S_loc and M of each segment, gd_fold the states that enter segments, gd_forward computes from there.
+ * Backwards, gd_backward_summary gives G_loc, gd_fold the gradients of the states that leave segments, gd_backward the
+ * rest. Who moves what between devices is the caller's affair. */
+
+/* What sequences do to the states they begin with. M acts on states [K x V], whatever state_layout says. */
+typedef struct gd_summary_args {
+  size_t struct_size;
+  gd_exec exec;
+  gd_inputs in;           /* without q, which may be absent, and scale: neither is read. No initial_state */
+  gd_tensor local_state;  /* [n, Hv, ., .]  S_loc, the final state for an initial one of 0 */
+  gd_tensor transition;   /* [n, Hv, K, K]  optional: M, float32; rows are those of the state after the sequence */
+  gd_tensor fade;         /* [n, Hv]        optional: a bound of log2 |M|, float32; -inf where M is given as 0 */
+  int64_t first_sequence; /* the n sequences summarised are those from here on, */
+  int64_t sequence_count; /* so many; 0 = all that follow */
+  int32_t skip_faded;     /* nonzero: of heads that fade, only the last chunks that matter are read, and M is 0. What
+                             that leaves out of S_loc is below 2^-24 of the older state and of what was written since,
+                             as where a sequence is cut on one GPU; M is below 2^-48. Needs transition or fade */
+  int32_t reserved_flags;
+  uint64_t reserved[4];
+} gd_summary_args;
+
+/* Gradients of the states sequences begin with, as if their final states had none. */
+typedef struct gd_backward_summary_args {
+  size_t struct_size;
+  gd_exec exec;
+  gd_inputs in;      /* without v, which may be absent: it is not read. No initial_state */
+  gd_tensor d_o;     /* [B, T, Hv, V] */
+  gd_tensor d_local; /* [n, Hv, ., .]  G_loc */
+  const void* saved; /* optional: what the forward of the same inputs (and all sequences) saved. It spares the
+                        GPU work; the CPU does not read it */
+  size_t saved_bytes;
+  int64_t first_sequence; /* this and the next as in gd_summary_args */
+  int64_t sequence_count;
+  int32_t skip_faded; /* nonzero: tokens behind which 2^-48 of a gradient is left at most are not read */
+  int32_t reserved_flags;
+  uint64_t reserved[4];
+} gd_backward_summary_args;
+
+/* States that enter segments. With segments i = first[r] ... first[r] + count[r] - 1 in the order of time,
+ *     S = 0;  for each i:  S <- M_i S + value_i;  state[r] = S
+ * where the first M does not count. Transposed, for gradients: M^T, and from the last i to the first. float32
+ * throughout, to float32's accuracy. */
+typedef struct gd_fold_args {
+  size_t struct_size;
+  gd_exec exec;
+  gd_tensor values; /* [P, Hv, ., .]  local states, or gradients; bf16, fp16 or fp32 */
+  gd_tensor maps;   /* [P, Hv, K, K]  transitions, float32; M of each, not of its transpose */
+  gd_tensor first;  /* [R]            int32 or int64, on the device */
+  gd_tensor count;  /* [R]            0: the state is 0. On the CPU segments outside [0, P) are refused */
+  gd_tensor state;  /* [R, Hv, ., .]  bf16, fp16 or fp32 */
+  int32_t transposed;
+  int32_t state_layout; /* gd_state_layout, of values and state */
+  uint64_t reserved[4];
+} gd_fold_args;
+
+GD_API gd_status gd_summary(const gd_summary_args* args);
+GD_API gd_status gd_summary_workspace(const gd_summary_args* args, size_t* bytes);
+GD_API gd_status gd_backward_summary(const gd_backward_summary_args* args);
+GD_API gd_status gd_backward_summary_workspace(const gd_backward_summary_args* args, size_t* bytes);
+GD_API gd_status gd_fold(const gd_fold_args* args);
+GD_API gd_status gd_fold_workspace(const gd_fold_args* args, size_t* bytes);
 
 /* Recurrent steps: decode (T = 1) and draft verification (T = 2..8). Any T gives the right result. */
 typedef struct gd_recurrent_args {
@@ -411,6 +481,9 @@ constexpr Struct gd_initial() {
 /* gd_forward_args args = GD_FORWARD_ARGS_INIT; */
 #define GD_FORWARD_ARGS_INIT GD_INITIAL(gd_forward_args)
 #define GD_BACKWARD_ARGS_INIT GD_INITIAL(gd_backward_args)
+#define GD_SUMMARY_ARGS_INIT GD_INITIAL(gd_summary_args)
+#define GD_BACKWARD_SUMMARY_ARGS_INIT GD_INITIAL(gd_backward_summary_args)
+#define GD_FOLD_ARGS_INIT GD_INITIAL(gd_fold_args)
 #define GD_CONV1D_ARGS_INIT GD_INITIAL(gd_conv1d_args)
 #define GD_CONV1D_BACKWARD_ARGS_INIT GD_INITIAL(gd_conv1d_backward_args)
 #define GD_RECURRENT_ARGS_INIT GD_INITIAL(gd_recurrent_args)

@@ -101,6 +101,15 @@ struct ForwardArgs : gd_forward_args {
 struct BackwardArgs : gd_backward_args {
   BackwardArgs() noexcept : gd_backward_args(GD_BACKWARD_ARGS_INIT) {}
 };
+struct SummaryArgs : gd_summary_args {
+  SummaryArgs() noexcept : gd_summary_args(GD_SUMMARY_ARGS_INIT) {}
+};
+struct BackwardSummaryArgs : gd_backward_summary_args {
+  BackwardSummaryArgs() noexcept : gd_backward_summary_args(GD_BACKWARD_SUMMARY_ARGS_INIT) {}
+};
+struct FoldArgs : gd_fold_args {
+  FoldArgs() noexcept : gd_fold_args(GD_FOLD_ARGS_INIT) {}
+};
 struct Conv1dArgs : gd_conv1d_args {
   Conv1dArgs() noexcept : gd_conv1d_args(GD_CONV1D_ARGS_INIT) {}
 };
@@ -133,6 +142,11 @@ inline std::size_t workspace_size(const gd_forward_args& args) { return detail::
 inline std::size_t workspace_size(const gd_backward_args& args) {
   return detail::size_from(gd_backward_workspace, args);
 }
+inline std::size_t workspace_size(const gd_summary_args& args) { return detail::size_from(gd_summary_workspace, args); }
+inline std::size_t workspace_size(const gd_backward_summary_args& args) {
+  return detail::size_from(gd_backward_summary_workspace, args);
+}
+inline std::size_t workspace_size(const gd_fold_args& args) { return detail::size_from(gd_fold_workspace, args); }
 inline std::size_t workspace_size(const gd_conv1d_args& args) { return detail::size_from(gd_conv1d_workspace, args); }
 inline std::size_t workspace_size(const gd_conv1d_backward_args& args) {
   return detail::size_from(gd_conv1d_backward_workspace, args);
@@ -154,6 +168,9 @@ inline std::size_t saved_size(const gd_forward_args& args) { return detail::size
 
 inline void forward(const gd_forward_args& args) { check(gd_forward(&args)); }
 inline void backward(const gd_backward_args& args) { check(gd_backward(&args)); }
+inline void summary(const gd_summary_args& args) { check(gd_summary(&args)); }
+inline void backward_summary(const gd_backward_summary_args& args) { check(gd_backward_summary(&args)); }
+inline void fold(const gd_fold_args& args) { check(gd_fold(&args)); }
 inline void conv1d(const gd_conv1d_args& args) { check(gd_conv1d(&args)); }
 inline void conv1d_backward(const gd_conv1d_backward_args& args) { check(gd_conv1d_backward(&args)); }
 inline void recurrent(const gd_recurrent_args& args) { check(gd_recurrent(&args)); }
@@ -217,6 +234,18 @@ inline void forward(gd_forward_args& args, Workspace& workspace) {
 inline void backward(gd_backward_args& args, Workspace& workspace) {
   attach(args, workspace);
   backward(args);
+}
+inline void summary(gd_summary_args& args, Workspace& workspace) {
+  attach(args, workspace);
+  summary(args);
+}
+inline void backward_summary(gd_backward_summary_args& args, Workspace& workspace) {
+  attach(args, workspace);
+  backward_summary(args);
+}
+inline void fold(gd_fold_args& args, Workspace& workspace) {
+  attach(args, workspace);
+  fold(args);
 }
 inline void conv1d(gd_conv1d_args& args, Workspace& workspace) {
   attach(args, workspace);

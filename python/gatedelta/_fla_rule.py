@@ -59,7 +59,10 @@ def _plan_chunk(
 ) -> dict[str, Any] | str:
     """The arguments of our function for a call of FLA's, or why it is not taken."""
     if cp_context is not None:
-        return "cp_context: context parallelism across cards is not supported"
+        if not hasattr(cp_context, "pre_num_ranks"):
+            return "cp_context has not the fields of fla.ops.cp's contexts"
+        if initial_state is not None or output_final_state:
+            return "cp_context with initial_state or output_final_state, which FLA's own kernels do not take either"
     if chunk_size not in _CHUNK_SIZES:
         return f"chunk_size is {chunk_size}, FLA has {_CHUNK_SIZES}"
     if not q.dtype == k.dtype == v.dtype:
@@ -74,7 +77,7 @@ def _plan_chunk(
     return _plan(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias,
-        max_dim=_CUDA_HEAD_DIM if q.is_cuda else _MAX_HEAD_DIM, **more,
+        max_dim=_CUDA_HEAD_DIM if q.is_cuda else _MAX_HEAD_DIM, cp_context=cp_context, **more,
     )  # fmt: skip
 
 
@@ -115,7 +118,7 @@ def _plan_recurrent(
 def _plan(
     q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
     allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, *, max_dim,
-    transpose_state_layout=None, **unknown,
+    transpose_state_layout=None, cp_context=None, **unknown,
 ) -> dict[str, Any] | str:  # fmt: skip
     if unknown:
         return f"unknown arguments: {', '.join(sorted(unknown))}"
@@ -148,6 +151,7 @@ def _plan(
         "transpose_state_layout": transpose_state_layout,
         "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
         "use_gate_in_kernel": use_gate_in_kernel,
+        **({} if cp_context is None else {"cp_context": cp_context}),
     }
 
 

@@ -171,6 +171,56 @@ class BackwardArgs(_Args):
         ("segment_chunks", c_int32),
         ("batch_invariant", c_int32),
         ("small_workspace", c_int32),
+        ("d_final_indices", Tensor),
+        ("d_initial_indices", Tensor),
+        _RESERVED,
+    ]
+
+
+class SummaryArgs(_Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("exec", Exec),
+        ("inputs", Inputs),
+        ("local_state", Tensor),
+        ("transition", Tensor),
+        ("fade", Tensor),
+        ("first_sequence", c_int64),
+        ("sequence_count", c_int64),
+        ("skip_faded", c_int32),
+        ("reserved_flags", c_int32),
+        _RESERVED,
+    ]
+
+
+class BackwardSummaryArgs(_Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("exec", Exec),
+        ("inputs", Inputs),
+        ("d_o", Tensor),
+        ("d_local", Tensor),
+        ("saved", c_void_p),
+        ("saved_bytes", c_size_t),
+        ("first_sequence", c_int64),
+        ("sequence_count", c_int64),
+        ("skip_faded", c_int32),
+        ("reserved_flags", c_int32),
+        _RESERVED,
+    ]
+
+
+class FoldArgs(_Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("exec", Exec),
+        ("values", Tensor),
+        ("maps", Tensor),
+        ("first", Tensor),
+        ("count", Tensor),
+        ("state", Tensor),
+        ("transposed", c_int32),
+        ("state_layout", c_int32),
         _RESERVED,
     ]
 
@@ -307,6 +357,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gd_forward_saved_size": (c_int32, [POINTER(ForwardArgs), POINTER(c_size_t)]),
     "gd_backward": (c_int32, [POINTER(BackwardArgs)]),
     "gd_backward_workspace": (c_int32, [POINTER(BackwardArgs), POINTER(c_size_t)]),
+    "gd_summary": (c_int32, [POINTER(SummaryArgs)]),
+    "gd_summary_workspace": (c_int32, [POINTER(SummaryArgs), POINTER(c_size_t)]),
+    "gd_backward_summary": (c_int32, [POINTER(BackwardSummaryArgs)]),
+    "gd_backward_summary_workspace": (c_int32, [POINTER(BackwardSummaryArgs), POINTER(c_size_t)]),
+    "gd_fold": (c_int32, [POINTER(FoldArgs)]),
+    "gd_fold_workspace": (c_int32, [POINTER(FoldArgs), POINTER(c_size_t)]),
     "gd_recurrent": (c_int32, [POINTER(RecurrentArgs)]),
     "gd_recurrent_workspace": (c_int32, [POINTER(RecurrentArgs), POINTER(c_size_t)]),
     "gd_gated_norm": (c_int32, [POINTER(GatedNormArgs)]),
@@ -413,6 +469,27 @@ def forced_isa() -> int:
     if wanted not in names:
         raise ValueError(f"GATEDELTA_ISA is {wanted!r}, which is none of {', '.join([*names, portable])}")
     return names.index(wanted)
+
+
+@functools.cache
+def _thread_pool(num_threads: int, process: int) -> c_void_p:
+    """A pool that lives as long as the process; threads do not survive a fork, hence one per process."""
+    pool = c_void_p()
+    check(library().gd_thread_pool_create(num_threads, byref(pool)))
+    return pool
+
+
+def set_threads(call: Exec, num_threads: int) -> None:
+    """Lets a call on the CPU run on a pool of so many threads; 0: one for every CPU of the process."""
+    call.isa = forced_isa()
+    call.num_threads = 1
+    if num_threads == 1:
+        return
+    lib = library()
+    pool = _thread_pool(num_threads, os.getpid())
+    call.num_threads = lib.gd_thread_pool_size(pool)
+    call.parallel_for = ctypes.cast(lib.gd_thread_pool_parallel_for, c_void_p)
+    call.parallel_for_context = pool
 
 
 def get_info() -> Info:

@@ -48,9 +48,10 @@ def chunk_gated_delta_rule(
     scale: None and 0 mean ``K ** -0.5``, as in FlashQLA.
     auto_cp: whether one sequence may be cut into segments that run in parallel on one GPU.
     enable_fwd_cp_cache: a hint, without effect.
-    cp_context, head_first=True and force_intra_cp=True (with auto_cp) are refused.
+    cp_context: FlashQLA's, FLA's or one of ``gatedelta.context_parallel``: these are one rank's tokens. Summaries travel
+        in float32 (FlashQLA rounds them to k's dtype).
+    head_first=True and force_intra_cp=True (with auto_cp) are refused.
     """
-    _refuse_cp_context(cp_context)
     if head_first:
         raise NotImplementedError("head_first=True is not supported, nor is it by FlashQLA: pass [B, T, H, D]")
     if force_intra_cp and auto_cp:
@@ -60,7 +61,7 @@ def chunk_gated_delta_rule(
         initial_state = initial_state.contiguous()
     return _gd.chunk_gated_delta_rule(
         q, k, v, g, beta, scale or None, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-        state_v_first=state_v_first, cu_seqlens=cu_seqlens, auto_cp=auto_cp,
+        state_v_first=state_v_first, cu_seqlens=cu_seqlens, auto_cp=auto_cp, cp_context=cp_context,
     )  # fmt: skip
 
 
@@ -146,7 +147,9 @@ def chunk_gated_delta_rule_bwd(
 
 def _refuse_cp_context(cp_context: object | None) -> None:
     if cp_context is not None:
-        raise NotImplementedError("cp_context: context parallelism across devices is not supported; pass None")
+        raise NotImplementedError(
+            "cp_context: chunk_gated_delta_rule takes it; its parts are stages of gatedelta.context_parallel"
+        )
 
 
 def _states_before_chunks(

@@ -9,9 +9,7 @@ TypeError or ValueError, or UnsupportedError where this build or machine lacks s
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
-import os
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import numpy as np
@@ -303,29 +301,13 @@ def _state_shape(q: np.ndarray, v: np.ndarray, cu_seqlens: np.ndarray | None, st
     return (count, v.shape[2], *matrix)
 
 
-@functools.cache
-def _thread_pool(num_threads: int, process: int) -> ctypes.c_void_p:
-    """A pool that lives as long as the process; threads do not survive a fork, hence one per process."""
-    pool = ctypes.c_void_p()
-    _lib.check(_lib.library().gd_thread_pool_create(num_threads, ctypes.byref(pool)))
-    return pool
-
-
 def _set_threads(args, num_threads: int | None) -> None:
     if num_threads is not None and not 1 <= num_threads <= _lib.MAX_THREADS:
         raise ValueError(
             f"num_threads is {num_threads}; it must be from 1 to {_lib.MAX_THREADS}, or None for every CPU of the "
             "process"
         )
-    args.exec.isa = _lib.forced_isa()
-    args.exec.num_threads = 1
-    if num_threads == 1:
-        return
-    lib = _lib.library()
-    pool = _thread_pool(num_threads or 0, os.getpid())
-    args.exec.num_threads = lib.gd_thread_pool_size(pool)
-    args.exec.parallel_for = ctypes.cast(lib.gd_thread_pool_parallel_for, ctypes.c_void_p)
-    args.exec.parallel_for_context = pool
+    _lib.set_threads(args.exec, num_threads or 0)
 
 
 def _aligned_bytes(size: int) -> np.ndarray:

@@ -25,6 +25,10 @@ const Backend<Conv1dBackwardProblem>* const kConv1dBackwardBackends[] = {&cpu::c
                                                                          &cuda::conv1d_backward_backend};
 const Backend<BackwardProblem>* const kBackwardBackends[] = {&cpu::backward_backend, &cuda::sm90_backward_backend};
 const Backend<RecurrentProblem>* const kRecurrentBackends[] = {&cpu::recurrent_backend, &cuda::recurrent_backend};
+const Backend<SummaryProblem>* const kSummaryBackends[] = {&cpu::summary_backend, &cuda::sm90_summary_backend};
+const Backend<BackwardSummaryProblem>* const kBackwardSummaryBackends[] = {&cpu::backward_summary_backend,
+                                                                           &cuda::sm90_backward_summary_backend};
+const Backend<FoldProblem>* const kFoldBackends[] = {&cpu::fold_backend, &cuda::fold_backend};
 const Backend<GatedNormProblem>* const kGatedNormBackends[] = {&cpu::gated_norm_backend, &cuda::gated_norm_backend};
 const Backend<GatedNormBackwardProblem>* const kGatedNormBackwardBackends[] = {&cpu::gated_norm_backward_backend,
                                                                                &cuda::gated_norm_backward_backend};
@@ -37,6 +41,10 @@ const Operation<Conv1dBackwardProblem> kConv1dBackward = {"gd_conv1d_backward_ar
                                                           kConv1dBackwardBackends};
 const Operation<BackwardProblem> kBackward = {"gd_backward_args", "chunked backward", kBackwardBackends};
 const Operation<RecurrentProblem> kRecurrent = {"gd_recurrent_args", "recurrent step", kRecurrentBackends};
+const Operation<SummaryProblem> kSummary = {"gd_summary_args", "summary", kSummaryBackends};
+const Operation<BackwardSummaryProblem> kBackwardSummary = {"gd_backward_summary_args", "backward summary",
+                                                            kBackwardSummaryBackends};
+const Operation<FoldProblem> kFold = {"gd_fold_args", "fold", kFoldBackends};
 const Operation<GatedNormProblem> kGatedNorm = {"gd_gated_norm_args", "gated norm", kGatedNormBackends};
 const Operation<GatedNormBackwardProblem> kGatedNormBackward = {"gd_gated_norm_backward_args", "gated norm's backward",
                                                                 kGatedNormBackwardBackends};
@@ -87,6 +95,17 @@ gd_status gd_backward_workspace(const gd_backward_args* args, size_t* bytes) {
 gd_status gd_recurrent_workspace(const gd_recurrent_args* args, size_t* bytes) {
   return query_workspace(kRecurrent, args, bytes);
 }
+
+gd_status gd_summary(const gd_summary_args* args) { return run_operation(kSummary, args); }
+gd_status gd_backward_summary(const gd_backward_summary_args* args) { return run_operation(kBackwardSummary, args); }
+gd_status gd_fold(const gd_fold_args* args) { return run_operation(kFold, args); }
+gd_status gd_summary_workspace(const gd_summary_args* args, size_t* bytes) {
+  return query_workspace(kSummary, args, bytes);
+}
+gd_status gd_backward_summary_workspace(const gd_backward_summary_args* args, size_t* bytes) {
+  return query_workspace(kBackwardSummary, args, bytes);
+}
+gd_status gd_fold_workspace(const gd_fold_args* args, size_t* bytes) { return query_workspace(kFold, args, bytes); }
 
 gd_status gd_gated_norm(const gd_gated_norm_args* args) { return run_operation(kGatedNorm, args); }
 gd_status gd_gated_norm_backward(const gd_gated_norm_backward_args* args) {

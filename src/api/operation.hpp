@@ -22,6 +22,9 @@ struct Operation {
 extern const Operation<ForwardProblem> kForward;
 extern const Operation<BackwardProblem> kBackward;
 extern const Operation<RecurrentProblem> kRecurrent;
+extern const Operation<SummaryProblem> kSummary;
+extern const Operation<BackwardSummaryProblem> kBackwardSummary;
+extern const Operation<FoldProblem> kFold;
 extern const Operation<GatedNormProblem> kGatedNorm;
 extern const Operation<GatedNormBackwardProblem> kGatedNormBackward;
 extern const Operation<Conv1dProblem> kConv1d;

@@ -19,6 +19,9 @@ gd_status validate_exec(const gd_exec& exec);
 gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProblem& problem);
 gd_status validate_shapes(const gd_backward_args& args, Stage stage, BackwardProblem& problem);
 gd_status validate_shapes(const gd_recurrent_args& args, Stage stage, RecurrentProblem& problem);
+gd_status validate_shapes(const gd_summary_args& args, Stage stage, SummaryProblem& problem);
+gd_status validate_shapes(const gd_backward_summary_args& args, Stage stage, BackwardSummaryProblem& problem);
+gd_status validate_shapes(const gd_fold_args& args, Stage stage, FoldProblem& problem);
 gd_status validate_shapes(const gd_gated_norm_args& args, Stage stage, GatedNormProblem& problem);
 gd_status validate_shapes(const gd_gated_norm_backward_args& args, Stage stage, GatedNormBackwardProblem& problem);
 gd_status validate_shapes(const gd_conv1d_args& args, Stage stage, Conv1dProblem& problem);
@@ -36,6 +39,13 @@ gd_status validate_contents(const BackwardProblem& problem, uint64_t* bitmap);
 gd_status validate_contents(const RecurrentProblem& problem, uint64_t* bitmap);
 gd_status validate_contents(const Conv1dProblem& problem, uint64_t* bitmap);
 gd_status validate_contents(const Conv1dBackwardProblem& problem, uint64_t* bitmap);
+
+gd_status validate_contents(const SummaryProblem& problem, uint64_t* bitmap);
+gd_status validate_contents(const BackwardSummaryProblem& problem, uint64_t* bitmap);
+gd_status validate_contents(const FoldProblem& problem, uint64_t* bitmap);
+inline size_t slot_bitmap_bytes(const SummaryProblem&) { return 0; }
+inline size_t slot_bitmap_bytes(const BackwardSummaryProblem&) { return 0; }
+inline size_t slot_bitmap_bytes(const FoldProblem&) { return 0; }
 
 // The gated norm has neither offsets nor indices.
 inline size_t slot_bitmap_bytes(const GatedNormProblem&) { return 0; }

@@ -63,6 +63,14 @@ struct ForwardProblem : OutputProblem {
   bool context_parallel = true;  // sequences may be cut
   bool batch_invariant = false;
   int64_t segment_chunks = 0;  // chunks per segment; 0 = automatic
+  // Of a summary, on the CPU: M of each sequence, and the chunk that each head's chain begins with, [N][Hv]; where it
+  // has faded, M is 0.
+  StateRows transition;
+  struct Skip {
+    int64_t first_chunk;
+    bool faded;
+  };
+  const Skip* skips = nullptr;  // null: all chunks of all heads
 };
 
 struct BackwardProblem {
@@ -77,6 +85,37 @@ struct BackwardProblem {
   bool batch_invariant = false;
   int64_t segment_chunks = 0;
   bool small_workspace = false;
+};
+
+// What sequences do to the states they begin with: S_out = M S_in + S_loc. `in` has all sequences of the call; its q is
+// k.
+struct SummaryProblem {
+  Layer in;
+  int64_t first = 0, count = 0;  // the sequences that are summarised
+  StateRows local;       // S_loc
+  StateRows transition;  // M [n, Hv, K, K], fp32; optional
+  TokenRows fade;        // [n, Hv] (no tokens), fp32; optional
+  bool skip_faded = false;
+};
+
+// Gradients of the states sequences begin with. `in` has all sequences of the call; its v has no data.
+struct BackwardSummaryProblem {
+  Layer in;
+  TokenRows d_o;
+  StateRows d_local;
+  SavedBuffer saved;
+  int64_t first = 0, count = 0;  // the sequences that are summarised
+  bool skip_faded = false;
+};
+
+// State r: segments first[r] ... first[r] + count[r] - 1, one after the other.
+struct FoldProblem {
+  int64_t segments = 0, results = 0, heads = 0;
+  int key_dim = 0, value_dim = 0;
+  StateRows values, maps, state;
+  IndexRows first, count;
+  bool transposed = false;
+  gd_state_layout layout = GD_STATE_KV;
 };
 
 struct RecurrentProblem : OutputProblem {

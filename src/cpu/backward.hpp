@@ -163,13 +163,15 @@ class Backward {
 
   void begin_head(float* G, int64_t n, int64_t head) {
     for (int p = 0; p < dims_.value_panels(); ++p)
-      load_state_panel(state_panel(G, dims_, p), problem_.d_final, n, head, in_.layout, dims_, p);
+      load_state_panel(state_panel(G, dims_, p), problem_.d_final, problem_.d_final.slot(n), head, in_.layout, dims_,
+                       p);
     if (problem_.dA_log) shared_->dA_log[n * in_.value_heads + head] = 0;
     if (problem_.d_dt_bias) shared_->d_dt_bias[n * in_.value_heads + head] = 0;
   }
   void end_head(float* G, int64_t n, int64_t head) {
     for (int p = 0; p < dims_.value_panels(); ++p)
-      store_state_panel(problem_.d_initial, n, head, in_.layout, dims_, p, state_panel(G, dims_, p));
+      store_state_panel(problem_.d_initial, problem_.d_initial.slot(n), head, in_.layout, dims_, p,
+                        state_panel(G, dims_, p));
   }
 
   ChunkGradients<E> gradients() const { return {problem_, dims_, shared_->dA_log, shared_->d_dt_bias}; }

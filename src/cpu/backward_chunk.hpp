@@ -36,7 +36,7 @@ class ChunkGradients {
   // dk_sums [kReplayChunks][64][Kp], or start them.
   void run(const Lane& w, int64_t n, const ChunkSpan& span, const ChunkSpan& next, int c, int64_t head, float* G,
            float* dq_sums, float* dk_sums, bool first_of_group) const {
-    prepare(w, span, c, head);
+    prepare<true>(w, span, c, head);
     GateSums sums;
     for (int p = 0; p < dims_.value_panels(); ++p) {
       const int begin = next.rows * p / dims_.value_panels(), end = next.rows * (p + 1) / dims_.value_panels();
@@ -44,13 +44,21 @@ class ChunkGradients {
         prefetch_rows(*rows, next, begin, end, in_.key_head(head), 0, dims_.K);
       prefetch_rows(problem_.d_o, next, begin, end, head, 0, dims_.V);
       if (problem_.dv) prefetch_rows<true>(problem_.dv, span, 0, span.rows, head, p * kPanel, kPanel);
-      value_panel(w, span, c, head, p, state_panel(G, dims_, p), sums);
+      value_panel<true>(w, span, c, head, p, state_panel(G, dims_, p), sums);
     }
     if (problem_.dv) store_chunk(problem_.dv, span, head, dims_.V, 0, dims_.Vp, w.dV, dims_.Vp);
     pair_products(w, c, sums);
     for (int kp = 0; kp < dims_.key_panels(); ++kp)
       key_panel(w, kp, dq_sums + int64_t{c} * C * dims_.Kp, dk_sums + int64_t{c} * C * dims_.Kp, first_of_group, sums);
     store_gate_gradients(n, span, head, *w.value_scratch.gates, sums);
+  }
+
+  // G alone, which needs neither states nor what the chunk wrote.
+  void advance(const Lane& w, const ChunkSpan& span, int64_t head, float* G) const {
+    prepare<false>(w, span, 0, head);
+    GateSums unused;
+    for (int p = 0; p < dims_.value_panels(); ++p)
+      value_panel<false>(w, span, 0, head, p, state_panel(G, dims_, p), unused);
   }
 
   // l2norm backward, dx = r (dy - (dy . y) y), then the store.
@@ -123,7 +131,8 @@ class ChunkGradients {
       E::store_b(dst + E::b_size(dims_.Vp) * kp, dims_.Vp, p * kPanel, kPanel, w.transposed + kp * kPanel, dims_.Kp);
   }
 
-  // Operands of the chunk that do not depend on its state.
+  // Operands of the chunk that do not depend on its state. kReplayed: a replay has left T.
+  template <bool kReplayed>
   void prepare(const Lane& w, const ChunkSpan& span, int c, int64_t head) const {
     const KeyScratch<E>& key = w.key_scratch;
     Gates& gates = *w.value_scratch.gates;
@@ -132,7 +141,7 @@ class ChunkGradients {
 
     prepare_key<E>(w.key, key, dims_, in_, span, in_.key_head(head), true, true);
     store_key_transposed<E>(w.Qta, w.key.Qa, key.Q, w.Qt, dims_);
-    if constexpr (!E::kTwinForms)
+    if constexpr (!E::kTwinForms && kReplayed)
       for (int kp = 0; kp < dims_.key_panels(); ++kp) {
         E::store_b(w.Kb + E::b_size(C) * kp, C, 0, C, key.K + kp * kPanel, Kp);
         E::store_b(w.Qb + E::b_size(C) * kp, C, 0, C, key.Q + kp * kPanel, Kp);
@@ -140,7 +149,8 @@ class ChunkGradients {
     prepare_gates(gates, in_, span, head);
 
     float* const square = w.value_scratch.square;
-    const float* T = w.replay_T + c * C * C;
+    float* const T = w.replay_T + c * C * C;
+    if constexpr (!kReplayed) invert_unit_lower(T, key.KK, gates.beta);
     prepare_row_scales<E>(w.value, gates, key, s);
     for (int i = 0; i < C * C; i += kVector) store(square + i, load(T + i) * load(gates.Gamma + i));
     transpose(w.transposed, C, square, C, C, C);
@@ -151,7 +161,8 @@ class ChunkGradients {
 
   const float* chunk_U(const Lane& w, int c) const { return w.replay_U + int64_t{c} * C * dims_.Vp; }
 
-  // 32 value columns: dV and dO for the key side, and G moves on to the state before the chunk.
+  // 32 value columns: G moves on to the state before the chunk; and kAll: dV and dO for the key side.
+  template <bool kAll>
   void value_panel(const Lane& w, const ChunkSpan& span, int c, int64_t head, int p, float* Gp, GateSums& sums) const {
     const Gates& gates = *w.value_scratch.gates;
     const int Kp = dims_.Kp, Vp = dims_.Vp;
@@ -161,13 +172,14 @@ class ChunkGradients {
     // dU = P^T dO + delta o (K G).
     float* dO = w.Z;
     load_chunk(dO, kPanel, problem_.d_o, span, head, dims_.V, p * kPanel, kPanel);
-    for (int i = 0; i < C; ++i) std::memcpy(w.dO + i * Vp + p * kPanel, dO + i * kPanel, sizeof(float) * kPanel);
+    if constexpr (kAll)
+      for (int i = 0; i < C; ++i) std::memcpy(w.dO + i * Vp + p * kPanel, dO + i * kPanel, sizeof(float) * kPanel);
     E::store_b(w.dOb, C, 0, C, dO, kPanel);
     store_b_hi_lo<E>(w.Gb, Kp, Gp, kOnes.value);
     float* dU = pw.product;
     multiply_hi_lo<E>(w.key.Ka, w.Gb, Kp, C, dU);
     scale_rows(dU, w.value.write_k, 1.0f);
-    add_row_products(sums.kappa, kOnes.value, U, Vp, dU, kPanel);
+    if constexpr (kAll) add_row_products(sums.kappa, kOnes.value, U, Vp, dU, kPanel);
     multiply_upper<E, true>({{w.PtA, w.dOb}}, dU);
     // Z, dV, Y; the update of G needs s gamma o dO.
     scale_rows(dO, w.value.read_q, 1.0f);
@@ -175,26 +187,28 @@ class ChunkGradients {
     float* Z = w.Z;
     store_b_hi_lo<E>(w.dUb, C, dU, kOnes.value);
     multiply_upper<E, false>(HiLoTerms<E>(w.TgtA, w.dUb).terms, Z);
-    add_row_products(sums.zu, kOnes.value, Z, kPanel, U, Vp);
+    if constexpr (kAll) add_row_products(sums.zu, kOnes.value, Z, kPanel, U, Vp);
     for (int i = 0; i < C; ++i) {
-      if (i < span.rows && std::fabs(gates.beta[i]) < kTinyBeta)
+      if (kAll && i < span.rows && std::fabs(gates.beta[i]) < kTinyBeta)
         sums.ze[i] += error_product(w, span, head, p, i, Z + i * kPanel, S, U);
       float* dV = w.dV + i * Vp + p * kPanel;
       for (int j = 0; j < kPanel; j += kVector) {
         const Vec value = gates.beta[i] * load(Z + i * kPanel + j);
-        store(dV + j, value);
+        if constexpr (kAll) store(dV + j, value);
         store(Z + i * kPanel + j, value * -w.value.read_k[i]);  // Y, scaled for the product with K
       }
     }
     store_b_hi_lo<E>(w.Yb, C, Z, kOnes.value);
     // S^T and G^T for the key side, then G moves on.
-    pack_transposed_state(w, w.Stb, S, p);
-    pack_transposed_state(w, w.Gtb, Gp, p);
-    constexpr int kSums = kPanel / kVector;  // one for each vector of a row: the additions must not wait for each other
-    Vec product[kSums] = {};
-    for (int i = 0; i < Kp * kPanel; i += kPanel)
-      for (int j = 0; j < kSums; ++j) product[j] += load(S + i + j * kVector) * load(Gp + i + j * kVector);
-    for (const Vec& part : product) sums.state_product += sum(part);
+    if constexpr (kAll) {
+      pack_transposed_state(w, w.Stb, S, p);
+      pack_transposed_state(w, w.Gtb, Gp, p);
+      constexpr int kSums = kPanel / kVector;  // one for each vector of a row: additions must not wait for each other
+      Vec product[kSums] = {};
+      for (int i = 0; i < Kp * kPanel; i += kPanel)
+        for (int j = 0; j < kSums; ++j) product[j] += load(S + i + j * kVector) * load(Gp + i + j * kVector);
+      for (const Vec& part : product) sums.state_product += sum(part);
+    }
     for (int i = 0; i < Kp * kPanel; i += kVector) store(Gp + i, gates.gamma_L * load(Gp + i));
     multiply_hi_lo<E, true>(w.key.Kta, w.Yb, C, Kp, Gp);
     E::template multiply<true>({{w.Qta, w.dOb}}, C, 0, Kp, 0, C, Gp, kPanel);

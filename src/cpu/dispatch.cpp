@@ -104,6 +104,51 @@ const Backend<BackwardProblem> backward_backend = {
     },
 };
 
+const Backend<SummaryProblem> summary_backend = {
+    GD_CPU,
+    [](const SummaryProblem&, const gd_exec& exec) { return check_isa(exec); },
+    [](const SummaryProblem& p, const gd_exec& exec) {
+      const Context context = context_of(exec);
+      return kernels_of(context.isa).summary_workspace(p, context);
+    },
+    nullptr,
+    [](const SummaryProblem& p, const gd_exec& exec, char* workspace) {
+      const Context context = context_of(exec, workspace);
+      kernels_of(context.isa).summary(p, context);
+      return Outcome{};
+    },
+};
+
+const Backend<BackwardSummaryProblem> backward_summary_backend = {
+    GD_CPU,
+    [](const BackwardSummaryProblem&, const gd_exec& exec) { return check_isa(exec); },
+    [](const BackwardSummaryProblem& p, const gd_exec& exec) {
+      const Context context = context_of(exec);
+      return kernels_of(context.isa).backward_summary_workspace(p, context);
+    },
+    [](const BackwardSummaryProblem&) { return size_t{0}; },
+    [](const BackwardSummaryProblem& p, const gd_exec& exec, char* workspace) {
+      const Context context = context_of(exec, workspace);
+      kernels_of(context.isa).backward_summary(p, context);
+      return Outcome{};
+    },
+};
+
+const Backend<FoldProblem> fold_backend = {
+    GD_CPU,
+    [](const FoldProblem&, const gd_exec& exec) { return check_isa(exec); },
+    [](const FoldProblem& p, const gd_exec& exec) {
+      const Context context = context_of(exec);
+      return kernels_of(context.isa).fold_workspace(p, context);
+    },
+    nullptr,
+    [](const FoldProblem& p, const gd_exec& exec, char* workspace) {
+      const Context context = context_of(exec, workspace);
+      kernels_of(context.isa).fold(p, context);
+      return Outcome{};
+    },
+};
+
 const Backend<Conv1dProblem> conv1d_backend = {
     GD_CPU,
     [](const Conv1dProblem&, const gd_exec& exec) { return check_isa(exec); },

@@ -9,6 +9,7 @@
 #include "cpu/gated_norm.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/recurrent.hpp"
+#include "cpu/summary.hpp"
 
 namespace gatedelta::cpu::GD_ISA {
 
@@ -31,6 +32,18 @@ const Kernels kernels = {
     [](const BackwardProblem& p, const Context& c) {
       with_engine<Backward>(p, c, [](auto&& kernel) { kernel.run(); });
     },
+    [](const SummaryProblem& p, const Context& c) {
+      return with_engine<Summary>(p, c, [](auto&& kernel) { return kernel.workspace(); });
+    },
+    [](const SummaryProblem& p, const Context& c) { with_engine<Summary>(p, c, [](auto&& kernel) { kernel.run(); }); },
+    [](const BackwardSummaryProblem& p, const Context& c) {
+      return with_engine<BackwardSummary>(p, c, [](auto&& kernel) { return kernel.workspace(); });
+    },
+    [](const BackwardSummaryProblem& p, const Context& c) {
+      with_engine<BackwardSummary>(p, c, [](auto&& kernel) { kernel.run(); });
+    },
+    [](const FoldProblem& p, const Context& c) { return Fold(p, c).workspace(); },
+    [](const FoldProblem& p, const Context& c) { Fold(p, c).run(); },
     [](const Conv1dProblem& p, const Context& c) { return Conv1d(p, c).workspace(); },
     [](const Conv1dProblem& p, const Context& c) { Conv1d(p, c).run(); },
     [](const Conv1dBackwardProblem& p, const Context& c) { return Conv1dBackward(p, c).workspace(); },

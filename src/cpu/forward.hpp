@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "cpu/chunk.hpp"
 #include "cpu/parallel.hpp"
@@ -27,9 +28,9 @@ struct HeadState {
   float* S;
   Elem* Sb;
 
-  HeadState(Carver& carve, const Dims& dims) {
-    S = carve.take<float>(dims.state_size());
-    Sb = carve.take<Elem>(E::b_size(dims.Kp) * dims.value_panels());
+  HeadState(Carver& carve, const Dims& dims, int panels) {
+    S = carve.take<float>(int64_t{dims.Kp} * kPanel * panels);
+    Sb = carve.take<Elem>(E::b_size(dims.Kp) * panels);
   }
   PanelState<E> panel(const Dims& dims, int p) const { return {state_panel(S, dims, p), Sb + E::b_size(dims.Kp) * p}; }
 };
@@ -87,6 +88,7 @@ class Forward {
         context_(context),
         in_(problem.in),
         dims_(padded_dims(problem.in)),
+        panels_(dims_.value_panels() + (problem.transition ? dims_.key_panels() : 0)),
         plan_(plan_forward(problem.in, context.lanes)) {}
 
   size_t workspace() const {
@@ -166,11 +168,11 @@ class Forward {
   }
   void carve_value(Carver& carve) const {
     for (int c = 0; c < kBlockChunks; ++c) ValueOperands<E>(carve, dims_);
-    HeadState<E>(carve, dims_);
+    HeadState<E>(carve, dims_, panels_);
   }
   int64_t head_state_bytes() const {
     Carver measure;
-    HeadState<E>(measure, dims_);
+    HeadState<E>(measure, dims_, panels_);
     return static_cast<int64_t>(measure.used());
   }
 
@@ -213,12 +215,31 @@ class Forward {
 
   // --- one head's chain ----------------------------------------------------------------------------------------------
 
+  // Panels from here on are columns of the transition M: a state that begins with the identity and has no values.
+  bool is_transition(int p) const { return p >= dims_.value_panels(); }
+  bool skips(int64_t n, int64_t head, int64_t chunk, int p) const {
+    if (!problem_.skips) return false;
+    const ForwardProblem::Skip& skip = problem_.skips[n * in_.value_heads + head];
+    return chunk < skip.first_chunk || (skip.faded && is_transition(p));
+  }
+
   void begin_panel(const PanelState<E>& state, int64_t n, int64_t head, int p) {
-    load_state_panel(state.S, in_.initial, in_.initial.slot(n), head, in_.layout, dims_, p);
+    if (is_transition(p)) {
+      const int first = (p - dims_.value_panels()) * kPanel;
+      const bool faded = problem_.skips && problem_.skips[n * in_.value_heads + head].faded;
+      std::memset(state.S, 0, sizeof(float) * dims_.Kp * kPanel);
+      for (int j = 0; j < kPanel && first + j < dims_.K; ++j) state.S[(first + j) * kPanel + j] = faded ? 0.0f : 1.0f;
+    } else {
+      load_state_panel(state.S, in_.initial, in_.initial.slot(n), head, in_.layout, dims_, p);
+    }
     E::store_b(state.Sb, dims_.Kp, 0, dims_.Kp, state.S, kPanel);
   }
 
   void end_panel(const PanelState<E>& state, int64_t n, int64_t head, int p) {
+    if (is_transition(p)) {
+      const Dims square = {dims_.K, dims_.K, dims_.Kp, dims_.Kp};
+      return store_state_panel(problem_.transition, n, head, GD_STATE_KV, square, p - dims_.value_panels(), state.S);
+    }
     store_state_panel(problem_.final, problem_.final.slot(n), head, in_.layout, dims_, p, state.S);
   }
 
@@ -231,7 +252,11 @@ class Forward {
       std::memcpy(state_panel(saved, dims_, p), state.S, sizeof(float) * dims_.Kp * kPanel);
     }
     const ChunkSpan span = chunk_span(sequence, chunk);
-    load_chunk(w.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
+    if (is_transition(p)) {
+      std::memset(w.W, 0, sizeof(float) * C * kPanel);
+    } else {
+      load_chunk(w.W, kPanel, in_.v, span, head, dims_.V, p * kPanel, kPanel);
+    }
     solve_panel<E>(w, key.Ka, state.Sb, value, dims_);
     if (problem_.o) {
       float* O = w.W;
@@ -272,28 +297,28 @@ class Forward {
     const int64_t state_bytes = head_state_bytes();
     const auto state = [&](int h) {
       Carver carve(lane.states + state_bytes * h);
-      return HeadState<E>(carve, dims_);
+      return HeadState<E>(carve, dims_, panels_);
     };
     for (int h = 0; h < heads; ++h)
-      for (int p = 0; p < dims_.value_panels(); ++p)
-        begin_panel(state(h).panel(dims_, p), n, in_.value_head(first + h), p);
+      for (int p = 0; p < panels_; ++p) begin_panel(state(h).panel(dims_, p), n, in_.value_head(first + h), p);
     for (int64_t chunk = 0; chunk < chunks_of(sequence.length); ++chunk) {
       const ChunkSpan span = chunk_span(sequence, chunk);
+      int64_t prepared = -1;  // key head
       for (int h = 0; h < heads; ++h) {
         const int64_t head = in_.value_head(first + h);
-        if (h == 0 || (first + h) % in_.group == 0)
+        if (skips(n, head, chunk, 0)) continue;
+        if (in_.key_head(head) != std::exchange(prepared, in_.key_head(head)))
           prepare_key<E>(lane.key, lane.key_scratch, dims_, in_, span, in_.key_head(head), bool(problem_.o), false);
         prepare_value<E>(lane.value, lane.value_scratch, lane.key_scratch, in_, span, head, bool(problem_.o));
         const HeadState<E> head_state = state(h);
-        for (int p = 0; p < dims_.value_panels(); ++p) {
-          prefetch_next(sequence, chunk, first, h, p);
+        for (int p = 0; p < panels_ && !skips(n, head, chunk, p); ++p) {
+          if (!is_transition(p)) prefetch_next(sequence, chunk, first, h, p);
           advance_panel(head_state.panel(dims_, p), lane.panel, lane.key, lane.value, n, sequence, chunk, head, p);
         }
       }
     }
     for (int h = 0; h < heads; ++h)
-      for (int p = 0; p < dims_.value_panels(); ++p)
-        end_panel(state(h).panel(dims_, p), n, in_.value_head(first + h), p);
+      for (int p = 0; p < panels_; ++p) end_panel(state(h).panel(dims_, p), n, in_.value_head(first + h), p);
   }
 
   // Prefetches what a panel and the next one will touch, and a share of k and q of the next head.
@@ -328,7 +353,7 @@ class Forward {
     carve_value(value_measure);
     const int64_t key_bytes = static_cast<int64_t>(key_measure.used()),
                   value_bytes = static_cast<int64_t>(value_measure.used());
-    const int64_t count = in_.sequences.count, panels = dims_.value_panels();
+    const int64_t count = in_.sequences.count, panels = panels_;
     char* const keys = shared_->split;
     char* const values = keys + count * in_.key_heads * key_bytes;
     const auto key_operands = [&](int64_t n, int64_t key_head, int64_t c) {
@@ -344,7 +369,7 @@ class Forward {
     const auto panel_state = [&](int64_t n, int64_t head, int p) {
       Carver carve(values + (n * in_.value_heads + head) * value_bytes);
       for (int c = 0; c < kBlockChunks; ++c) ValueOperands<E>(carve, dims_);
-      return HeadState<E>(carve, dims_).panel(dims_, p);
+      return HeadState<E>(carve, dims_, panels_).panel(dims_, p);
     };
 
     int64_t longest = 0;
@@ -364,6 +389,7 @@ class Forward {
                            false);
             for (int64_t h = 0; h < in_.group; ++h) {
               const int64_t head = in_.value_head(key_head * in_.group + h);
+              if (skips(n, head, chunk, 0)) continue;
               prepare_value<E>(value_operands(n, head, c), lane.value_scratch, lane.key_scratch, in_, span, head,
                                bool(problem_.o));
             }
@@ -378,9 +404,11 @@ class Forward {
         if (begin == 0) begin_panel(state, n, head, p);
         const int64_t chunks = chunks_of(sequence.length);
         for (int64_t c = 0; c < block_chunks && begin + c < chunks; ++c) {
-          const KeyOperands<E> key = key_operands(n, in_.key_head(head), c);
           const int64_t chunk = begin + c, next = std::min(chunk + 1, chunks - 1);
-          prefetch_panel(chunk_span(sequence, chunk), head, p, chunk_span(sequence, next), head, p);
+          if (skips(n, head, chunk, p)) continue;
+          const KeyOperands<E> key = key_operands(n, in_.key_head(head), c);
+          if (!is_transition(p))
+            prefetch_panel(chunk_span(sequence, chunk), head, p, chunk_span(sequence, next), head, p);
           advance_panel(state, lane.panel, key, value_operands(n, head, c), n, sequence, chunk, head, p);
         }
         const bool last = chunks == 0 ? begin == 0 : begin < chunks && chunks <= begin + kBlockChunks;
@@ -393,6 +421,7 @@ class Forward {
   const Context& context_;
   const Layer& in_;
   const Dims dims_;
+  const int panels_;  // of a head: value columns, and in a summary those of M
   const ForwardPlan plan_;
   Shared* shared_ = nullptr;
   char* lanes_ = nullptr;

@@ -10,6 +10,12 @@ struct Kernels {
   void (*forward)(const ForwardProblem&, const Context&);
   size_t (*backward_workspace)(const BackwardProblem&, const Context&);
   void (*backward)(const BackwardProblem&, const Context&);
+  size_t (*summary_workspace)(const SummaryProblem&, const Context&);
+  void (*summary)(const SummaryProblem&, const Context&);
+  size_t (*backward_summary_workspace)(const BackwardSummaryProblem&, const Context&);
+  void (*backward_summary)(const BackwardSummaryProblem&, const Context&);
+  size_t (*fold_workspace)(const FoldProblem&, const Context&);
+  void (*fold)(const FoldProblem&, const Context&);
   size_t (*conv1d_workspace)(const Conv1dProblem&, const Context&);
   void (*conv1d)(const Conv1dProblem&, const Context&);
   size_t (*conv1d_backward_workspace)(const Conv1dBackwardProblem&, const Context&);

@@ -9,6 +9,7 @@
 #include "cuda/limits.hpp"
 #include "cuda/portable/config.hpp"
 #include "cuda/workspace/backward.hpp"
+#include "cuda/workspace/summary.hpp"
 
 namespace gatedelta::cuda {
 
@@ -64,6 +65,36 @@ const Backend<BackwardProblem> sm90_backward_backend = {
     [](const BackwardProblem& p, const gd_exec& exec, char* workspace) {
       return backward(p, context_of(exec, workspace));
     },
+};
+
+const Backend<SummaryProblem> sm90_summary_backend = {
+    GD_CUDA,
+    [](const SummaryProblem& p, const gd_exec&) { return check_limits(p); },
+    [](const SummaryProblem& p, const gd_exec&) { return summary_layout(p, true, kPreparedBytes).bytes; },
+    nullptr,
+    [](const SummaryProblem& p, const gd_exec& exec, char* workspace) {
+      return summary(p, context_of(exec, workspace));
+    },
+};
+
+const Backend<BackwardSummaryProblem> sm90_backward_summary_backend = {
+    GD_CUDA,
+    [](const BackwardSummaryProblem& p, const gd_exec&) { return check_limits(p); },
+    [](const BackwardSummaryProblem& p, const gd_exec&) {
+      return summary_layout(p, false, kBackwardPreparedBytes).bytes;
+    },
+    [](const BackwardSummaryProblem& p) { return saved_layout(p.in).bytes; },
+    [](const BackwardSummaryProblem& p, const gd_exec& exec, char* workspace) {
+      return backward_summary(p, context_of(exec, workspace));
+    },
+};
+
+const Backend<FoldProblem> fold_backend = {
+    GD_CUDA,
+    [](const FoldProblem&, const gd_exec&) { return Outcome{}; },
+    [](const FoldProblem&, const gd_exec&) { return size_t{0}; },
+    nullptr,
+    [](const FoldProblem& p, const gd_exec& exec, char* workspace) { return fold(p, context_of(exec, workspace)); },
 };
 
 const Backend<Conv1dProblem> conv1d_backend = {
@@ -128,6 +159,9 @@ int usable_devices() { return 0; }
 Outcome forward(const ForwardProblem&, const Context&) { return not_compiled(); }
 Outcome portable_forward(const ForwardProblem&, const Context&) { return not_compiled(); }
 Outcome backward(const BackwardProblem&, const Context&) { return not_compiled(); }
+Outcome summary(const SummaryProblem&, const Context&) { return not_compiled(); }
+Outcome backward_summary(const BackwardSummaryProblem&, const Context&) { return not_compiled(); }
+Outcome fold(const FoldProblem&, const Context&) { return not_compiled(); }
 Outcome conv1d(const Conv1dProblem&, const Context&) { return not_compiled(); }
 Outcome conv1d_backward(const Conv1dBackwardProblem&, const Context&) { return not_compiled(); }
 Outcome recurrent(const RecurrentProblem&, const Context&) { return not_compiled(); }

@@ -10,6 +10,9 @@ namespace gatedelta::cuda {
 extern const Backend<ForwardProblem> sm90_forward_backend;
 extern const Backend<ForwardProblem> portable_forward_backend;
 extern const Backend<BackwardProblem> sm90_backward_backend;
+extern const Backend<SummaryProblem> sm90_summary_backend;
+extern const Backend<BackwardSummaryProblem> sm90_backward_summary_backend;
+extern const Backend<FoldProblem> fold_backend;
 extern const Backend<Conv1dProblem> conv1d_backend;
 extern const Backend<Conv1dBackwardProblem> conv1d_backward_backend;
 extern const Backend<RecurrentProblem> recurrent_backend;
@@ -31,6 +34,9 @@ struct Context {
 Outcome forward(const ForwardProblem&, const Context&);  // by the portable kernels where the device is not a Hopper
 Outcome portable_forward(const ForwardProblem&, const Context&);
 Outcome backward(const BackwardProblem&, const Context&);
+Outcome summary(const SummaryProblem&, const Context&);
+Outcome backward_summary(const BackwardSummaryProblem&, const Context&);
+Outcome fold(const FoldProblem&, const Context&);
 Outcome conv1d(const Conv1dProblem&, const Context&);
 Outcome conv1d_backward(const Conv1dBackwardProblem&, const Context&);
 Outcome recurrent(const RecurrentProblem&, const Context&);

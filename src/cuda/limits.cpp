@@ -151,6 +151,20 @@ Outcome check_limits(const BackwardProblem& p) {
   return {};
 }
 
+Outcome check_limits(const SummaryProblem& p) {
+  GD_CHECK(check_layer(p.in));
+  for (const auto& [name, rows] : {std::pair("k", &p.in.k), std::pair("v", &p.in.v)})
+    GD_CHECK(check_rows(name, rows, p.in));
+  return {};
+}
+
+Outcome check_limits(const BackwardSummaryProblem& p) {
+  GD_CHECK(check_layer(p.in));
+  for (const auto& [name, rows] : {std::pair("q", &p.in.q), std::pair("k", &p.in.k), std::pair("d_o", &p.d_o)})
+    GD_CHECK(check_rows(name, rows, p.in));
+  return {};
+}
+
 Outcome check_limits(const RecurrentProblem& p) {
   if (decode_pairs(p.in) <= kMaxDecodePairs) return {};
   return refusal(GD_UNSUPPORTED, "N * Hv is %" PRId64 " * %" PRId64 ", must be at most %" PRId64 "%s on CUDA",

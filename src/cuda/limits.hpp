@@ -9,6 +9,8 @@ namespace gatedelta::cuda {
 Outcome check_limits(const ForwardProblem& problem);  // of Hopper's kernels
 Outcome check_portable_limits(const ForwardProblem& problem);
 Outcome check_limits(const BackwardProblem& problem);
+Outcome check_limits(const SummaryProblem& problem);
+Outcome check_limits(const BackwardSummaryProblem& problem);
 Outcome check_limits(const RecurrentProblem& problem);
 Outcome check_limits(const GatedNorm& in);
 

@@ -116,7 +116,7 @@ def test_threads_change_no_bit(library, tokens, snapshots):
 
     arrays = make(T=tokens)
     results = [
-        run(library, arrays, snapshots, threads=threads) for threads in (None, gatedelta.numpy._thread_pool(3, 0))
+        run(library, arrays, snapshots, threads=threads) for threads in (None, gatedelta._lib._thread_pool(3, 0))
     ]
     assert np.array_equal(results[0][0], results[1][0])
     assert np.array_equal(results[0][1], results[1][1])

@@ -79,7 +79,9 @@ def chunk_gated_delta_rule(
         cu_seqlens_cpu, chunk_indices: other kernels need these, derived from cu_seqlens. The call ignores their
             contents and checks their shapes against cu_seqlens.
         chunk_size: None or 64. The chunk size changes the result by rounding alone.
-        cp_context: not supported, refused. head_first: removed from FLA, refused.
+        cp_context: of ``gatedelta.context_parallel.build_context``, FLA's or FlashQLA's: the pack is shared out to
+            the ranks of a group, and these are this rank's tokens (docs/context_parallel.md). Without states and
+            buffers; cu_seqlens is the context's. head_first: removed from FLA, refused.
         transpose_state_layout: FLA's older name for state_v_first.
         auto_cp: whether one sequence may be cut into segments that run in parallel on one GPU.
         enable_fwd_cp_cache: a hint of FlashQLA's that changes nothing: ``recompute`` decides what a forward saves.
@@ -114,18 +116,33 @@ def chunk_gated_delta_rule(
         _CHUNK_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, initial_state_indices, out,
         final_state, final_state_indices, checkpoints, checkpoint_indices, checkpoint_offsets,
     )  # fmt: skip
-    if cp_context is not None:
-        raise NotImplementedError("cp_context: context parallelism across devices is not supported; pass None")
     if head_first:
         raise NotImplementedError("head_first=True is not supported: transpose the inputs to [B, T, H, D]")
     if chunk_size is not None and chunk_size != _lib.CHUNK:
         raise ValueError(f"chunk_size is {chunk_size}, but the kernels work in chunks of {_lib.CHUNK} tokens")
     if cu_seqlens_cpu is not None or chunk_indices is not None:
         _arguments.check_hints(cu_seqlens, cu_seqlens_cpu, chunk_indices)
-    if g is None or beta is None:
-        g, beta = _arguments.with_gates(v, g, beta, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
     if transpose_state_layout is not None:
         state_v_first = _arguments.state_layout(state_v_first, transpose_state_layout)
+    if cp_context is not None:
+        _refuse_with_context(
+            initial_state=initial_state, output_final_state=output_final_state or None, out=out,
+            initial_state_indices=initial_state_indices, final_state=final_state,
+            final_state_indices=final_state_indices, checkpoints=checkpoints, checkpoint_indices=checkpoint_indices,
+            checkpoint_every=checkpoint_every or None, checkpoint_offsets=checkpoint_offsets,
+            null_index=None if null_index == -1 else null_index, small_workspace=small_workspace or None,
+        )  # fmt: skip
+        from .. import context_parallel
+
+        o = context_parallel.chunk_gated_delta_rule(
+            q, k, v, g, beta, cp_context, A_log=A_log, dt_bias=dt_bias, recompute=recompute, scale=scale,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first, use_gate_in_kernel=use_gate_in_kernel,
+            key_head_order=key_head_order, auto_cp=auto_cp, batch_invariant=batch_invariant, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        return o, None
+    if g is None or beta is None:
+        g, beta = _arguments.with_gates(v, g, beta, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
     options = _arguments.pack_options(
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, use_qk_l2norm_in_kernel,
         auto_cp, batch_invariant, key_head_order,
@@ -176,6 +193,15 @@ def chunk_gated_delta_rule(
         o, states = _ops.chunk_fwd(q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias,
                                    initial_state_indices)  # fmt: skip
     return o, states if output_final_state else None
+
+
+def _refuse_with_context(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{name} is given with cp_context: states that enter and leave are the context's, and its calls write "
+                "to no buffers"
+            )
 
 
 def fused_recurrent_gated_delta_rule(

@@ -141,10 +141,11 @@ gd_status Checker::states(const char* name, const gd_tensor& t, const Layer& lay
 }
 
 gd_status Checker::indexed_states(const char* name, const gd_tensor& t, const char* index_name, const gd_tensor& index,
-                                  const Shape& index_shape, const Layer& layer, Role role, StateRows& out) {
+                                  const Shape& index_shape, const Layer& layer, Role role, StateRows& out,
+                                  bool may_share) {
   if (is_absent(t) && !is_absent(index)) return invalid("%s is given without %s", index_name, name);
   GD_TRY(indices(index_name, index, index_shape, role, out.indices));
-  return states(name, t, layer, out.indices ? kAny : layer.sequences.count, role, out, true);
+  return states(name, t, layer, out.indices ? kAny : layer.sequences.count, role, out, may_share);
 }
 
 gd_status Checker::tensor(const char* name, const gd_tensor& t, const Shape& shape, unsigned dtypes,

@@ -56,7 +56,8 @@ class Checker {
                    bool may_share = false);
   // A state tensor and the array of its slots, which says whether it is a pool.
   gd_status indexed_states(const char* name, const gd_tensor& t, const char* index_name, const gd_tensor& index,
-                           const Shape& index_shape, const Layer& layer, Role role, StateRows& out);
+                           const Shape& index_shape, const Layer& layer, Role role, StateRows& out,
+                           bool may_share = true);
   gd_status tensor(const char* name, const gd_tensor& t, const Shape& shape, unsigned dtypes, int contiguous_dims,
                    Role role, bool may_share = false);
   // What a forward saves, or a backward gets.
@@ -88,7 +89,7 @@ class Checker {
   void remember(const char* name, const void* data, size_t bytes, Role role);
 
   Stage stage_;
-  Region regions_[24];  // backward and the layer's step have the most: 21 tensors and the workspace
+  Region regions_[26];  // backward has the most: 23 tensors, `saved` and the workspace
   int count_ = 0;
 };
 

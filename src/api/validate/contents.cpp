@@ -198,7 +198,9 @@ gd_status check_checkpoint_count(const ForwardProblem& p) {
 }
 
 size_t slot_bitmap_bytes(const ForwardProblem& p) { return bitmap_bytes(p); }
-size_t slot_bitmap_bytes(const BackwardProblem&) { return 0; }  // writes no pool
+size_t slot_bitmap_bytes(const BackwardProblem& p) {
+  return p.d_initial.indices ? static_cast<size_t>((p.d_initial.slots + 511) / 512) * 64 : 0;
+}
 size_t slot_bitmap_bytes(const RecurrentProblem& p) { return bitmap_bytes(p); }
 
 gd_status validate_contents(const ForwardProblem& p, uint64_t* bitmap) {
@@ -220,10 +222,41 @@ gd_status validate_contents(const ForwardProblem& p, uint64_t* bitmap) {
   return GD_OK;
 }
 
-gd_status validate_contents(const BackwardProblem& p, uint64_t*) {
+gd_status validate_contents(const BackwardProblem& p, uint64_t* bitmap) {
   GD_TRY(check_offsets(p.in.sequences));
-  for (int64_t n = 0; p.in.initial.indices && n < p.in.sequences.count; ++n)
+  const int64_t count = p.in.sequences.count;
+  for (int64_t n = 0; p.in.initial.indices && n < count; ++n)
     GD_TRY(check_range({"initial_indices", n, -1}, p.in.initial.slot(n), "initial_state", p.in.initial.slots));
+  for (int64_t n = 0; p.d_final.indices && n < count; ++n)
+    GD_TRY(check_range({"d_final_indices", n, -1}, p.d_final.slot(n), "d_final_state", p.d_final.slots));
+  if (!p.d_initial.indices) return GD_OK;
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t row = p.d_initial.slot(n);
+    GD_TRY(check_range({"d_initial_indices", n, -1}, row, "d_initial_state", p.d_initial.slots));
+    if (row >= 0) bitmap[row / 64] = 0;
+  }
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t row = p.d_initial.slot(n);
+    if (row < 0) continue;
+    const uint64_t bit = uint64_t{1} << (static_cast<uint64_t>(row) % 64);
+    if (bitmap[row / 64] & bit)
+      return invalid("d_initial_indices[%" PRId64 "]: slot %" PRId64 " is written more than once", n, row);
+    bitmap[row / 64] |= bit;
+  }
+  return GD_OK;
+}
+
+gd_status validate_contents(const SummaryProblem& p, uint64_t*) { return check_offsets(p.in.sequences); }
+gd_status validate_contents(const BackwardSummaryProblem& p, uint64_t*) { return check_offsets(p.in.sequences); }
+
+gd_status validate_contents(const FoldProblem& p, uint64_t*) {
+  for (int64_t r = 0; r < p.results; ++r) {
+    const int64_t first = p.first[r], count = p.count[r];
+    if (count > 0 && (first < 0 || first > p.segments - count))
+      return invalid("first[%" PRId64 "] and count[%" PRId64 "] are %" PRId64 " and %" PRId64 ", but there are %" PRId64
+                     " segments",
+                     r, r, first, count, p.segments);
+  }
   return GD_OK;
 }
 

@@ -13,12 +13,12 @@ namespace {
 
 constexpr int64_t kMaxHeads = 1 << 16;
 
+}  // namespace
+
 gd_status check_head_dim(const char* name, int64_t size) {
   if (size >= 16 && size <= 256 && size % 16 == 0) return GD_OK;
   return invalid("%s is %" PRId64 ", must be a multiple of 16 from 16 to 256", name, size);
 }
-
-}  // namespace
 
 gd_status validate_layer(Checker& check, const gd_inputs& in, Layer& layer, bool picked) {
   GD_TRY(check_reserved("in", in.reserved, in.reserved_flags));

@@ -99,8 +99,8 @@ gd_status validate_shapes(const gd_backward_args& args, Stage stage, BackwardPro
   GD_TRY(check_segments(args));
   GD_TRY(validate_layer(check, args.in, p.in));
   GD_TRY(check.rows("d_o", args.d_o, value_rows(in), Need::required, Role::input, p.d_o));
-  GD_TRY(check_first_slot(in, {}));
-  GD_TRY(check.states("d_final_state", args.d_final_state, in, in.sequences.count, Role::input, p.d_final));
+  GD_TRY(check.indexed_states("d_final_state", args.d_final_state, "d_final_indices", args.d_final_indices,
+                              per_sequence(in), in, Role::input, p.d_final, false));
 
   GD_TRY(check.rows("dq", args.dq, key_rows(in), Need::optional, Role::output, p.dq));
   GD_TRY(check.rows("dk", args.dk, key_rows(in), Need::optional, Role::output, p.dk));
@@ -109,7 +109,9 @@ gd_status validate_shapes(const gd_backward_args& args, Stage stage, BackwardPro
   GD_TRY(check.rows("dbeta", args.dbeta, value_scalars(in), Need::optional, Role::output, p.dbeta));
   GD_TRY(check.gate_vector("dA_log", args.dA_log, in, Need::optional, Role::output, p.dA_log));
   GD_TRY(check.gate_vector("d_dt_bias", args.d_dt_bias, in, Need::optional, Role::output, p.d_dt_bias));
-  GD_TRY(check.states("d_initial_state", args.d_initial_state, in, in.sequences.count, Role::output, p.d_initial));
+  GD_TRY(check.indexed_states("d_initial_state", args.d_initial_state, "d_initial_indices", args.d_initial_indices,
+                              per_sequence(in), in, Role::output, p.d_initial, false));
+  GD_TRY(check_first_slot(in, {&p.d_final, &p.d_initial}));
   if (!p.dq && !p.dk && !p.dv && !p.dg && !p.dbeta && !p.dA_log && !p.d_dt_bias && !p.d_initial)
     return invalid("no gradient is asked for: dq, dk, dv, dg, dbeta, dA_log, d_dt_bias and d_initial_state are absent");
 

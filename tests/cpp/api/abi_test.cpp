@@ -71,7 +71,7 @@ AT(gd_forward_args, reserved_flags, 1628);
 AT(gd_forward_args, checkpoint_offsets, 1632);
 AT(gd_forward_args, reserved, 1728);
 
-static_assert(sizeof(gd_backward_args) == 2136);
+static_assert(sizeof(gd_backward_args) == 2328);
 AT(gd_backward_args, struct_size, 0);
 AT(gd_backward_args, exec, 8);
 AT(gd_backward_args, in, 96);
@@ -91,7 +91,48 @@ AT(gd_backward_args, context_parallel, 2088);
 AT(gd_backward_args, segment_chunks, 2092);
 AT(gd_backward_args, batch_invariant, 2096);
 AT(gd_backward_args, small_workspace, 2100);
-AT(gd_backward_args, reserved, 2104);
+AT(gd_backward_args, d_final_indices, 2104);
+AT(gd_backward_args, d_initial_indices, 2200);
+AT(gd_backward_args, reserved, 2296);
+
+static_assert(sizeof(gd_summary_args) == 1456);
+AT(gd_summary_args, struct_size, 0);
+AT(gd_summary_args, exec, 8);
+AT(gd_summary_args, in, 96);
+AT(gd_summary_args, local_state, 1112);
+AT(gd_summary_args, transition, 1208);
+AT(gd_summary_args, fade, 1304);
+AT(gd_summary_args, first_sequence, 1400);
+AT(gd_summary_args, sequence_count, 1408);
+AT(gd_summary_args, skip_faded, 1416);
+AT(gd_summary_args, reserved_flags, 1420);
+AT(gd_summary_args, reserved, 1424);
+
+static_assert(sizeof(gd_backward_summary_args) == 1376);
+AT(gd_backward_summary_args, struct_size, 0);
+AT(gd_backward_summary_args, exec, 8);
+AT(gd_backward_summary_args, in, 96);
+AT(gd_backward_summary_args, d_o, 1112);
+AT(gd_backward_summary_args, d_local, 1208);
+AT(gd_backward_summary_args, saved, 1304);
+AT(gd_backward_summary_args, saved_bytes, 1312);
+AT(gd_backward_summary_args, first_sequence, 1320);
+AT(gd_backward_summary_args, sequence_count, 1328);
+AT(gd_backward_summary_args, skip_faded, 1336);
+AT(gd_backward_summary_args, reserved_flags, 1340);
+AT(gd_backward_summary_args, reserved, 1344);
+
+static_assert(sizeof(gd_fold_args) == 616);
+AT(gd_fold_args, struct_size, 0);
+AT(gd_fold_args, exec, 8);
+AT(gd_fold_args, values, 96);
+AT(gd_fold_args, maps, 192);
+AT(gd_fold_args, first, 288);
+AT(gd_fold_args, count, 384);
+AT(gd_fold_args, state, 480);
+AT(gd_fold_args, transposed, 576);
+AT(gd_fold_args, state_layout, 580);
+AT(gd_fold_args, reserved, 584);
 
 static_assert(sizeof(gd_recurrent_args) == 1824);
 AT(gd_recurrent_args, struct_size, 0);
@@ -223,6 +264,10 @@ static_assert(std::is_standard_layout_v<gd_gated_norm_backward_args> &&
 static_assert(std::is_standard_layout_v<gd_conv1d_args> && std::is_trivially_copyable_v<gd_conv1d_args>);
 static_assert(std::is_standard_layout_v<gd_conv1d_backward_args> &&
               std::is_trivially_copyable_v<gd_conv1d_backward_args>);
+static_assert(std::is_standard_layout_v<gd_summary_args> && std::is_trivially_copyable_v<gd_summary_args>);
+static_assert(std::is_standard_layout_v<gd_backward_summary_args> &&
+              std::is_trivially_copyable_v<gd_backward_summary_args>);
+static_assert(std::is_standard_layout_v<gd_fold_args> && std::is_trivially_copyable_v<gd_fold_args>);
 static_assert(std::is_standard_layout_v<gd_layer_step_args> && std::is_trivially_copyable_v<gd_layer_step_args>);
 
 // The same sizes, as the library saw them when it was compiled.
@@ -233,6 +278,9 @@ TEST(Abi, LibraryAgrees) {
   gd_conv1d_args conv1d = {};
   gd_conv1d_backward_args conv1d_backward = {};
   gd_layer_step_args layer_step = {};
+  gd_summary_args summary = {};
+  gd_backward_summary_args backward_summary = {};
+  gd_fold_args fold = {};
   size_t bytes = 0;
   for (const size_t less : {size_t{1}, size_t{0}}) {
     const gd_status expected = less ? GD_ABI_MISMATCH : GD_INVALID_ARGUMENT;  // of the right size, but q is missing
@@ -242,6 +290,12 @@ TEST(Abi, LibraryAgrees) {
     conv1d.struct_size = sizeof conv1d - less;
     conv1d_backward.struct_size = sizeof conv1d_backward - less;
     layer_step.struct_size = sizeof layer_step - less;
+    summary.struct_size = sizeof summary - less;
+    backward_summary.struct_size = sizeof backward_summary - less;
+    fold.struct_size = sizeof fold - less;
+    EXPECT_EQ(gd_summary_workspace(&summary, &bytes), expected) << gd_last_error();
+    EXPECT_EQ(gd_backward_summary_workspace(&backward_summary, &bytes), expected) << gd_last_error();
+    EXPECT_EQ(gd_fold_workspace(&fold, &bytes), expected) << gd_last_error();
     EXPECT_EQ(gd_layer_step_workspace(&layer_step, &bytes), expected) << gd_last_error();
     EXPECT_EQ(gd_conv1d_workspace(&conv1d, &bytes), expected) << gd_last_error();
     EXPECT_EQ(gd_conv1d_backward_workspace(&conv1d_backward, &bytes), expected) << gd_last_error();

@@ -9,6 +9,7 @@
 #include "cuda/sm90/backward/grad_chain.cuh"
 #include "cuda/sm90/backward/gradients/kernel.cuh"
 #include "cuda/sm90/backward/states_chain.cuh"
+#include "cuda/sm90/chain/launch.cuh"
 #include "cuda/sm90/prepare/launch.cuh"
 #include "cuda/workspace/backward.hpp"
 
@@ -141,6 +142,14 @@ Outcome launch(const BackwardParams& p, const BackwardParams* later, int device,
 }
 
 }  // namespace
+
+cudaError_t launch_grad_chain(const CallParams& p, bool bf16, int device, cudaStream_t stream) {
+  const auto launch = [&](auto elem) {
+    return launch_after<backward_chain_kernel<decltype(elem)>>(p.main_blocks(), kChainThreads, ChainSmem::kAllocated,
+                                                               device, stream, p);
+  };
+  return bf16 ? launch(__nv_bfloat16{}) : launch(__half{});
+}
 
 Outcome backward(const BackwardProblem& problem, const Context& context) {
   return with_device(context.device, kHopperDevices, [&](int multiprocessors) -> Outcome {

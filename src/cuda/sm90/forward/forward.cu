@@ -4,6 +4,7 @@
 #include "cuda/host/params.cuh"
 #include "cuda/host/tensor_map.cuh"
 #include "cuda/limits.hpp"
+#include "cuda/sm90/chain/launch.cuh"
 #include "cuda/sm90/forward/launch.cuh"
 #include "cuda/sm90/forward/short_walk.hpp"
 #include "cuda/sm90/prepare/launch.cuh"
@@ -38,6 +39,10 @@ Outcome launch(const CallParams& p, int device, cudaStream_t stream) {
 
 cudaError_t launch_prepare(const CallParams& p, bool bf16, int device, cudaStream_t stream) {
   return bf16 ? launch_prepare<__nv_bfloat16>(p, device, stream) : launch_prepare<__half>(p, device, stream);
+}
+
+cudaError_t launch_forward_chain(const CallParams& p, bool bf16, int device, cudaStream_t stream) {
+  return bf16 ? launch_main<__nv_bfloat16>(p, device, stream) : launch_main<__half>(p, device, stream);
 }
 
 bool is_compiled() { return true; }

@@ -1,0 +1,121 @@
+// gd_fold on CUDA: S <- M S + value over segments, in fp32 on the ordinary units. No instruction here is newer than
+// compute capability 8.0.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/backend.hpp"
+#include "cuda/host/device.cuh"
+#include "cuda/host/launch.cuh"
+
+namespace gatedelta::cuda {
+
+namespace {
+
+constexpr Capabilities kFoldDevices = {8, 1 << 15, "the fold supports 8.0 and later"};
+
+// A CTA folds 32 value columns of one head and result. A thread has 4 x 4 numbers of each block of 128 rows.
+constexpr int kColumns = 32, kThreads = 256, kRows = 128;
+
+__device__ __forceinline__ float load_float(const void* data, gd_dtype dtype, int64_t i) {
+  if (dtype == GD_F32) return static_cast<const float*>(data)[i];
+  if (dtype == GD_BF16) return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
+  return __half2float(static_cast<const __half*>(data)[i]);
+}
+__device__ __forceinline__ void store_float(void* data, gd_dtype dtype, int64_t i, float x) {
+  if (dtype == GD_F32) {
+    static_cast<float*>(data)[i] = x;
+  } else if (dtype == GD_BF16) {
+    static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16(x);
+  } else {
+    static_cast<__half*>(data)[i] = __float2half(x);
+  }
+}
+
+// kDepth: columns of M that are in shared memory at a time.
+template <int kBlocks, int kDepth>
+__global__ void __launch_bounds__(kThreads) fold_kernel(const __grid_constant__ FoldProblem p) {
+  constexpr int kMaxK = kBlocks * kRows, kLoads = kDepth * kMaxK / kThreads;
+  __shared__ float S[kMaxK][kColumns];
+  __shared__ float M[kDepth][kMaxK + 4];  // M[j][i]: what S[j] adds to row i
+  const int64_t head = static_cast<int64_t>(blockIdx.x) % p.heads, r = static_cast<int64_t>(blockIdx.x) / p.heads;
+  const int tid = threadIdx.x, K = p.key_dim, V = p.value_dim, first_column = static_cast<int>(blockIdx.y) * kColumns;
+  const int column = tid % 8 * 4, row = tid / 8 * 4;
+  const bool is_kv = p.layout == GD_STATE_KV;
+  const auto place = [&](int k, int v) { return is_kv ? int64_t{k} * V + v : int64_t{v} * K + k; };
+  const int64_t first = p.first[r], count = p.count[r];
+
+  for (int i = tid; i < kMaxK * kColumns; i += kThreads) S[i / kColumns][i % kColumns] = 0;
+  for (int64_t step = 0; step < count; ++step) {
+    const int64_t segment = p.transposed ? first + count - 1 - step : first + step;
+    float acc[kBlocks][4][4];
+    const int64_t values = p.values.offset(segment, head);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+      for (int a = 0; a < 4; ++a)
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          const int k = block * kRows + row + a, v = first_column + column + b;
+          acc[block][a][b] = k < K && v < V ? load_float(p.values.data, p.values.dtype, values + place(k, v)) : 0.0f;
+        }
+    if (step > 0) {
+      const float* const map = static_cast<const float*>(p.maps.data) + p.maps.offset(segment, head);
+      for (int j0 = 0; j0 < K; j0 += kDepth) {
+        __syncthreads();
+#pragma unroll
+        for (int n = 0; n < kLoads; ++n) {
+          // Neighbouring threads read neighbouring numbers: along a row of M, or (transposed) along its rows.
+          const int at = n * kThreads + tid;
+          const int j = p.transposed ? at / kMaxK : at % kDepth, i = p.transposed ? at % kMaxK : at / kDepth;
+          const bool is_inside = i < K && j0 + j < K;
+          M[j][i] = !is_inside ? 0.0f : p.transposed ? map[int64_t{j0 + j} * K + i] : map[int64_t{i} * K + j0 + j];
+        }
+        __syncthreads();
+#pragma unroll 8
+        for (int j = 0; j < kDepth; ++j) {
+          const float4 s = *reinterpret_cast<const float4*>(&S[(j0 + j) % kMaxK][column]);
+#pragma unroll
+          for (int block = 0; block < kBlocks; ++block) {
+            const float4 m = *reinterpret_cast<const float4*>(&M[j][block * kRows + row]);
+            const float rows[4] = {m.x, m.y, m.z, m.w}, columns[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+            for (int a = 0; a < 4; ++a)
+#pragma unroll
+              for (int b = 0; b < 4; ++b) acc[block][a][b] = fmaf(rows[a], columns[b], acc[block][a][b]);
+          }
+        }
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+      for (int a = 0; a < 4; ++a)
+        *reinterpret_cast<float4*>(&S[block * kRows + row + a][column]) =
+            make_float4(acc[block][a][0], acc[block][a][1], acc[block][a][2], acc[block][a][3]);
+  }
+  __syncthreads();
+  const int64_t to = p.state.offset(r, head);
+  for (int i = tid; i < K * kColumns; i += kThreads) {
+    // Neighbouring threads write neighbouring numbers.
+    const int k = is_kv ? i / kColumns : i % K, v = is_kv ? i % kColumns : i / K;
+    if (first_column + v < V) store_float(p.state.data, p.state.dtype, to + place(k, first_column + v), S[k][v]);
+  }
+}
+
+}  // namespace
+
+Outcome fold(const FoldProblem& p, const Context& context) {
+  return with_device(context.device, kFoldDevices, [&](int) -> Outcome {
+    if (p.results == 0) return {};
+    const auto stream = static_cast<cudaStream_t>(context.stream);
+    const GridSize grid(p.results * p.heads, (p.value_dim + kColumns - 1) / kColumns);
+    const cudaError_t error = p.key_dim <= kRows
+                                  ? launch_kernel(false, fold_kernel<1, 32>, grid, kThreads, 0, stream, p)
+                                  : launch_kernel(false, fold_kernel<2, 8>, grid, kThreads, 0, stream, p);
+    if (error) return failure(error, "launch the fold");
+    return {};
+  });
+}
+
+}  // namespace gatedelta::cuda

@@ -1,0 +1,14 @@
+// Launches of the chain kernels with lists that others have made. Declared here alone because their instances belong in
+// one object each (forward.cu, backward.cu).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/params.hpp"
+
+namespace gatedelta::cuda {
+
+cudaError_t launch_forward_chain(const CallParams& p, bool bf16, int device, cudaStream_t stream);
+cudaError_t launch_grad_chain(const CallParams& p, bool bf16, int device, cudaStream_t stream);
+
+}  // namespace gatedelta::cuda

@@ -1,0 +1,361 @@
+// The stages of context parallelism against the fp64 truth, each alone and all together.
+#include <cmath>
+#include <numeric>
+
+#include "cases.hpp"
+#include "support.hpp"
+#include "testing/number.hpp"
+
+namespace gatedelta::testing {
+namespace {
+
+// fp32 memory between guards, NaN at first.
+struct Floats {
+  Buffer buffer;
+  gd_tensor tensor;
+
+  explicit Floats(std::vector<int64_t> shape)
+      : buffer(sizeof(float) * std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>())) {
+    tensor = {buffer.data(), GD_F32, static_cast<int32_t>(shape.size()), {}, {}};
+    int64_t stride = 1;
+    for (int d = tensor.rank - 1; d >= 0; --d) {
+      tensor.shape[d] = shape[d];
+      tensor.stride[d] = stride;
+      stride *= shape[d];
+    }
+  }
+  float* data() const { return reinterpret_cast<float*>(buffer.data()); }
+};
+
+std::vector<int64_t> state_shape(const gd_inputs& in, int64_t n) {
+  const int64_t K = in.k.shape[3], V = in.v.shape[3];
+  const bool kv = in.state_layout == GD_STATE_KV;
+  return {n, in.v.shape[2], kv ? K : V, kv ? V : K};
+}
+
+gd_inputs without_state(gd_inputs in) {
+  in.initial_state = {};
+  in.initial_indices = {};
+  in.first_slot = 0;
+  return in;
+}
+
+void expect_close(const std::vector<double>& got, const std::vector<double>& truth, int64_t heads, Quantity quantity,
+                  const Case& c, Compute compute, const std::string& what) {
+  ASSERT_EQ(got.size(), truth.size());
+  if (truth.empty()) return;
+  const Comparison result =
+      compare(got, truth, {1, 1, static_cast<int64_t>(got.size())}, tolerance(quantity, compute, GD_F32, c));
+  EXPECT_TRUE(result.ok) << what << ": " << result.text() << " of " << describe(c);
+}
+
+struct Summary {
+  Floats local, transition, fade;
+  gd_summary_args args{};
+
+  Summary(const gd_inputs& in, int64_t first, int64_t count)
+      : local(state_shape(in, count)),
+        transition({count, in.v.shape[2], in.k.shape[3], in.k.shape[3]}),
+        fade({count, in.v.shape[2]}) {
+    args.struct_size = sizeof args;
+    args.in = without_state(in);
+    args.in.q = {};
+    args.in.has_scale = 0;
+    args.in.scale = 0;
+    args.local_state = local.tensor;
+    args.transition = transition.tensor;
+    args.fade = fade.tensor;
+    args.first_sequence = first;
+    args.sequence_count = count;
+  }
+};
+
+int64_t sequences_of(const gd_inputs& in) { return static_cast<int64_t>(sequence_spans(in).size()); }
+
+// Spectral norm by power iteration.
+double norm_of(const double* M, int64_t K) {
+  std::vector<double> x(K), y(K);
+  for (int64_t i = 0; i < K; ++i) x[i] = 1 + 0.37 * std::sin(static_cast<double>(3 * i + 1));
+  double norm = 0;
+  for (int step = 0; step < 30; ++step) {
+    double length = 0;
+    for (const double v : x) length += v * v;
+    if (length == 0) return 0;
+    for (double& v : x) v /= std::sqrt(length);
+    std::fill(y.begin(), y.end(), 0.0);
+    for (int64_t i = 0; i < K; ++i)
+      for (int64_t j = 0; j < K; ++j) y[i] += M[i * K + j] * x[j];
+    norm = 0;
+    for (const double v : y) norm += v * v;
+    norm = std::sqrt(norm);
+    for (int64_t j = 0; j < K; ++j) {
+      x[j] = 0;
+      for (int64_t i = 0; i < K; ++i) x[j] += M[i * K + j] * y[i];
+    }
+  }
+  return norm;
+}
+
+void check_summary(const Specs& specs) {
+  for (const std::string& spec : specs) {
+    Problem problem(parse_case(spec));
+    const gd_inputs& in = problem.forward.in;
+    const int64_t count = sequences_of(in), heads = in.v.shape[2], K = in.k.shape[3];
+    if (count == 0) continue;
+    const SummaryTruth truth = reference_summary(Summary(in, 0, count).args);
+    for (const gd_isa isa : usable_isas()) {
+      const Compute compute = chunk_compute(static_cast<gd_dtype>(in.k.dtype), isa);
+      for (const bool skip : {false, true}) {
+        Summary summary(in, 0, count);
+        summary.args.skip_faded = skip;
+        ASSERT_EQ(run_summary(summary.args, {.isa = isa, .pool = nullptr, .threads = 0}), "") << spec;
+        const std::string what = std::string(gd_isa_name(isa)) + (skip ? ", skipping" : "");
+        expect_close(to_doubles(summary.local.tensor), truth.local_state, heads, Quantity::final_state, problem.spec,
+                     compute, "S_loc " + what);
+        expect_close(to_doubles(summary.transition.tensor), truth.transition, heads, Quantity::final_state,
+                     problem.spec, compute, "M " + what);
+        for (int64_t i = 0; i < count * heads; ++i) {
+          const double bound = summary.fade.data()[i], norm = norm_of(&truth.transition[i * K * K], K);
+          if (skip && std::isinf(bound)) {
+            EXPECT_LT(norm, std::exp2(-47.9)) << spec;
+            EXPECT_EQ(summary.transition.data()[i * K * K], 0.0f) << spec;
+          } else {
+            EXPECT_LE(norm, std::exp2(bound) * 1.001) << spec << " " << i;
+          }
+        }
+        EXPECT_TRUE(summary.local.buffer.guards_intact() && summary.transition.buffer.guards_intact() &&
+                    summary.fade.buffer.guards_intact());
+        EXPECT_TRUE(problem.damage().empty());
+      }
+    }
+  }
+}
+
+TEST(Summary, Gates) { check_summary(gate_cases()); }
+TEST(Summary, Betas) { check_summary(beta_cases()); }
+TEST(Summary, Keys) { check_summary(key_cases()); }
+TEST(Summary, Heads) { check_summary(head_cases()); }
+TEST(Summary, Packs) {
+  check_summary({"lengths=0+0+300+0+1+63+64+65+0 pad=1 i64 Hk=2 Hv=2 K=32 V=32",
+                 "lengths=129 pad=70 Hk=1 Hv=1 K=16 V=16 gate=raw l2norm dtype=bf16",
+                 "lengths=70+0+64+1+129+30+20 pad=4 Hk=1 Hv=2 K=48 V=16 layout=vk strided dtype=bf16",
+                 "T=100 Hk=1 Hv=2 K=16 V=256", "T=100 Hk=1 Hv=2 K=256 V=16 dtype=bf16", "B=3 T=0 Hk=1 Hv=2 K=16 V=16"});
+}
+
+// Heads that fade and heads that last, over more chunks than a window has.
+TEST(Summary, LongSequences) {
+  check_summary({"T=1500 Hk=1 Hv=4 K=32 V=32 gate=mixed dtype=bf16", "T=900 Hk=1 Hv=4 K=32 V=16 gate=spiky",
+                 "T=700 Hk=1 Hv=8 K=16 V=16 gate=raw l2norm beta=logit2",
+                 "T=800 Hk=1 Hv=2 K=16 V=16 gate=weak beta=two"});
+}
+
+// With skip_faded the benchmark's decaying heads read their last chunks alone: what lies before may be anything.
+TEST(Summary, FadedHeadsReadTheirWindowAlone) {
+  Problem problem(parse_case("T=2048 Hk=1 Hv=4 K=32 V=32 gate=mixed seed=5"));
+  const gd_inputs& in = problem.forward.in;
+  Summary summary(in, 0, 1);
+  summary.args.skip_faded = 1;
+  ASSERT_EQ(run_summary(summary.args, {}), "");
+  const std::vector<double> before = to_doubles(summary.local.tensor);
+  int faded = 0;
+  for (int64_t h = 0; h < 4; ++h) faded += std::isinf(summary.fade.data()[h]);
+  EXPECT_EQ(faded, 3);  // every fourth head has gates of 0
+  auto* v = static_cast<float*>(in.v.data);
+  for (int64_t t = 0; t < 1024; ++t)
+    for (int64_t i = 0; i < 4 * 32; ++i) v[t * 4 * 32 + i] = std::nanf("");
+  ASSERT_EQ(run_summary(summary.args, {}), "");
+  const std::vector<double> after = to_doubles(summary.local.tensor);
+  for (int64_t h = 0; h < 4; ++h)
+    if (std::isinf(summary.fade.data()[h]))
+      for (int64_t i = 0; i < 32 * 32; ++i) EXPECT_EQ(before[h * 1024 + i], after[h * 1024 + i]);
+}
+
+TEST(Summary, RangesAndThreads) {
+  for (const char* spec :
+       {"lengths=70+0+130+64 pad=3 Hk=2 Hv=4 K=32 V=16 dtype=bf16", "B=4 T=130 Hk=1 Hv=2 K=16 V=32"}) {
+    Problem problem(parse_case(spec));
+    const gd_inputs& in = problem.forward.in;
+    Summary all(in, 0, 4);
+    ASSERT_EQ(run_summary(all.args, {}), "");
+    const auto whole = to_doubles(all.local.tensor), maps = to_doubles(all.transition.tensor);
+    for (int64_t first = 0; first < 4; ++first) {
+      for (const int threads : {1, 3, 7}) {
+        const Pool pool(threads);
+        Summary one(in, first, 1);
+        ASSERT_EQ(run_summary(one.args, {.isa = GD_ISA_AUTO, .pool = pool, .threads = 0}), "");
+        const auto local = to_doubles(one.local.tensor), map = to_doubles(one.transition.tensor);
+        EXPECT_TRUE(std::equal(local.begin(), local.end(), whole.begin() + first * static_cast<int64_t>(local.size())));
+        EXPECT_TRUE(std::equal(map.begin(), map.end(), maps.begin() + first * static_cast<int64_t>(map.size())));
+      }
+    }
+  }
+}
+
+void check_backward_summary(const Specs& specs) {
+  for (const std::string& spec : specs) {
+    Problem problem(parse_case(spec));
+    const gd_inputs& in = problem.backward.in;
+    const int64_t count = sequences_of(in);
+    if (count == 0) continue;
+    gd_backward_summary_args args{};
+    args.struct_size = sizeof args;
+    args.in = without_state(in);
+    args.in.v = {};
+    args.d_o = problem.backward.d_o;
+    const auto truth = reference_backward_summary(args);
+    for (const gd_isa isa : usable_isas()) {
+      for (const bool skip : {false, true}) {
+        Floats d_local(state_shape(in, count));
+        args.d_local = d_local.tensor;
+        args.skip_faded = skip;
+        ASSERT_EQ(run_backward_summary(args, {.isa = isa, .pool = nullptr, .threads = 0}), "") << spec;
+        expect_close(to_doubles(d_local.tensor), truth, in.v.shape[2], Quantity::d_initial_state, problem.spec,
+                     chunk_compute(static_cast<gd_dtype>(in.q.dtype), isa),
+                     std::string("G_loc ") + gd_isa_name(isa) + (skip ? ", skipping" : ""));
+        EXPECT_TRUE(d_local.buffer.guards_intact());
+      }
+    }
+  }
+}
+
+TEST(BackwardSummary, Gates) { check_backward_summary(gate_cases()); }
+TEST(BackwardSummary, Keys) { check_backward_summary(key_cases()); }
+TEST(BackwardSummary, Heads) { check_backward_summary(head_cases()); }
+TEST(BackwardSummary, Packs) {
+  check_backward_summary({"lengths=0+0+300+0+1+63+64+65+0 pad=1 i64 Hk=2 Hv=2 K=32 V=32 dtype=bf16",
+                          "lengths=70+0+64+1+129+30+20 pad=4 Hk=1 Hv=2 K=48 V=16 layout=vk strided",
+                          "T=1500 Hk=1 Hv=4 K=32 V=32 gate=mixed dtype=bf16", "T=900 Hk=1 Hv=4 K=32 V=16 gate=spiky"});
+}
+
+TEST(Fold, IsTheSumOfProducts) {
+  for (const bool kv : {true, false}) {
+    for (const bool transposed : {false, true}) {
+      const int64_t P = 5, H = 3, K = 48, V = 80, R = 4;
+      Floats values({P, H, kv ? K : V, kv ? V : K}), maps({P, H, K, K}), state({R, H, kv ? K : V, kv ? V : K});
+      for (int64_t i = 0; i < P * H * K * V; ++i) values.data()[i] = static_cast<float>(normal(1, 1, i));
+      for (int64_t i = 0; i < P * H * K * K; ++i) maps.data()[i] = static_cast<float>(normal(1, 2, i) / 8);
+      std::vector<int32_t> first = {0, 2, 4, 3}, count = {5, 2, 1, 0};
+      gd_fold_args args{};
+      args.struct_size = sizeof args;
+      args.values = values.tensor;
+      args.maps = maps.tensor;
+      args.state = state.tensor;
+      args.first = {first.data(), GD_I32, 1, {R}, {1}};
+      args.count = {count.data(), GD_I32, 1, {R}, {1}};
+      args.transposed = transposed;
+      args.state_layout = kv ? GD_STATE_KV : GD_STATE_VK;
+      const auto truth = reference_fold(args);
+      for (const gd_isa isa : usable_isas()) {
+        ASSERT_EQ(run_fold(args, {.isa = isa, .pool = nullptr, .threads = 0}), "");
+        const Comparison result = compare(to_doubles(state.tensor), truth, {R, H, K * V}, Tolerance{1e-6, 0});
+        EXPECT_TRUE(result.ok) << gd_isa_name(isa) << " " << result.text();
+      }
+    }
+  }
+}
+
+// Segments one after the other are the whole sequence: outputs and every gradient.
+TEST(Stages, SegmentsAreTheSequence) {
+  for (const char* more :
+       {"gate=mixed", "gate=zero l2norm", "gate=raw l2norm beta=logit layout=vk", "gate=weak keys=correlated"}) {
+    for (const char* dtype : {"dtype=fp32", "dtype=bf16"}) {
+      const std::string spec = "lengths=700 Hk=1 Hv=4 K=32 V=48 h0=0 dht=0 " + std::string(dtype) + " " + more;
+      Judge judge(parse_case(spec));
+      Problem& whole = judge.problem();
+      std::vector<int32_t> cuts = {0, 100, 292, 292, 420, 700}, zero_to_n, counts, back_first, back_count;
+      const int64_t P = static_cast<int64_t>(cuts.size()) - 1;
+      for (int64_t i = 0; i < P; ++i) {
+        zero_to_n.push_back(0);
+        counts.push_back(static_cast<int32_t>(i));
+        back_first.push_back(static_cast<int32_t>(i + 1));
+        back_count.push_back(static_cast<int32_t>(P - 1 - i));
+      }
+      const auto indices = [&](std::vector<int32_t>& x) -> gd_tensor {
+        return {x.data(), GD_I32, 1, {static_cast<int64_t>(x.size())}, {1}};
+      };
+      for (const bool skip : {false, true}) {
+        gd_forward_args forward = whole.forward;
+        gd_backward_args backward = whole.backward;
+        forward.final_state = {};
+        forward.in.cu_seqlens = backward.in.cu_seqlens = indices(cuts);
+        Summary summary(forward.in, 0, P);
+        summary.args.skip_faded = skip;
+        Floats entering(state_shape(forward.in, P)), leaving(state_shape(forward.in, P)),
+            d_local(state_shape(forward.in, P));
+        gd_fold_args fold{};
+        fold.struct_size = sizeof fold;
+        fold.values = summary.local.tensor;
+        fold.maps = summary.transition.tensor;
+        fold.first = indices(zero_to_n);
+        fold.count = indices(counts);
+        fold.state = entering.tensor;
+        fold.state_layout = forward.in.state_layout;
+        const auto run = [&](const gd_forward_args&) -> std::string {
+          if (auto error = run_summary(summary.args, {}); !error.empty()) return error;
+          if (auto error = run_fold(fold, {}); !error.empty()) return error;
+          forward.in.initial_state = entering.tensor;
+          return run_forward(forward, {});
+        };
+        const Compute compute = chunk_compute(static_cast<gd_dtype>(forward.in.q.dtype), GD_ISA_AUTO);
+        const Judgement outputs = judge.forward(compute, run);
+        for (const Verdict& v : outputs.verdicts)
+          EXPECT_TRUE(v.quantity != "o" || v.comparison.ok) << spec << " " << v.comparison.text();
+        ASSERT_FALSE(outputs.verdicts.empty()) << outputs.text();
+        const auto run_back = [&](const gd_backward_args&) -> std::string {
+          gd_backward_summary_args back{};
+          back.struct_size = sizeof back;
+          back.in = without_state(backward.in);
+          back.d_o = backward.d_o;
+          back.d_local = d_local.tensor;
+          back.skip_faded = skip;
+          if (auto error = run_backward_summary(back, {}); !error.empty()) return error;
+          fold.values = d_local.tensor;
+          fold.first = indices(back_first);
+          fold.count = indices(back_count);
+          fold.state = leaving.tensor;
+          fold.transposed = 1;
+          if (auto error = run_fold(fold, {}); !error.empty()) return error;
+          backward.in.initial_state = entering.tensor;
+          backward.d_final_state = leaving.tensor;
+          backward.d_initial_state = {};
+          return run_backward(backward, {});
+        };
+        const Judgement gradients = judge.backward(compute, run_back);
+        EXPECT_FALSE(gradients.verdicts.empty()) << gradients.text();
+        for (const Verdict& v : gradients.verdicts)
+          EXPECT_TRUE(v.quantity == "d_initial_state" || v.comparison.ok)
+              << spec << " " << v.quantity << " " << v.comparison.text();
+      }
+    }
+  }
+}
+
+// Rows for some sequences alone: the gradients are those of dense ones.
+TEST(Stages, GradientRowsByIndex) {
+  Problem problem(parse_case("lengths=70+0+130+64 pad=3 Hk=1 Hv=2 K=32 V=16 dtype=bf16"));
+  gd_backward_args args = problem.backward;
+  Floats dense_in(state_shape(args.in, 4)), dense_out(state_shape(args.in, 4)), few_out(state_shape(args.in, 2));
+  const int64_t size = 2 * 32 * 16;
+  std::fill(dense_in.data(), dense_in.data() + 4 * size, 0.0f);
+  for (int64_t i = 0; i < size; ++i) dense_in.data()[2 * size + i] = static_cast<float>(normal(3, 3, i));
+  args.d_final_state = dense_in.tensor;
+  args.d_initial_state = dense_out.tensor;
+  ASSERT_EQ(run_backward(args, {}), "");
+  const auto dk = to_doubles(args.dk);
+  std::vector<int32_t> in_rows = {-1, -1, 0, -5}, out_rows = {1, -1, -1, 0};
+  args.d_final_state.data = dense_in.data() + 2 * size;
+  args.d_final_state.shape[0] = 1;
+  args.d_final_indices = {in_rows.data(), GD_I32, 1, {4}, {1}};
+  args.d_initial_state = few_out.tensor;
+  args.d_initial_indices = {out_rows.data(), GD_I32, 1, {4}, {1}};
+  problem.reset();
+  ASSERT_EQ(run_backward(args, {}), "");
+  EXPECT_EQ(dk, to_doubles(args.dk));
+  for (int64_t i = 0; i < size; ++i) {
+    EXPECT_EQ(few_out.data()[size + i], dense_out.data()[i]);
+    EXPECT_EQ(few_out.data()[i], dense_out.data()[3 * size + i]);
+  }
+}
+
+}  // namespace
+}  // namespace gatedelta::testing

@@ -1,0 +1,134 @@
+"""Context parallelism over gloo processes, against the fp64 truth of the whole pack; layouts and schemes on the host."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tree
+
+torch = pytest.importorskip("torch")
+import gatedelta  # noqa: E402
+from gatedelta import _cp_exchange, _cp_layout  # noqa: E402
+
+MIB = 1 << 20
+RANKS_SCRIPT = Path(__file__).with_name("context_parallel_ranks.py")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_of_gloo_are_one_process(ranks, tmp_path):
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    report = tmp_path / "report.json"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(RANKS_SCRIPT), str(rank), str(ranks), str(tmp_path / "meet"), str(report)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=300)[0] for process in started]
+    assert report.exists(), "\n".join(outputs)
+    result = json.loads(report.read_text())
+    assert not result["problems"], "\n".join(result["problems"][:5])
+    assert result["ran"] > 45
+
+
+def test_layouts_by_hand():
+    layout = _cp_layout.make_layout([0, 10, 34, 48], _cp_layout.token_ranges("contiguous", 48, 4))
+    assert [(p.before, p.after, p.position, p.offsets) for (p,) in layout.pieces] == [
+        (0, 1, 0, (0, 10, 12)), (1, 1, 2, (0, 12)), (2, 1, 14, (0, 10, 12)), (1, 0, 2, (0, 12)),
+    ]  # fmt: skip
+    layout = _cp_layout.make_layout([0, 10, 34, 48], _cp_layout.token_ranges("zigzag", 48, 2))
+    assert [[p.number for p in row] for row in layout.pieces] == [[0, 3], [1, 2]]
+    assert layout.order == [0, 2, 3, 1]
+    assert _cp_layout.local_offsets(layout.pieces[0]) == [0, 10, 12, 24]
+    assert _cp_layout.border_sequences(layout.pieces[0]) == ([0, 2], [1, 2])
+
+
+def test_layouts_against_tokens():
+    """before, after and position by looking at each token."""
+    generator = random.Random(5)
+    for _ in range(200):
+        lengths = [generator.choice([0, 0, 1, 2, 5, 17]) for _ in range(generator.randint(1, 8))]
+        offsets = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        cuts = sorted({0, offsets[-1], *(generator.randint(0, offsets[-1]) for _ in range(generator.randint(0, 6)))})
+        ranks = generator.randint(1, 4)
+        ranges = [[] for _ in range(ranks)]
+        for cut in zip(cuts, cuts[1:]):
+            ranges[generator.randrange(ranks)].append(cut)
+        for row in ranges:
+            generator.shuffle(row)
+        layout = _cp_layout.make_layout(offsets, ranges)
+        sequence_of = [n for n, length in enumerate(lengths) for _ in range(length)]
+        pieces = list(zip(cuts, cuts[1:]))
+        for row, held in zip(layout.pieces, ranges):
+            for piece, (start, stop) in zip(row, held):
+                assert pieces[piece.number] == (start, stop) and piece.length == stop - start
+                holding = [
+                    i for i, (a, b) in enumerate(pieces) if sequence_of[start] in sequence_of[a:b]
+                ]
+                assert piece.before == piece.number - holding[0]
+                holding = [
+                    i for i, (a, b) in enumerate(pieces) if sequence_of[stop - 1] in sequence_of[a:b]
+                ]
+                assert piece.after == holding[-1] - piece.number
+                assert piece.position == start - offsets[sequence_of[start]]
+                assert len(piece.offsets) - 1 == len(set(sequence_of[start:stop]))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "ranges", "message"),
+    [
+        ([0, 8], [[(0, 4)], [(5, 8)]], "must cover tokens"),
+        ([0, 8], [[(0, 4)], [(3, 8)]], "must cover tokens"),
+        ([0, 8], [[(0, 4)], [(4, 7)]], "end at token 7"),
+        ([1, 8], [[(0, 8)]], "begin with 0"),
+        ([0, 8, 7], [[(0, 7)]], "never decrease"),
+    ],
+)
+def test_layouts_that_are_refused(offsets, ranges, message):
+    with pytest.raises(ValueError, match=message):
+        _cp_layout.make_layout(offsets, ranges)
+
+
+def test_packs_that_do_not_divide():
+    with pytest.raises(ValueError, match="cannot be shared out evenly to 6 pieces"):
+        _cp_layout.token_ranges("zigzag", 46, 3)
+    with pytest.raises(ValueError, match="layout is 'ring'"):
+        _cp_layout.token_ranges("ring", 48, 3)
+
+
+def test_bytes_of_the_schemes():
+    """Eight ranks, 64 heads of 128 x 128, one piece each."""
+    of = {
+        (scheme, back): _cp_exchange.bytes_received(scheme, 8, 1, 64, 128, 128, back) / MIB
+        for scheme in ("gather", "scatter", "neighbour")
+        for back in (False, True)
+    }
+    assert of == {
+        ("gather", False): 56, ("gather", True): 28, ("scatter", False): 10.5, ("scatter", True): 7,
+        ("neighbour", False): 4, ("neighbour", True): 4,
+    }  # fmt: skip
+    assert _cp_exchange.choose("auto", 8, 1, 64, 128, 128) == "scatter"
+    assert _cp_exchange.choose("auto", 2, 1, 16, 128, 128) == "gather"
+    assert _cp_exchange.choose("gather", 8, 1, 64, 128, 128) == "gather"
+
+
+def test_arguments_that_a_context_refuses():
+    rows = torch.zeros(1, 4, 1, 16)
+    for more in ({"initial_state": torch.zeros(1, 1, 16, 16)}, {"output_final_state": True}, {"out": rows}):
+        with pytest.raises(NotImplementedError, match=f"{next(iter(more))} is given with cp_context"):
+            gatedelta.chunk_gated_delta_rule(rows, rows, rows, None, None, cp_context=object(), **more)
+    with pytest.raises(TypeError, match="fields of FLA's build_cp_context"):
+        gatedelta.chunk_gated_delta_rule(rows, rows, rows, None, None, cp_context=object())
+
+
+def test_the_rank_script_is_found():
+    assert RANKS_SCRIPT.is_file() and tree.ROOT in RANKS_SCRIPT.parents
