@@ -16,10 +16,11 @@ from types import SimpleNamespace
 
 import tree  # noqa: F401  (puts the package on the path)
 import gatedelta
+import numpy as np
 import torch
 import torch.distributed as dist
 import truth
-from gatedelta import _cp_exchange
+from gatedelta import _cp_exchange, _cp_layout, _lib
 from gatedelta import context_parallel as cp
 
 TOKENS = 384  # divisible by 2 W for every world size here
@@ -104,7 +105,7 @@ def collect(local: dict[str, torch.Tensor], tokens: list[int], rank: int, ranks:
 
 
 def my_tokens(context: cp.Context, offsets: list[int], layout, ranks: int) -> list[int]:
-    ranges = gatedelta._cp_layout.token_ranges(layout, offsets[-1], ranks) if isinstance(layout, str) else layout
+    ranges = _cp_layout.token_ranges(layout, offsets[-1], ranks) if isinstance(layout, str) else layout
     return [t for start, stop in ranges[context.rank] for t in range(start, stop)]
 
 
@@ -146,7 +147,14 @@ def check_case(case: dict, rank: int, ranks: int, twice: bool, theirs: bool) -> 
         return
     expected = {"o": problem.forward_truth()["o"], **problem.backward_truth()}
     for name, x in whole.items():
-        problem.check(name, x, expected[name])
+        if name not in ("dA_log", "d_dt_bias"):
+            problem.check(name, x, expected[name])
+            continue
+        # One number a head, a sum that may cancel, of one process as of several: heads count together.
+        relative, absolute = truth.tolerance(name, problem.forward_args.inputs.q.dtype, _lib.DTYPE_F32, case["spec"])
+        error = np.linalg.norm(x.double().numpy() - expected[name])
+        bound = relative * np.linalg.norm(expected[name]) + absolute * len(x) ** 0.5
+        assert error <= bound, f"{name}: {error} of {bound}"
 
 
 def check_convolution(rank: int, ranks: int, layout, lengths: str, dtype: torch.dtype) -> None:
@@ -274,7 +282,6 @@ def main() -> None:
             mine = ""
         except Exception:
             mine = f"{name}: rank {rank}: {traceback.format_exc(limit=-3)}"
-            print(mine, flush=True)
         everybody: list = [None] * ranks
         dist.all_gather_object(everybody, mine)  # also keeps ranks together after a failure
         problems.extend(x for x in everybody if x)

@@ -145,11 +145,11 @@ def test_strides_are_free():
 
 
 REFUSED = [
-    ("chunk_gated_delta_rule", {"cp_context": object()}, "cp_context: context parallelism across devices"),
+    ("chunk_gated_delta_rule", {"cp_context": object()}, "initial_state is given with cp_context"),
     ("chunk_gated_delta_rule", {"head_first": True}, r"head_first=True is not supported.*\[B, T, H, D\]"),
     ("chunk_gated_delta_rule", {"force_intra_cp": True}, "force_intra_cp=True is not supported: auto_cp lets"),
-    ("chunk_gated_delta_rule_fwd", {"cp_context": object()}, "cp_context: context parallelism across devices"),
-    ("chunk_gated_delta_rule_bwd", {"cp_context": object()}, "cp_context: context parallelism across devices"),
+    ("chunk_gated_delta_rule_fwd", {"cp_context": object()}, "cp_context: chunk_gated_delta_rule takes it"),
+    ("chunk_gated_delta_rule_bwd", {"cp_context": object()}, "cp_context: chunk_gated_delta_rule takes it"),
     ("chunk_gated_delta_rule_bwd", {"cp_cache": ()}, "cp_cache: only FlashQLA's own forward returns one"),
 ]
 

@@ -40,12 +40,14 @@ gd_inputs without_state(gd_inputs in) {
   return in;
 }
 
-void expect_close(const std::vector<double>& got, const std::vector<double>& truth, int64_t heads, Quantity quantity,
-                  const Case& c, Compute compute, const std::string& what) {
+// M of a head that forgets is small against the identity it began with: `scale` is what counts as small.
+void expect_close(const std::vector<double>& got, const std::vector<double>& truth, Quantity quantity, const Case& c,
+                  Compute compute, const std::string& what, double scale = 0) {
   ASSERT_EQ(got.size(), truth.size());
   if (truth.empty()) return;
-  const Comparison result =
-      compare(got, truth, {1, 1, static_cast<int64_t>(got.size())}, tolerance(quantity, compute, GD_F32, c));
+  Tolerance bound = tolerance(quantity, compute, GD_F32, c);
+  bound.absolute += bound.relative * scale;
+  const Comparison result = compare(got, truth, {1, 1, static_cast<int64_t>(got.size())}, bound);
   EXPECT_TRUE(result.ok) << what << ": " << result.text() << " of " << describe(c);
 }
 
@@ -110,10 +112,10 @@ void check_summary(const Specs& specs) {
         summary.args.skip_faded = skip;
         ASSERT_EQ(run_summary(summary.args, {.isa = isa, .pool = nullptr, .threads = 0}), "") << spec;
         const std::string what = std::string(gd_isa_name(isa)) + (skip ? ", skipping" : "");
-        expect_close(to_doubles(summary.local.tensor), truth.local_state, heads, Quantity::final_state, problem.spec,
-                     compute, "S_loc " + what);
-        expect_close(to_doubles(summary.transition.tensor), truth.transition, heads, Quantity::final_state,
-                     problem.spec, compute, "M " + what);
+        expect_close(to_doubles(summary.local.tensor), truth.local_state, Quantity::final_state, problem.spec, compute,
+                     "S_loc " + what);
+        expect_close(to_doubles(summary.transition.tensor), truth.transition, Quantity::final_state, problem.spec,
+                     compute, "M " + what, 1e-3);
         for (int64_t i = 0; i < count * heads; ++i) {
           const double bound = summary.fade.data()[i], norm = norm_of(&truth.transition[i * K * K], K);
           if (skip && std::isinf(bound)) {
@@ -209,7 +211,7 @@ void check_backward_summary(const Specs& specs) {
         args.d_local = d_local.tensor;
         args.skip_faded = skip;
         ASSERT_EQ(run_backward_summary(args, {.isa = isa, .pool = nullptr, .threads = 0}), "") << spec;
-        expect_close(to_doubles(d_local.tensor), truth, in.v.shape[2], Quantity::d_initial_state, problem.spec,
+        expect_close(to_doubles(d_local.tensor), truth, Quantity::d_initial_state, problem.spec,
                      chunk_compute(static_cast<gd_dtype>(in.q.dtype), isa),
                      std::string("G_loc ") + gd_isa_name(isa) + (skip ? ", skipping" : ""));
         EXPECT_TRUE(d_local.buffer.guards_intact());

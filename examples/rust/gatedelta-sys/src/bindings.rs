@@ -190,6 +190,8 @@ pub struct gd_backward_args {
     pub segment_chunks: i32,
     pub batch_invariant: i32,
     pub small_workspace: i32,
+    pub d_final_indices: gd_tensor,
+    pub d_initial_indices: gd_tensor,
     pub reserved: [u64; 4usize],
 }
 impl Default for gd_backward_args {
@@ -200,6 +202,99 @@ impl Default for gd_backward_args {
             s.assume_init()
         }
     }
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct gd_summary_args {
+    pub struct_size: usize,
+    pub exec: gd_exec,
+    pub in_: gd_inputs,
+    pub local_state: gd_tensor,
+    pub transition: gd_tensor,
+    pub fade: gd_tensor,
+    pub first_sequence: i64,
+    pub sequence_count: i64,
+    pub skip_faded: i32,
+    pub reserved_flags: i32,
+    pub reserved: [u64; 4usize],
+}
+impl Default for gd_summary_args {
+    fn default() -> Self {
+        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
+        unsafe {
+            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
+            s.assume_init()
+        }
+    }
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct gd_backward_summary_args {
+    pub struct_size: usize,
+    pub exec: gd_exec,
+    pub in_: gd_inputs,
+    pub d_o: gd_tensor,
+    pub d_local: gd_tensor,
+    pub saved: *const core::ffi::c_void,
+    pub saved_bytes: usize,
+    pub first_sequence: i64,
+    pub sequence_count: i64,
+    pub skip_faded: i32,
+    pub reserved_flags: i32,
+    pub reserved: [u64; 4usize],
+}
+impl Default for gd_backward_summary_args {
+    fn default() -> Self {
+        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
+        unsafe {
+            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
+            s.assume_init()
+        }
+    }
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct gd_fold_args {
+    pub struct_size: usize,
+    pub exec: gd_exec,
+    pub values: gd_tensor,
+    pub maps: gd_tensor,
+    pub first: gd_tensor,
+    pub count: gd_tensor,
+    pub state: gd_tensor,
+    pub transposed: i32,
+    pub state_layout: i32,
+    pub reserved: [u64; 4usize],
+}
+impl Default for gd_fold_args {
+    fn default() -> Self {
+        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
+        unsafe {
+            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
+            s.assume_init()
+        }
+    }
+}
+extern "C" {
+    pub fn gd_summary(args: *const gd_summary_args) -> gd_status;
+}
+extern "C" {
+    pub fn gd_summary_workspace(args: *const gd_summary_args, bytes: *mut usize) -> gd_status;
+}
+extern "C" {
+    pub fn gd_backward_summary(args: *const gd_backward_summary_args) -> gd_status;
+}
+extern "C" {
+    pub fn gd_backward_summary_workspace(
+        args: *const gd_backward_summary_args,
+        bytes: *mut usize,
+    ) -> gd_status;
+}
+extern "C" {
+    pub fn gd_fold(args: *const gd_fold_args) -> gd_status;
+}
+extern "C" {
+    pub fn gd_fold_workspace(args: *const gd_fold_args, bytes: *mut usize) -> gd_status;
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
