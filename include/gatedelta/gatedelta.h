@@ -170,10 +170,10 @@ typedef struct gd_forward_args {
                                    a padded row; on CUDA neither with checkpoints nor with both initial_indices and
                                    final_indices. In a query saved_bytes != 0 says that there will be one */
   size_t saved_bytes;
-  int32_t context_parallel; /* gd_context_parallel */
-  int32_t segment_chunks;   /* forces the segment length, for tests; 0 = automatic */
-  int32_t batch_invariant;  /* nonzero: a sequence's bits do not depend on its neighbours */
-  int32_t reserved_flags;
+  int32_t context_parallel;     /* gd_context_parallel */
+  int32_t segment_chunks;       /* forces the segment length, for tests; 0 = automatic */
+  int32_t batch_invariant;      /* nonzero: a sequence's bits do not depend on its neighbours */
+  int32_t prepared;             /* nonzero: gd_summary of the same inputs had this `saved`; not with a padded row */
   gd_tensor checkpoint_offsets; /* [N]            optional int32 or int64, instead of checkpoint_every: one state of
                                    each sequence, after this many of its tokens, a multiple of GD_CHUNK; 0 or less =
                                    none. checkpoints are [N, Hv, ., .], or a pool with checkpoint_indices [N] */
@@ -219,7 +219,7 @@ typedef struct gd_backward_args {
 typedef struct gd_summary_args {
   size_t struct_size;
   gd_exec exec;
-  gd_inputs in;           /* without q, which may be absent, and scale: neither is read. No initial_state */
+  gd_inputs in;           /* no initial_state. q may be absent: it and scale are not read, unless there is `saved` */
   gd_tensor local_state;  /* [n, Hv, ., .]  S_loc, the final state for an initial one of 0 */
   gd_tensor transition;   /* [n, Hv, K, K]  optional: M, float32; rows are those of the state after the sequence */
   gd_tensor fade;         /* [n, Hv]        optional: a bound of log2 |M|, float32; -inf where M is given as 0 */
@@ -228,8 +228,11 @@ typedef struct gd_summary_args {
   int32_t skip_faded;     /* nonzero: of heads that fade, only the last chunks that matter are read, and M is 0. What
                              that leaves out of S_loc is below 2^-24 of the older state and of what was written since,
                              as where a sequence is cut on one GPU; M is below 2^-48. Needs transition or fade */
-  int32_t reserved_flags;
-  uint64_t reserved[4];
+  int32_t prepared;       /* nonzero: an earlier call with the same inputs and `saved` has prepared it */
+  void* saved;            /* optional: gd_forward_saved_size() bytes that gd_forward of the same inputs will take with
+                             `prepared`, so that a GPU prepares the inputs once; the CPU neither reads nor writes it */
+  size_t saved_bytes;
+  uint64_t reserved[2];
 } gd_summary_args;
 
 /* Gradients of the states sequences begin with, as if their final states had none. */

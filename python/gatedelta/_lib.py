@@ -144,7 +144,7 @@ class ForwardArgs(_Args):
         ("context_parallel", c_int32),
         ("segment_chunks", c_int32),
         ("batch_invariant", c_int32),
-        ("reserved_flags", c_int32),
+        ("prepared", c_int32),
         ("checkpoint_offsets", Tensor),
         _RESERVED,
     ]
@@ -188,8 +188,10 @@ class SummaryArgs(_Args):
         ("first_sequence", c_int64),
         ("sequence_count", c_int64),
         ("skip_faded", c_int32),
-        ("reserved_flags", c_int32),
-        _RESERVED,
+        ("prepared", c_int32),
+        ("saved", c_void_p),
+        ("saved_bytes", c_size_t),
+        ("reserved", c_uint64 * 2),
     ]
 
 

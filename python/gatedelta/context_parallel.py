@@ -38,6 +38,7 @@ __all__ = [
     "build_context",
     "causal_conv1d",
     "chunk_gated_delta_rule",
+    "empty_saved",
     "fold",
     "forward_apply",
     "forward_prepare",
@@ -145,14 +146,18 @@ def build_context(
     return Context(_cp_layout.make_layout(offsets, ranges), group, rank, size, scheme, exact)
 
 
+# What FLA's contexts say about a rank's pieces, besides the offsets.
+_TOLD = (
+    "group", "layout", "pre_num_ranks", "post_num_ranks", "pre_num_conv_tokens", "front_num_seqs",
+    "pre_num_ranks_by_part", "post_num_ranks_by_part", "pre_num_conv_tokens_by_part",
+)  # fmt: skip
+
+
 def as_context(context: Any) -> Context:
     """A context of ours as it is; FLA's (``fla.ops.cp.build_cp_context``, contiguous or zigzag) and FlashQLA's by their
     fields. They know their own rank alone, so their summaries are gathered."""
     if isinstance(context, Context):
         return context
-    kept = getattr(context, "_gatedelta_context", None)
-    if kept is not None:
-        return kept
     group = getattr(context, "group", None)
     offsets = getattr(context, "cu_seqlens_cpu", None)
     if offsets is None:
@@ -162,8 +167,13 @@ def as_context(context: Any) -> Context:
             f"cp_context is {type(context).__module__}.{type(context).__qualname__}, which is neither of "
             "gatedelta.context_parallel.build_context nor has the fields of FLA's build_cp_context"
         )
+    # For the next layer: unless the context is of a graph, and was told another pack.
+    told = tuple(getattr(context, name, None) for name in _TOLD)
+    kept = getattr(context, "_gatedelta_context", None)
+    if kept is not None and kept[0] is offsets and kept[1] == told:
+        return kept[2]
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    offsets = [int(x) for x in offsets.tolist()]
+    source, offsets = offsets, [int(x) for x in offsets.tolist()]
 
     def piece(number: int, local: list[int], before: Any, after: Any, position: Any) -> Piece:
         distinct = [local[0], *(b for a, b in zip(local, local[1:]) if b > a)]
@@ -194,7 +204,7 @@ def as_context(context: Any) -> Context:
     pieces = tuple(tuple(mine if r == rank else row) for r, row in enumerate(unknown))
     result = Context(Layout(pieces, False), group, rank, size, "gather")
     try:
-        context._gatedelta_context = result  # for the next layer
+        context._gatedelta_context = source, told, result
     except AttributeError:
         pass
     return result
@@ -223,17 +233,30 @@ def forward_prepare(
     first_sequence: int = 0,
     sequence_count: int = 0,
     exact: bool = False,
+    q: Tensor | None = None,
+    saved: Tensor | None = None,
+    prepared: bool = False,
     **options: Any,
 ) -> Summary:
     """What sequences do to the states they begin with: (local_state, transition, fade), to be sent to the ranks that
     hold what follows. A rank summarises the last sequence of each of its pieces, unless it ends there.
 
+    saved: of ``empty_saved``, with q. A GPU leaves there what it prepares: ``forward_apply`` and another summary of the
+        same inputs take it with prepared=True.
     options: keywords of ``chunk_gated_delta_rule`` that say how inputs are meant.
     """
     with torch.no_grad():
         return _stages.summary(
-            k, v, g, beta, _options(cu_seqlens, options), first_sequence, sequence_count, exact=exact
-        )
+            k, v, g, beta, _options(cu_seqlens, options), first_sequence, sequence_count, exact=exact, q=q, saved=saved,
+            prepared=prepared,
+        )  # fmt: skip
+
+
+def empty_saved(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, cu_seqlens: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Room for what a forward saves for its backward, and for what a summary prepares for a forward."""
+    return _stages.empty_saved(q, k, v, g, beta, _options(cu_seqlens, options))
 
 
 def forward_apply(
@@ -247,14 +270,17 @@ def forward_apply(
     *,
     cu_seqlens: Tensor | None = None,
     save: bool = True,
+    saved: Tensor | None = None,
+    prepared: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """(o, saved) from the states that sequences begin with: ``entering[entering_indices[n]]``, of -1 zero; without
     indices one row for each sequence. ``fold`` makes them of the summaries before."""
     with torch.no_grad():
         return _stages.forward(
-            q, k, v, g, beta, _options(cu_seqlens, options), entering, entering_indices, save=save
-        )
+            q, k, v, g, beta, _options(cu_seqlens, options), entering, entering_indices, save=save, saved=saved,
+            prepared=prepared,
+        )  # fmt: skip
 
 
 def backward_prepare(
@@ -315,29 +341,32 @@ class _Rule(torch.autograd.Function):
         exchange = Exchange(
             context, k, heads, K, V, options.state_v_first, context.scheme_for(heads, K, V)
         )
+        needs_grad = any(ctx.needs_input_grad)
+        # A GPU prepares the inputs once, for the summaries and for the forward.
+        saved = _stages.empty_saved(q, k, v, g, beta, options) if q.is_cuda or (needs_grad and not recompute) else None
         fades = []
         for i, piece in enumerate(context.mine):
             if piece.after:
                 row = exchange.rows[i : i + 1]
-                fades.append(
-                    _stages.summary(
-                        k, v, g, beta, options, context.last_sequences[i], 1, exact=context.exact,
-                        local_state=exchange.values_of(row), transition=exchange.maps_of(row),
-                    ).fade
+                summary = _stages.summary(
+                    k, v, g, beta, options, context.last_sequences[i], 1, exact=context.exact,
+                    local_state=exchange.values_of(row), transition=exchange.maps_of(row), q=q, saved=saved,
+                    prepared=bool(fades),
                 )  # fmt: skip
+                fades.append(summary.fade)
         if context.scheme == "neighbour" and not context.exact and exchange.all_fade(fades):
             exchange.scheme = "neighbour"
         entering = exchange.forward()
-        needs_grad = any(ctx.needs_input_grad)
         o, saved = _stages.forward(
             q, k, v, g, beta, options, entering if entering.shape[0] else None,
-            context.entering_rows(q.device) if entering.shape[0] else None, save=needs_grad and not recompute,
+            context.entering_rows(q.device) if entering.shape[0] else None, save=False, saved=saved,
+            prepared=bool(fades),
         )  # fmt: skip
         if needs_grad:
             exchange.rows = None
             exchange.keep_maps()
             ctx.context, ctx.options, ctx.exchange = context, options._replace(A_log=None, dt_bias=None), exchange
-            ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, entering, saved)
+            ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, entering, None if recompute else saved)
         return o
 
     @staticmethod

@@ -60,6 +60,7 @@ struct ForwardProblem : OutputProblem {
   int64_t checkpoint_every = 0;  // tokens from one to the next; 0 = none
   IndexRows checkpoint_offsets;  // or one per sequence, after so many tokens; 0 or less = none
   SavedBuffer saved;
+  bool prepared = false;         // a summary has prepared `saved`
   bool context_parallel = true;  // sequences may be cut
   bool batch_invariant = false;
   int64_t segment_chunks = 0;  // chunks per segment; 0 = automatic
@@ -92,10 +93,12 @@ struct BackwardProblem {
 struct SummaryProblem {
   Layer in;
   int64_t first = 0, count = 0;  // the sequences that are summarised
-  StateRows local;       // S_loc
-  StateRows transition;  // M [n, Hv, K, K], fp32; optional
-  TokenRows fade;        // [n, Hv] (no tokens), fp32; optional
+  StateRows local;               // S_loc
+  StateRows transition;          // M [n, Hv, K, K], fp32; optional
+  TokenRows fade;                // [n, Hv] (no tokens), fp32; optional
   bool skip_faded = false;
+  SavedBuffer saved;  // what is prepared for a forward; then q is its own
+  bool prepared = false;
 };
 
 // Gradients of the states sequences begin with. `in` has all sequences of the call; its v has no data.

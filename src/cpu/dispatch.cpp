@@ -111,7 +111,7 @@ const Backend<SummaryProblem> summary_backend = {
       const Context context = context_of(exec);
       return kernels_of(context.isa).summary_workspace(p, context);
     },
-    nullptr,
+    [](const SummaryProblem&) { return size_t{0}; },
     [](const SummaryProblem& p, const gd_exec& exec, char* workspace) {
       const Context context = context_of(exec, workspace);
       kernels_of(context.isa).summary(p, context);

@@ -71,7 +71,7 @@ const Backend<SummaryProblem> sm90_summary_backend = {
     GD_CUDA,
     [](const SummaryProblem& p, const gd_exec&) { return check_limits(p); },
     [](const SummaryProblem& p, const gd_exec&) { return summary_layout(p, true, kPreparedBytes).bytes; },
-    nullptr,
+    [](const SummaryProblem& p) { return saved_layout(p.in).bytes; },
     [](const SummaryProblem& p, const gd_exec& exec, char* workspace) {
       return summary(p, context_of(exec, workspace));
     },

@@ -153,7 +153,7 @@ Outcome check_limits(const BackwardProblem& p) {
 
 Outcome check_limits(const SummaryProblem& p) {
   GD_CHECK(check_layer(p.in));
-  for (const auto& [name, rows] : {std::pair("k", &p.in.k), std::pair("v", &p.in.v)})
+  for (const auto& [name, rows] : {std::pair("q", &p.in.q), std::pair("k", &p.in.k), std::pair("v", &p.in.v)})
     GD_CHECK(check_rows(name, rows, p.in));
   return {};
 }

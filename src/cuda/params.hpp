@@ -28,6 +28,7 @@ struct CallParams {
   uint8_t* prepared;  // [chunks][value_heads][prepared_bytes]
   int prepared_bytes;
   bool has_saved;             // a backward with the forward's saved results
+  bool is_prepared;           // a summary has prepared the chunks: prepare's helpers alone run
   int* order;                 // [N] sequences, longest first; inside `saved`, null without it
   int64_t* first_checkpoint;  // [N] its number; with checkpoint_offsets, after how many tokens it is
   ChunkDecay* decays;         // [value_heads][chunks]

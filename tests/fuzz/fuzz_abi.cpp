@@ -75,7 +75,7 @@ class Caller {
     K_ = bytes_.pick<int64_t>({16, 32, 48, 80});
     V_ = bytes_.pick<int64_t>({16, 32, 48, 144});
     float_ = bytes_.pick<int32_t>({GD_F32, GD_BF16, GD_F16});
-    switch (bytes_.next() % 8) {
+    switch (bytes_.next() % 11) {
       case 0: return forward();
       case 1: return backward();
       case 2: return gated_norm();
@@ -83,6 +83,9 @@ class Caller {
       case 4: return conv1d();
       case 5: return conv1d_backward();
       case 6: return layer_step();
+      case 7: return summary();
+      case 8: return backward_summary();
+      case 9: return fold();
       default: return recurrent();
     }
   }
@@ -140,12 +143,68 @@ class Caller {
     if (args.in.gate == GD_GATE_RAW && bytes_.sometimes()) args.dA_log = tensor({Hv_}, float_of(), Kind::output);
     if (args.in.gate == GD_GATE_RAW && bytes_.sometimes()) args.d_dt_bias = tensor({Hv_}, float_of(), Kind::output);
     if (bytes_.sometimes()) args.d_initial_state = state(sequences_, Kind::output);
+    if (bytes_.rarely()) args.d_final_indices = slots({sequences_});
+    const bool by_index = bytes_.rarely();
+    if (by_index) args.d_initial_indices = slots({sequences_});
     args.segment_chunks = bytes_.rarely() ? bytes_.next() - 1 : 0;
     call(args, gd_backward_workspace, gd_backward);
     if (!accepted_) return;
-    for (const gd_tensor* t :
-         {&args.dq, &args.dk, &args.dv, &args.dg, &args.dbeta, &args.dA_log, &args.d_dt_bias, &args.d_initial_state})
+    for (const gd_tensor* t : {&args.dq, &args.dk, &args.dv, &args.dg, &args.dbeta, &args.dA_log, &args.d_dt_bias})
       check_filled(*t);
+    if (!by_index) check_filled(args.d_initial_state);
+  }
+
+  template <class Args>
+  int64_t sequence_range(Args& args) {
+    if (!bytes_.rarely()) {
+      args.in.initial_state = args.in.initial_indices = {};
+      args.in.first_slot = 0;
+    }
+    args.first_sequence = bytes_.sometimes() ? bytes_.next() % 4 - 1 : 0;
+    args.sequence_count = bytes_.sometimes() ? bytes_.next() % 4 - 1 : 0;
+    args.skip_faded = bytes_.next() & 1;
+    return args.sequence_count > 0 ? args.sequence_count : std::max<int64_t>(sequences_ - args.first_sequence, 0);
+  }
+
+  void summary() {
+    gatedelta::SummaryArgs args;
+    common(args);
+    const int64_t count = sequence_range(args);
+    if (bytes_.sometimes()) args.in.q = {};
+    args.local_state = state(count, Kind::output);
+    if (!bytes_.sometimes()) args.transition = tensor({count, Hv_, K_, K_}, GD_F32, Kind::output);
+    if (!bytes_.sometimes()) args.fade = tensor({count, Hv_}, GD_F32, Kind::output);
+    call(args, gd_summary_workspace, gd_summary);
+    if (!accepted_) return;
+    check_filled(args.local_state);
+    check_filled(args.transition);
+  }
+
+  void backward_summary() {
+    gatedelta::BackwardSummaryArgs args;
+    common(args);
+    const int64_t count = sequence_range(args);
+    if (bytes_.sometimes()) args.in.v = {};
+    args.d_o = tensor({B_, T_, Hv_, V_}, float_of(), Kind::input);
+    args.d_local = state(count, Kind::output);
+    call(args, gd_backward_summary_workspace, gd_backward_summary);
+    if (accepted_) check_filled(args.d_local);
+  }
+
+  void fold() {
+    gatedelta::FoldArgs args;
+    vk_ = bytes_.next() & 1;
+    args.state_layout = bytes_.rarely() ? bytes_.next() : vk_;
+    args.transposed = bytes_.next() & 1;
+    const int64_t segments = bytes_.pick<int64_t>({3, 1, 5, 0}), results = bytes_.pick<int64_t>({2, 1, 4, 0});
+    args.values = state(segments, Kind::input);
+    args.maps = tensor({segments, Hv_, K_, K_}, GD_F32, Kind::key);
+    args.first = indices({results}, 0, segments);
+    args.count = indices({results}, -1, bytes_.rarely() ? segments + 1 : 2);
+    args.state = state(results, Kind::output);
+    execution(args);
+    call(args, gd_fold_workspace, gd_fold);
+    if (accepted_) check_filled(args.state);
   }
 
   void recurrent() {

@@ -235,13 +235,14 @@ def check_stages(rank: int, ranks: int) -> None:
     length = TOKENS // ranks
     tokens = list(range(rank * length, (rank + 1) * length))
     q, k, v, g, beta, do = (getattr(case, name)[:, tokens].contiguous() for name in ("q", "k", "v", "g", "beta", "do"))
-    summary = cp.forward_prepare(k, v, g, beta)
+    saved = cp.empty_saved(q, k, v, g, beta)
+    summary = cp.forward_prepare(k, v, g, beta, q=q, saved=saved)
     values, maps = ([torch.empty_like(x) for _ in range(ranks)] for x in (summary.local_state, summary.transition))
     dist.all_gather(values, summary.local_state)
     dist.all_gather(maps, summary.transition)
     first, count = torch.tensor([0]), torch.tensor([rank])
     entering = cp.fold(torch.cat(values), torch.cat(maps), first, count)
-    o, saved = cp.forward_apply(q, k, v, g, beta, entering)
+    o, saved = cp.forward_apply(q, k, v, g, beta, entering, saved=saved, prepared=True)
     local = cp.backward_prepare(q, k, g, beta, do, saved=saved)
     gradients = [torch.empty_like(local) for _ in range(ranks)]
     dist.all_gather(gradients, local)

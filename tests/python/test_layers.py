@@ -77,6 +77,13 @@ ROOMS = {
     "src/cuda/portable": [
         "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/portable/config.hpp", "src/cuda/portable/ptx.cuh",
     ],
+    "src/cuda/sm90/summary": [
+        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/schedule", "src/cuda/workspace", "src/cuda/params.hpp",
+        "src/cuda/warp.cuh", "src/cuda/sm90", "src/cuda/sm90/ptx.cuh", "src/cuda/sm90/chain",
+        "src/cuda/sm90/prepare",
+    ],
+    # the fold of summaries, for more devices than sm90, so nothing of it
+    "src/cuda/fold": ["src/cuda/backend.hpp", "src/cuda/host"],
     # recurrent steps: kernels for more devices than sm90, so nothing of it
     "src/cuda/decode/config.hpp": ["src/core", "src/cuda/host_device.hpp"],
     "src/cuda/decode/ptx.cuh": [],

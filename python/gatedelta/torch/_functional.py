@@ -124,7 +124,7 @@ def chunk_gated_delta_rule(
         _arguments.check_hints(cu_seqlens, cu_seqlens_cpu, chunk_indices)
     if transpose_state_layout is not None:
         state_v_first = _arguments.state_layout(state_v_first, transpose_state_layout)
-    if cp_context is not None:
+    if cp_context is not None and getattr(cp_context, "is_inter", True):  # FlashQLA's may be of one card alone
         _refuse_with_context(
             initial_state=initial_state, output_final_state=output_final_state or None, out=out,
             initial_state_indices=initial_state_indices, final_state=final_state,

@@ -60,12 +60,17 @@ def summary(
     exact: bool = False,
     local_state: Tensor | None = None,
     transition: Tensor | None = None,
+    q: Tensor | None = None,
+    saved: Tensor | None = None,
+    prepared: bool = False,
 ) -> Summary:
     """Of sequences first_sequence ... first_sequence + sequence_count - 1 (0: all that follow).
 
     exact: M of every head. Otherwise heads that fade are read at their ends alone, and their M is 0: what that leaves
         out is below 2^-24 of the old state and of what was written since, and M below 2^-48.
     local_state, transition: buffers for the results.
+    saved: of ``empty_saved``, with q: a GPU leaves there what it prepares, for ``forward`` and for another summary of
+        the same inputs (prepared).
     """
     count = sequence_count or _sequences(k, options.cu_seqlens) - first_sequence
     Hv, K, V = v.shape[2], k.shape[3], v.shape[3]
@@ -76,7 +81,12 @@ def summary(
     fade = k.new_empty(count, Hv, dtype=torch.float32)
     args = _lib.SummaryArgs()
     _set_inputs(args.inputs, options, k=k, v=v, g=g, beta=beta)
-    args.inputs.has_scale, args.inputs.scale = 0, 0.0
+    if saved is not None and saved.numel():
+        args.inputs.q = _tensor(q, "q")
+        _set_saved(args, saved)
+        args.prepared = prepared
+    else:
+        args.inputs.has_scale, args.inputs.scale = 0, 0.0
     args.local_state = _tensor(local_state, "local_state")
     args.transition = _tensor(transition, "transition")
     args.fade = _tensor(fade, "fade")
@@ -129,24 +139,37 @@ def forward(
     initial_indices: Tensor | None = None,
     *,
     save: bool = True,
+    saved: Tensor | None = None,
+    prepared: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """(o, what ``backward`` takes as saved). initial_indices: which row of initial_state each sequence begins with,
-    -1 for none."""
+    -1 for none. saved: of ``empty_saved``; prepared: a summary has left there what it prepared."""
     o = q.new_empty(v.shape)
-    args = _lib.ForwardArgs()
-    _set_inputs(args.inputs, options, q=q, k=k, v=v, g=g, beta=beta)
+    if save and saved is None:
+        saved = empty_saved(q, k, v, g, beta, options)
+    args = _forward_args(q, k, v, g, beta, options, o)
     args.inputs.initial_state = _tensor(initial_state, "initial_state")
     args.inputs.initial_indices = _tensor(initial_indices, "initial_indices")
+    _set_saved(args, saved)
+    args.prepared = prepared and bool(args.saved)
+    _run("gd_forward", args, q)
+    return o, saved
+
+
+def empty_saved(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, options: Options) -> Tensor:
+    """Room for what a forward saves for its backward."""
+    args = _forward_args(q, k, v, g, beta, options, q.new_empty(v.shape, device="meta"))
+    _set_exec(args.exec, q)
+    return _aligned(_lib.size_query("gd_forward_saved_size", args), q)[0]
+
+
+def _forward_args(q, k, v, g, beta, options: Options, o: Tensor) -> _lib.ForwardArgs:
+    args = _lib.ForwardArgs()
+    _set_inputs(args.inputs, options, q=q, k=k, v=v, g=g, beta=beta)
     args.o = _tensor(o, "out")
     args.context_parallel = _lib.CP_AUTO if options.auto_cp else _lib.CP_OFF
     args.batch_invariant = options.batch_invariant
-    saved = None
-    if save:
-        _set_exec(args.exec, q)
-        args.saved_bytes = _lib.size_query("gd_forward_saved_size", args)
-        saved, args.saved = _aligned(args.saved_bytes, q)
-    _run("gd_forward", args, q)
-    return o, saved
+    return args
 
 
 def backward_summary(
@@ -247,7 +270,8 @@ def _tensor(x: Tensor | None, name: str) -> _lib.Tensor:
         raise RuntimeError(f"gatedelta: {name}: dtype is {dtype}, must be {_lib.allowed_dtypes(name)}")
     if x.dim() > _lib.MAX_RANK:
         raise RuntimeError(f"gatedelta: {name} has rank {x.dim()}, more than any tensor here")
-    result.data, result.dtype, result.rank = x.data_ptr() or None, _ops._DTYPES[x.dtype], x.dim()
+    data = None if x.device.type == "meta" else x.data_ptr()
+    result.data, result.dtype, result.rank = data or None, _ops._DTYPES[x.dtype], x.dim()
     result.shape[: x.dim()] = x.shape
     result.stride[: x.dim()] = x.stride()
     return result

@@ -51,7 +51,7 @@ gd_status check_step_indices(Checker& check, const gd_tensor& indices, Recurrent
 gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProblem& p) {
   Checker check(stage);
   const Layer& in = p.in;
-  GD_TRY(check_reserved("gd_forward_args", args.reserved, args.reserved_flags));
+  GD_TRY(check_reserved("gd_forward_args", args.reserved));
   GD_TRY(check_segments(args));
   GD_TRY(validate_layer(check, args.in, p.in));
   GD_TRY(check.rows("o", args.o, value_rows(in), Need::required, Role::output, p.o));
@@ -89,6 +89,8 @@ gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProbl
   p.batch_invariant = args.batch_invariant != 0;
   p.segment_chunks = args.segment_chunks;
   GD_TRY(check.saved(args.saved, args.saved_bytes, Role::output, p.saved));
+  p.prepared = args.prepared != 0;
+  if (p.prepared && !p.saved) return invalid("prepared is set, but saved is null: give it gd_summary's");
   return check.finish(args.exec);
 }
 

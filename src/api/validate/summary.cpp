@@ -46,12 +46,17 @@ gd_status check_float32(const char* name, const gd_tensor& t) {
 
 gd_status validate_shapes(const gd_summary_args& args, Stage stage, SummaryProblem& p) {
   Checker check(stage);
-  GD_TRY(check_reserved("gd_summary_args", args.reserved, args.reserved_flags));
+  GD_TRY(check_reserved("gd_summary_args", args.reserved));
   GD_TRY(refuse_initial_state(args.in));
   gd_inputs in = args.in;
-  in.q = in.k;  // it is not read
-  in.has_scale = 0;
-  in.scale = 0;
+  GD_TRY(check.saved(args.saved, args.saved_bytes, Role::output, p.saved));
+  p.prepared = args.prepared != 0;
+  if (p.prepared && !p.saved) return invalid("prepared is set, but saved is null: give it that of the earlier call");
+  if (!p.saved) {  // these are not read
+    in.q = in.k;
+    in.has_scale = 0;
+    in.scale = 0;
+  }
   TokenRows k;
   GD_TRY(check.rows("k", in.k, {"[B, T, Hk, K]", 4, {kAny, kAny, kAny, kAny}}, Need::required, Role::input, k));
   GD_TRY(validate_layer(check, in, p.in));

@@ -38,6 +38,7 @@ inline CallParams call_params(const ForwardProblem& problem, char* workspace, in
   p.checkpoint_offsets = problem.checkpoint_offsets;
   p.prepared = reinterpret_cast<uint8_t*>(base + layout.prepared);
   p.prepared_bytes = prepared_bytes;
+  p.is_prepared = problem.prepared;
   p.decays = reinterpret_cast<ChunkDecay*>(base + layout.decays);
   p.first_checkpoint = reinterpret_cast<int64_t*>(base + layout.first_checkpoint);
   p.cuts = reinterpret_cast<CutCost*>(base + layout.cuts);

@@ -11,7 +11,8 @@ ForwardProblem prepared_forward(const Problem& p) {
   ForwardProblem forward;
   forward.in = p.in;
   forward.context_parallel = false;
-  if constexpr (requires { p.saved; }) forward.saved = p.saved;
+  forward.saved = p.saved;
+  if constexpr (requires { p.prepared; }) forward.prepared = p.prepared;
   return forward;
 }
 

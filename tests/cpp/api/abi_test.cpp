@@ -67,7 +67,7 @@ AT(gd_forward_args, saved_bytes, 1608);
 AT(gd_forward_args, context_parallel, 1616);
 AT(gd_forward_args, segment_chunks, 1620);
 AT(gd_forward_args, batch_invariant, 1624);
-AT(gd_forward_args, reserved_flags, 1628);
+AT(gd_forward_args, prepared, 1628);
 AT(gd_forward_args, checkpoint_offsets, 1632);
 AT(gd_forward_args, reserved, 1728);
 
@@ -105,8 +105,10 @@ AT(gd_summary_args, fade, 1304);
 AT(gd_summary_args, first_sequence, 1400);
 AT(gd_summary_args, sequence_count, 1408);
 AT(gd_summary_args, skip_faded, 1416);
-AT(gd_summary_args, reserved_flags, 1420);
-AT(gd_summary_args, reserved, 1424);
+AT(gd_summary_args, prepared, 1420);
+AT(gd_summary_args, saved, 1424);
+AT(gd_summary_args, saved_bytes, 1432);
+AT(gd_summary_args, reserved, 1440);
 
 static_assert(sizeof(gd_backward_summary_args) == 1376);
 AT(gd_backward_summary_args, struct_size, 0);

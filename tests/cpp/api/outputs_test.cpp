@@ -322,10 +322,16 @@ TEST(Forward, SegmentsAreForOtherBackends) {
   EXPECT_TRUE(c.invalid("segment_chunks is -2, must not be negative"));
 }
 
-TEST(Forward, ReservedFlags) {
+TEST(Forward, ReservedFields) {
   ForwardCase c;
-  c.reserved_flags = 1;
+  c.reserved[3] = 1;
   EXPECT_TRUE(c.invalid("gd_forward_args: reserved fields must be zero"));
+}
+
+TEST(Forward, PreparedNeedsSaved) {
+  ForwardCase c;
+  c.prepared = 1;
+  EXPECT_TRUE(c.invalid("prepared is set, but saved is null: give it gd_summary's"));
 }
 
 TEST(Forward, EmptyBatchAndEmptySequences) {

@@ -155,7 +155,7 @@ pub struct gd_forward_args {
     pub context_parallel: i32,
     pub segment_chunks: i32,
     pub batch_invariant: i32,
-    pub reserved_flags: i32,
+    pub prepared: i32,
     pub checkpoint_offsets: gd_tensor,
     pub reserved: [u64; 4usize],
 }
@@ -215,8 +215,10 @@ pub struct gd_summary_args {
     pub first_sequence: i64,
     pub sequence_count: i64,
     pub skip_faded: i32,
-    pub reserved_flags: i32,
-    pub reserved: [u64; 4usize],
+    pub prepared: i32,
+    pub saved: *mut core::ffi::c_void,
+    pub saved_bytes: usize,
+    pub reserved: [u64; 2usize],
 }
 impl Default for gd_summary_args {
     fn default() -> Self {

@@ -81,6 +81,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
     if (p.o) zero_rows(p, batch, token, rows, key_head);
     return;
   }
+  if (p.is_prepared) return;
 
   // K by TMA; gates load meanwhile.
   const uint32_t barrier = smem + PrepareSmem::kBarrier, norms = smem + PrepareSmem::kNorms;

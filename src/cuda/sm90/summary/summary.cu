@@ -159,15 +159,16 @@ Outcome summary(const SummaryProblem& problem, const Context& context) {
             bf16);
         outcome.status != GD_OK)
       return outcome;
-    if (const cudaError_t error = launch_prepare(p, bf16, context.device, stream))
-      return failure(error, "launch the prepare kernel");
+    if (!problem.prepared)
+      if (const cudaError_t error = launch_prepare(p, bf16, context.device, stream))
+        return failure(error, "launch the prepare kernel");
     p.schedule = s.schedule;
     p.work = s.work;
     p.boundary_ready = reinterpret_cast<int*>(base + layout.ready);
     p.boundaries = reinterpret_cast<uint8_t*>(base + layout.boundaries);
     p.limits = {multiprocessors, static_cast<int>(2 * layout.seq_heads), static_cast<int>(layout.seq_heads)};
-    if (const cudaError_t error =
-            launch_early(list_transitions_kernel, list_blocks(layout.seq_heads), kListThreads, 0, stream, p, s))
+    if (const cudaError_t error = launch_kernel(!problem.prepared, list_transitions_kernel,
+                                                list_blocks(layout.seq_heads), kListThreads, 0, stream, p, s))
       return failure(error, "launch the list of transitions");
     if (const cudaError_t error = launch_forward_chain(p, bf16, context.device, stream))
       return failure(error, "launch the forward chain");

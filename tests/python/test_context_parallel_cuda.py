@@ -1,0 +1,154 @@
+"""The stages of context parallelism on a GPU, against the fp64 truth and against the CPU in fp32."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import gatedelta  # noqa: E402
+import truth  # noqa: E402
+from gatedelta import context_parallel as cp  # noqa: E402
+from gatedelta.torch import _stages  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not gatedelta.info()["cuda_devices"], reason="needs a Hopper GPU"
+)
+
+SHAPE = "Hk=2 Hv=4 K=128 V=128 h0=0 ht=0 dht=0"
+PACKS = ["lengths=700", "lengths=64", "lengths=1+0+130+500+64 pad=9", "lengths=2000"]
+KINDS = [
+    "dtype=bf16 gate=mixed", "dtype=bf16 gate=raw l2norm beta=logit", "dtype=fp16 gate=zero layout=vk",
+    "dtype=bf16 gate=strong", "dtype=bf16 gate=weak keys=correlated layout=vk",
+]  # fmt: skip
+NAMES = ("q", "k", "v", "g", "beta", "do")
+
+
+def options_of(case: truth.Case, device: str, cu_seqlens=None) -> _stages.Options:
+    options = dict(case.options, cu_seqlens=case.cu_seqlens if cu_seqlens is None else cu_seqlens)
+    options = {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in options.items()}
+    return _stages.Options(**options)
+
+
+def bound(case: truth.Case, quantity: str) -> float:
+    return truth.tolerance(quantity, case.forward_args.inputs.q.dtype, truth._lib.DTYPE_F32, case.spec, True)[0]
+
+
+def error(got: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
+    got, expected = got.double().cpu(), expected.double().cpu()
+    return float((got - expected).norm() / expected.norm().clamp_min(max(least, 1e-30)))
+
+
+def on_cpu(case: truth.Case) -> dict[str, torch.Tensor]:
+    """The same numbers in fp32."""
+    return {name: getattr(case, name).float() for name in NAMES}
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("exact", [True, False])
+def test_summaries(pack, kind, exact):
+    case = truth.Case(f"{pack} {SHAPE} {kind}")
+    cpu, gpu = on_cpu(case), {name: getattr(case, name).cuda() for name in NAMES}
+    here, there = options_of(case, "cpu"), options_of(case, "cuda")
+    expected = _stages.summary(cpu["k"], cpu["v"], cpu["g"], cpu["beta"], here, exact=exact)
+    got = _stages.summary(gpu["k"], gpu["v"], gpu["g"], gpu["beta"], there, exact=exact)
+    assert error(got.local_state, expected.local_state) < bound(case, "final_state")
+    assert error(got.transition, expected.transition, 1e-3 * got.transition.numel() ** 0.5) < bound(case, "final_state")
+    finite = torch.isfinite(expected.fade) & torch.isfinite(got.fade.cpu())
+    torch.testing.assert_close(got.fade.cpu()[finite], expected.fade[finite], rtol=2e-2, atol=0.5)
+    if exact:
+        assert torch.isfinite(got.fade).all()
+    again = _stages.summary(gpu["k"], gpu["v"], gpu["g"], gpu["beta"], there, exact=exact)
+    assert all(torch.equal(a, b) for a, b in zip(got, again))
+    # A range, and one that shares what is prepared with a forward.
+    n = max(range(case.sequence_count), key=lambda i: int(case.cu_seqlens[i + 1] - case.cu_seqlens[i]))
+    saved = _stages.empty_saved(*(gpu[x] for x in NAMES[:5]), there)
+    one = _stages.summary(
+        gpu["k"], gpu["v"], gpu["g"], gpu["beta"], there, n, 1, exact=exact, q=gpu["q"], saved=saved
+    )
+    assert all(torch.equal(a[0], b[n]) for a, b in zip(one, got))
+    o, saved = _stages.forward(*(gpu[x] for x in NAMES[:5]), there, saved=saved, prepared=True)
+    plain, kept = _stages.forward(*(gpu[x] for x in NAMES[:5]), there)
+    assert torch.equal(o, plain)
+    expected = _stages.backward_summary(cpu["q"], cpu["k"], cpu["g"], cpu["beta"], cpu["do"], here, exact=exact)
+    for given in (None, saved, kept):
+        got = _stages.backward_summary(
+            gpu["q"], gpu["k"], gpu["g"], gpu["beta"], gpu["do"], there, exact=exact, saved=given
+        )
+        assert error(got, expected) < bound(case, "d_initial_state")
+        one = _stages.backward_summary(
+            gpu["q"], gpu["k"], gpu["g"], gpu["beta"], gpu["do"], there, n, 1, exact=exact, saved=given
+        )
+        assert torch.equal(one[0], got[n])
+
+
+@pytest.mark.parametrize("state_v_first", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (48, 80), (256, 256), (144, 16)])
+def test_fold(state_v_first, transposed, K, V):
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(5, 3, *((V, K) if state_v_first else (K, V)), generator=generator)
+    maps = torch.randn(5, 3, K, K, generator=generator) / K**0.5
+    first, count = torch.tensor([0, 2, 4, 3]), torch.tensor([5, 2, 1, 0])
+    call = {"transposed": transposed, "state_v_first": state_v_first}
+    got = _stages.fold(values.cuda(), maps.cuda(), first.cuda(), count.cuda(), **call)
+    expected = torch.zeros(4, 3, K, V, dtype=torch.float64)
+    matrices = maps.double().mT if transposed else maps.double()
+    parts = values.double().mT if state_v_first else values.double()
+    for r in range(4):
+        segments = range(first[r], first[r] + count[r])
+        for i in reversed(segments) if transposed else segments:
+            expected[r] = matrices[i] @ expected[r] + parts[i]
+    assert error(got.mT if state_v_first else got, expected) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("exact", [True, False])
+def test_segments_are_the_sequence(kind, exact):
+    case = truth.Case(f"lengths=1500 {SHAPE} {kind}")
+    cuts = torch.tensor([0, 128, 512, 512, 1100, 1500])
+    parts = len(cuts) - 1
+    gpu = {name: getattr(case, name).cuda() for name in NAMES}
+    options = options_of(case, "cuda", cuts)
+    rule = [gpu[x] for x in NAMES[:5]]
+    saved = _stages.empty_saved(*rule, options)
+    summary = _stages.summary(*rule[1:], options, exact=exact, q=gpu["q"], saved=saved)
+    indices = torch.arange(parts, dtype=torch.int32, device="cuda")
+    layout = {"state_v_first": options.state_v_first}
+    entering = cp.fold(summary.local_state, summary.transition, torch.zeros_like(indices), indices, **layout)
+    o, saved = _stages.forward(*rule, options, entering, saved=saved, prepared=True)
+    case.check("o", o, case.forward_truth()["o"])
+    local = _stages.backward_summary(gpu["q"], *(gpu[x] for x in ("k", "g", "beta", "do")), options, exact=exact, saved=saved)
+    leaving = cp.fold(local, summary.transition, indices + 1, parts - 1 - indices, transposed=True, **layout)
+    # Rows by index: in another order.
+    order = torch.tensor([3, 0, 4, 1, 2], device="cuda")
+    shuffled = torch.empty_like(leaving)
+    shuffled[order] = leaving
+    gradients = _stages.backward(
+        *rule, gpu["do"], options, entering, None, shuffled, order.to(torch.int32), saved=saved
+    )
+    expected = case.backward_truth()
+    for name, x in zip(_stages.Gradients._fields, gradients):
+        if x is not None:
+            case.check(name, x, expected[name])
+
+
+def test_stages_in_a_graph():
+    case = truth.Case(f"lengths=700 {SHAPE} dtype=bf16 gate=mixed")
+    gpu = {name: getattr(case, name).cuda() for name in NAMES}
+    options = options_of(case, "cuda")
+    first, count = (torch.tensor([i], dtype=torch.int32, device="cuda") for i in (0, 1))
+
+    def work():
+        summary = _stages.summary(gpu["k"], gpu["v"], gpu["g"], gpu["beta"], options)
+        return _stages.fold(summary.local_state, summary.transition, first, count)
+
+    expected = work()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        got = work()
+    for _ in range(2):
+        got.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(got, expected)
