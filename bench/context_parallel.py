@@ -4,7 +4,7 @@ predicts what 2, 4 and 8 cards would take; nothing of that is measured, and the 
 
 Every part of a stage is one captured graph; times are medians of replays. results/SCHEMA.md describes the output.
 
-Usage: python bench/context_parallel.py [--tokens 32768,131072] [--heads 16/64] [--output FILE]
+Usage: python bench/context_parallel.py [--tokens 32768,131072,524288] [--heads 16/64] [--output FILE]
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def measure(tokens: int, hk: int, hv: int, fading: bool) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tokens", default="32768,131072")
+    parser.add_argument("--tokens", default="32768,131072,524288")
     parser.add_argument("--heads", default="16/64")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "bench" / "context_parallel.json")
     options = parser.parse_args()

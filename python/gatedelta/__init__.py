@@ -38,6 +38,8 @@ _TORCH_NAMES = (
     "rms_norm_gated",
 )
 
+_MODULES = ("context_parallel", "numpy", "torch")  # imported at first use
+
 __all__ = [
     "__version__",
     "causal_conv1d",
@@ -58,13 +60,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _TORCH_NAMES:
         return getattr(import_module(".torch", __name__), name)
-    if name in ("numpy", "torch"):
+    if name in _MODULES:
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_TORCH_NAMES, "numpy", "torch"})
+    return sorted({*globals(), *_TORCH_NAMES, *_MODULES})
 
 
 def info() -> dict[str, Any]:

@@ -53,7 +53,9 @@ def test_summaries(pack, kind, exact):
     expected = _stages.summary(cpu["k"], cpu["v"], cpu["g"], cpu["beta"], here, exact=exact)
     got = _stages.summary(gpu["k"], gpu["v"], gpu["g"], gpu["beta"], there, exact=exact)
     assert error(got.local_state, expected.local_state) < bound(case, "final_state")
-    assert error(got.transition, expected.transition, 1e-3 * got.transition.numel() ** 0.5) < bound(case, "final_state")
+    # M holds what is left of the identity, with the roundings of every chunk and nothing written since.
+    small = 1e-3 * got.transition.numel() ** 0.5
+    assert error(got.transition, expected.transition, small) < 1.5 * bound(case, "final_state")
     finite = torch.isfinite(expected.fade) & torch.isfinite(got.fade.cpu())
     torch.testing.assert_close(got.fade.cpu()[finite], expected.fade[finite], rtol=2e-2, atol=0.5)
     if exact:
@@ -131,6 +133,42 @@ def test_segments_are_the_sequence(kind, exact):
     for name, x in zip(_stages.Gradients._fields, gradients):
         if x is not None:
             case.check(name, x, expected[name])
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    """One rank of NCCL: it may hold several pieces, in any order."""
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    meeting = tmp_path_factory.mktemp("nccl") / "meet"
+    dist.init_process_group("nccl", init_method=f"file://{meeting}", rank=0, world_size=1)
+    yield None
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("scheme", ["gather", "scatter", "neighbour"])
+@pytest.mark.parametrize("kind", KINDS[:4])
+def test_one_rank_of_nccl(group, scheme, kind):
+    case = truth.Case(f"lengths=300+900 {SHAPE} {kind}")
+    ranges = [[(500, 1200), (0, 200), (200, 500)]]
+    context = cp.build_context(case.cu_seqlens, group, ranges, scheme=scheme)
+    tokens = [t for start, stop in ranges[0] for t in range(start, stop)]
+    inputs = {name: getattr(case, name)[:, tokens].cuda().requires_grad_() for name in NAMES[:5]}
+    parameters = {name: None if (x := getattr(case, name)) is None else x.cuda().requires_grad_()
+                  for name in ("A_log", "dt_bias")}  # fmt: skip
+    options = {k: v for k, v in case.options.items() if k not in ("A_log", "dt_bias", "cu_seqlens", "key_head_order")}
+    o, _ = gatedelta.chunk_gated_delta_rule(**inputs, **parameters, **options, cp_context=context)
+    o.backward(case.do[:, tokens].cuda())
+    back = torch.argsort(torch.tensor(tokens, device="cuda"))
+    case.check("o", o.detach()[:, back], case.forward_truth()["o"])
+    expected = case.backward_truth()
+    for name, x in zip(_stages.Gradients._fields, (*inputs.values(), *parameters.values())):
+        if x is not None and x.dim() > 1:
+            case.check(name, x.grad[:, back], expected[name])
+        elif x is not None:
+            assert error(x.grad, torch.from_numpy(expected[name])) < 2 * bound(case, name)
 
 
 def test_stages_in_a_graph():

@@ -16,10 +16,12 @@ constexpr Capabilities kFoldDevices = {8, 1 << 15, "the fold supports 8.0 and la
 // A CTA folds 32 value columns of one head and result. A thread has 4 x 4 numbers of each block of 128 rows.
 constexpr int kColumns = 32, kThreads = 256, kRows = 128;
 
-__device__ __forceinline__ float load_float(const void* data, gd_dtype dtype, int64_t i) {
-  if (dtype == GD_F32) return static_cast<const float*>(data)[i];
-  if (dtype == GD_BF16) return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
-  return __half2float(static_cast<const __half*>(data)[i]);
+// Calls f with the data as numbers of its type.
+template <class F>
+__device__ __forceinline__ void with_numbers(const void* data, gd_dtype dtype, const F& f) {
+  if (dtype == GD_F32) return f(static_cast<const float*>(data));
+  if (dtype == GD_BF16) return f(static_cast<const __nv_bfloat16*>(data));
+  return f(static_cast<const __half*>(data));
 }
 __device__ __forceinline__ void store_float(void* data, gd_dtype dtype, int64_t i, float x) {
   if (dtype == GD_F32) {
@@ -31,47 +33,72 @@ __device__ __forceinline__ void store_float(void* data, gd_dtype dtype, int64_t 
   }
 }
 
+// Which number of kDepth columns of M a thread moves: i is a row of the sums, j of S.
+struct Place {
+  int i, j;
+};
+template <bool kTransposed, int kMaxK, int kDepth>
+__device__ __forceinline__ Place place_of(int n, int tid) {
+  static_assert(kThreads % kMaxK == 0 && kThreads % kDepth == 0);
+  if constexpr (kTransposed) return {tid % kMaxK, tid / kMaxK + n * (kThreads / kMaxK)};
+  return {tid / kDepth + n * (kThreads / kDepth), tid % kDepth};
+}
+// NOTE: loads are unconditional: behind branches each would wait for the one before.
+template <bool kTransposed, int kMaxK, int kDepth>
+__device__ __forceinline__ void fetch(float (&next)[kDepth * kMaxK / kThreads], const float* map, int j0, int K,
+                                      int tid) {
+#pragma unroll
+  for (int n = 0; n < kDepth * kMaxK / kThreads; ++n) {
+    const Place at = place_of<kTransposed, kMaxK, kDepth>(n, tid);
+    const int i = at.i, j = j0 + at.j, row = min(kTransposed ? j : i, K - 1), column = min(kTransposed ? i : j, K - 1);
+    const float x = map[row * K + column];
+    next[n] = i < K && j < K ? x : 0.0f;
+  }
+}
+
 // kDepth: columns of M that are in shared memory at a time.
-template <int kBlocks, int kDepth>
+template <int kBlocks, int kDepth, bool kTransposed>
 __global__ void __launch_bounds__(kThreads) fold_kernel(const __grid_constant__ FoldProblem p) {
   constexpr int kMaxK = kBlocks * kRows, kLoads = kDepth * kMaxK / kThreads;
-  __shared__ float S[kMaxK][kColumns];
-  __shared__ float M[kDepth][kMaxK + 4];  // M[j][i]: what S[j] adds to row i
+  __shared__ alignas(16) float S[kMaxK][kColumns];
+  __shared__ alignas(16) float M[kDepth][kMaxK + 4];  // M[j][i]: what S[j] adds to row i
   const int64_t head = static_cast<int64_t>(blockIdx.x) % p.heads, r = static_cast<int64_t>(blockIdx.x) / p.heads;
   const int tid = threadIdx.x, K = p.key_dim, V = p.value_dim, first_column = static_cast<int>(blockIdx.y) * kColumns;
   const int column = tid % 8 * 4, row = tid / 8 * 4;
   const bool is_kv = p.layout == GD_STATE_KV;
-  const auto place = [&](int k, int v) { return is_kv ? int64_t{k} * V + v : int64_t{v} * K + k; };
+  const auto place = [&](int k, int v) { return is_kv ? k * V + v : v * K + k; };
   const int64_t first = p.first[r], count = p.count[r];
 
   for (int i = tid; i < kMaxK * kColumns; i += kThreads) S[i / kColumns][i % kColumns] = 0;
   for (int64_t step = 0; step < count; ++step) {
-    const int64_t segment = p.transposed ? first + count - 1 - step : first + step;
+    const int64_t segment = kTransposed ? first + count - 1 - step : first + step;
     float acc[kBlocks][4][4];
-    const int64_t values = p.values.offset(segment, head);
+    with_numbers(p.values.data, p.values.dtype, [&](const auto* from) {
+      from += p.values.offset(segment, head);
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block)
-#pragma unroll
-      for (int a = 0; a < 4; ++a)
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          const int k = block * kRows + row + a, v = first_column + column + b;
-          acc[block][a][b] = k < K && v < V ? load_float(p.values.data, p.values.dtype, values + place(k, v)) : 0.0f;
-        }
+      for (int n = 0; n < kBlocks * 16; ++n) {
+        const int k = n / 16 * kRows + row + n / 4 % 4, v = first_column + column + n % 4;
+        const auto x = from[place(min(k, K - 1), min(v, V - 1))];
+        acc[n / 16][n / 4 % 4][n % 4] = k < K && v < V ? static_cast<float>(x) : 0.0f;
+      }
+    });
     if (step > 0) {
       const float* const map = static_cast<const float*>(p.maps.data) + p.maps.offset(segment, head);
+      // The next columns of M are on their way while these are multiplied. Neighbouring threads read neighbouring
+      // numbers: along a row of M, or (transposed) of M^T's columns.
+      float next[kLoads];
+      fetch<kTransposed, kMaxK, kDepth>(next, map, 0, K, tid);
+#pragma unroll 1
       for (int j0 = 0; j0 < K; j0 += kDepth) {
         __syncthreads();
 #pragma unroll
         for (int n = 0; n < kLoads; ++n) {
-          // Neighbouring threads read neighbouring numbers: along a row of M, or (transposed) along its rows.
-          const int at = n * kThreads + tid;
-          const int j = p.transposed ? at / kMaxK : at % kDepth, i = p.transposed ? at % kMaxK : at / kDepth;
-          const bool is_inside = i < K && j0 + j < K;
-          M[j][i] = !is_inside ? 0.0f : p.transposed ? map[int64_t{j0 + j} * K + i] : map[int64_t{i} * K + j0 + j];
+          const Place at = place_of<kTransposed, kMaxK, kDepth>(n, tid);
+          M[at.j][at.i] = next[n];
         }
         __syncthreads();
-#pragma unroll 8
+        if (j0 + kDepth < K) fetch<kTransposed, kMaxK, kDepth>(next, map, j0 + kDepth, K, tid);
+#pragma unroll 4
         for (int j = 0; j < kDepth; ++j) {
           const float4 s = *reinterpret_cast<const float4*>(&S[(j0 + j) % kMaxK][column]);
 #pragma unroll
@@ -110,9 +137,10 @@ Outcome fold(const FoldProblem& p, const Context& context) {
     if (p.results == 0) return {};
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const GridSize grid(p.results * p.heads, (p.value_dim + kColumns - 1) / kColumns);
-    const cudaError_t error = p.key_dim <= kRows
-                                  ? launch_kernel(false, fold_kernel<1, 32>, grid, kThreads, 0, stream, p)
-                                  : launch_kernel(false, fold_kernel<2, 8>, grid, kThreads, 0, stream, p);
+    const auto launch = [&](auto kernel) { return launch_kernel(false, kernel, grid, kThreads, 0, stream, p); };
+    const bool is_small = p.key_dim <= kRows;
+    const cudaError_t error = p.transposed ? launch(is_small ? fold_kernel<1, 16, true> : fold_kernel<2, 8, true>)
+                                           : launch(is_small ? fold_kernel<1, 16, false> : fold_kernel<2, 8, false>);
     if (error) return failure(error, "launch the fold");
     return {};
   });

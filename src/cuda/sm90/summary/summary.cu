@@ -29,7 +29,7 @@ struct SummaryParams {
   int* rows;
 };
 
-constexpr int kListThreads = 256, kUnpackThreads = 256;
+constexpr int kListThreads = 256, kUnpackThreads = 256, kUnpackParts = 8;
 
 // One warp for each (sequence, head) pair: two items, for the halves of the columns of M and S_loc.
 __global__ void __launch_bounds__(kListThreads)
@@ -63,14 +63,17 @@ __global__ void __launch_bounds__(kListThreads)
 template <class Elem>
 __global__ void __launch_bounds__(kUnpackThreads)
     unpack_kernel(const __grid_constant__ CallParams p, const __grid_constant__ SummaryParams s) {
+  wait_for_previous_kernel();
   const int pair = static_cast<int>(blockIdx.x), row = floor_div(pair, p.value_heads),
             head = pair - row * p.value_heads;
   const uint8_t* const boundary = p.boundaries + int64_t{pair} * kBoundaryBytes;
   const bool is_empty = p.sequences[s.first + row].length == 0;
+  constexpr int kNumbers = kHeadDim * kHeadDim / kUnpackParts;  // of this CTA
+  const int begin = static_cast<int>(blockIdx.y) * kNumbers + static_cast<int>(threadIdx.x), end = begin + kNumbers;
   if (s.transition) {
     const bool is_faded = s.faded[pair] != 0;
     float* const to = static_cast<float*>(s.transition.data) + s.transition.offset(row, head);
-    for (int i = threadIdx.x; i < kHeadDim * kHeadDim; i += kUnpackThreads) {
+    for (int i = begin; i < end; i += kUnpackThreads) {
       const int k = i / kHeadDim, j = i % kHeadDim;  // row and column of M
       const uint8_t* const tile = boundary + (j / 64 * 2 + k / 64) * kTileBytes + tile_offset(k % 64, j % 64);
       const float hi = static_cast<float>(*reinterpret_cast<const Elem*>(tile));
@@ -79,7 +82,7 @@ __global__ void __launch_bounds__(kUnpackThreads)
     }
   }
   const int64_t to = s.local.offset(row, head);
-  for (int i = threadIdx.x; i < kHeadDim * kHeadDim; i += kUnpackThreads) {
+  for (int i = begin; i < end; i += kUnpackThreads) {
     const int k = p.state_value_first ? i % kHeadDim : i / kHeadDim;
     const int v = p.state_value_first ? i / kHeadDim : i % kHeadDim;
     // The thread and the register that held it (Chain::with_matrix, accumulator_place).
@@ -172,9 +175,10 @@ Outcome summary(const SummaryProblem& problem, const Context& context) {
       return failure(error, "launch the list of transitions");
     if (const cudaError_t error = launch_forward_chain(p, bf16, context.device, stream))
       return failure(error, "launch the forward chain");
+    const GridSize grid(layout.seq_heads, kUnpackParts);
     const cudaError_t error =
-        bf16 ? launch_kernel(false, unpack_kernel<__nv_bfloat16>, layout.seq_heads, kUnpackThreads, 0, stream, p, s)
-             : launch_kernel(false, unpack_kernel<__half>, layout.seq_heads, kUnpackThreads, 0, stream, p, s);
+        bf16 ? launch_kernel(true, unpack_kernel<__nv_bfloat16>, grid, kUnpackThreads, 0, stream, p, s)
+             : launch_kernel(true, unpack_kernel<__half>, grid, kUnpackThreads, 0, stream, p, s);
     if (error) return failure(error, "launch the kernel that unpacks summaries");
     return {};
   });
