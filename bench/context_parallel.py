@@ -38,8 +38,10 @@ def make_inputs(tokens: int, hk: int, hv: int, fading: bool) -> dict[str, torch.
     def normal(*shape):
         return torch.randn(*shape, generator=generator, device=DEVICE)
 
-    gates = torch.nn.functional.logsigmoid(normal(1, tokens, hv)) / 16 if fading else torch.zeros(
-        1, tokens, hv, device=DEVICE
+    gates = (
+        torch.nn.functional.logsigmoid(normal(1, tokens, hv)) / 16
+        if fading
+        else torch.zeros(1, tokens, hv, device=DEVICE)
     )
     return {
         "q": torch.nn.functional.normalize(normal(1, tokens, hk, DIM), dim=-1).bfloat16(),
@@ -94,9 +96,7 @@ def part_times(tokens: int, hk: int, hv: int, fading: bool, parts: int) -> dict[
         ),
         "fold": milliseconds(lambda: _stages.fold(values, maps, first, count)),
         "backward_summary": milliseconds(
-            lambda: _stages.backward_summary(
-                x["q"], x["k"], x["g"], x["beta"], do, options, exact=exact, saved=saved
-            )
+            lambda: _stages.backward_summary(x["q"], x["k"], x["g"], x["beta"], do, options, exact=exact, saved=saved)
         ),
         "backward": milliseconds(
             lambda: _stages.backward(**rule, do=do, options=options, initial_state=state, dht=state, saved=saved)

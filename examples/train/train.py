@@ -66,7 +66,8 @@ class GatedDeltaNet(nn.Module):
         parts = mixed.split([heads * self.head_dim for heads in self.heads], dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         a, b = self.scalar_proj(x).chunk(2, dim=-1)
-        o = self.norm(self.recall(q, k, v, a, b, context)) * F.silu(self.gate_proj(x)).unflatten(-1, (-1, self.head_dim))
+        gate = F.silu(self.gate_proj(x)).unflatten(-1, (-1, self.head_dim))
+        o = self.norm(self.recall(q, k, v, a, b, context)) * gate
         return self.out_proj(o.flatten(2))
 
     def recall(

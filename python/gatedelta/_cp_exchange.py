@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .context_parallel import Context
 
 SCHEMES = ("auto", "gather", "scatter", "neighbour")
-# From so many bytes that a rank would gather, heads are shared out instead: below, one collective's latency counts more.
+# From so many bytes that a rank would gather, heads are shared out instead: below, a collective's latency counts more.
 SCATTER_BYTES = 16 << 20
 
 

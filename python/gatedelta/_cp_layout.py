@@ -6,6 +6,7 @@ tokens. A rank's own tokens are its pieces one after the other.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -57,9 +58,8 @@ def token_ranges(layout: str, tokens: int, ranks: int) -> list[list[tuple[int, i
 
 
 def make_layout(offsets: list[int], ranges: list[list[tuple[int, int]]]) -> Layout:
-    """offsets: cu_seqlens of the whole pack. Tokens past the last one belong to no sequence; each is then one of its
-    own kind, a last sequence that no one reads."""
-    if not offsets or offsets[0] != 0 or any(b < a for a, b in zip(offsets, offsets[1:])):
+    """offsets: cu_seqlens of the whole pack. Ranges of all ranks cover its tokens once."""
+    if not offsets or offsets[0] != 0 or any(b < a for a, b in itertools.pairwise(offsets)):
         raise ValueError(f"cu_seqlens must begin with 0 and never decrease: {offsets[:8]}")
     flat = sorted((start, stop) for row in ranges for start, stop in row if start != stop)
     end = 0
@@ -112,9 +112,7 @@ def border_sequences(mine: tuple[Piece, ...]) -> tuple[list[int], list[int]]:
 def halo_sources(layout: Layout, taps: int) -> list[list[list[int]]]:
     """For each rank and piece, where the `taps` tokens before it are, the newest last: index into the last `taps`
     tokens of every piece as they are gathered, [ranks * slots * taps]; -1 where the sequence has none."""
-    by_number = {
-        p.number: (r * layout.slots + i, p) for r, row in enumerate(layout.pieces) for i, p in enumerate(row)
-    }
+    by_number = {p.number: (r * layout.slots + i, p) for r, row in enumerate(layout.pieces) for i, p in enumerate(row)}
 
     def sources(piece: Piece) -> list[int]:
         result: list[int] = []

@@ -13,6 +13,8 @@ group, for frameworks that have their own (docs/context_parallel.md).
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,8 +178,10 @@ def as_context(context: Any) -> Context:
     source, offsets = offsets, [int(x) for x in offsets.tolist()]
 
     def piece(number: int, local: list[int], before: Any, after: Any, position: Any) -> Piece:
-        distinct = [local[0], *(b for a, b in zip(local, local[1:]) if b > a)]
-        return Piece(number, tuple(x - local[0] for x in distinct), int(before or 0), int(after or 0), int(position or 0))
+        distinct = [local[0], *(b for a, b in itertools.pairwise(local) if b > a)]
+        return Piece(
+            number, tuple(x - local[0] for x in distinct), int(before or 0), int(after or 0), int(position or 0)
+        )
 
     if getattr(context, "layout", None) in (None, "contiguous"):
         numbers = [[r] for r in range(size)]
@@ -203,10 +207,8 @@ def as_context(context: Any) -> Context:
     unknown = [[Piece(n, (0, 0), 0, 0, 0) for n in row] for row in numbers]
     pieces = tuple(tuple(mine if r == rank else row) for r, row in enumerate(unknown))
     result = Context(Layout(pieces, False), group, rank, size, "gather")
-    try:
+    with contextlib.suppress(AttributeError):
         context._gatedelta_context = source, told, result
-    except AttributeError:
-        pass
     return result
 
 
@@ -338,9 +340,7 @@ class _Rule(torch.autograd.Function):
     def forward(ctx, context, options, recompute, q, k, v, g, beta, A_log, dt_bias):
         options = options._replace(A_log=A_log, dt_bias=dt_bias, cu_seqlens=context.offsets_on(q.device))
         heads, K, V = v.shape[2], k.shape[3], v.shape[3]
-        exchange = Exchange(
-            context, k, heads, K, V, options.state_v_first, context.scheme_for(heads, K, V)
-        )
+        exchange = Exchange(context, k, heads, K, V, options.state_v_first, context.scheme_for(heads, K, V))
         needs_grad = any(ctx.needs_input_grad)
         # A GPU prepares the inputs once, for the summaries and for the forward.
         saved = _stages.empty_saved(q, k, v, g, beta, options) if q.is_cuda or (needs_grad and not recompute) else None

@@ -48,8 +48,8 @@ def chunk_gated_delta_rule(
     scale: None and 0 mean ``K ** -0.5``, as in FlashQLA.
     auto_cp: whether one sequence may be cut into segments that run in parallel on one GPU.
     enable_fwd_cp_cache: a hint, without effect.
-    cp_context: FlashQLA's, FLA's or one of ``gatedelta.context_parallel``: these are one rank's tokens. Summaries travel
-        in float32 (FlashQLA rounds them to k's dtype).
+    cp_context: FlashQLA's, FLA's or one of ``gatedelta.context_parallel``: these are one rank's tokens. Summaries
+        travel in float32 (FlashQLA rounds them to k's dtype).
     head_first=True and force_intra_cp=True (with auto_cp) are refused.
     """
     if head_first:

@@ -14,11 +14,11 @@ import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
-import tree  # noqa: F401  (puts the package on the path)
 import gatedelta
 import numpy as np
 import torch
 import torch.distributed as dist
+import tree
 import truth
 from gatedelta import _cp_exchange, _cp_layout, _lib
 from gatedelta import context_parallel as cp

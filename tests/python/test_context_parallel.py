@@ -1,13 +1,15 @@
-"""Context parallelism over gloo processes, against the fp64 truth of the whole pack; layouts and schemes on the host."""
+"""Context parallelism over gloo processes, against the fp64 truth of the whole pack; layouts and schemes as such."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tree
@@ -43,7 +45,7 @@ def test_ranks_of_gloo_are_one_process(ranks, tmp_path):
 def test_layouts_by_hand():
     layout = _cp_layout.make_layout([0, 10, 34, 48], _cp_layout.token_ranges("contiguous", 48, 4))
     assert [(p.before, p.after, p.position, p.offsets) for (p,) in layout.pieces] == [
-        (0, 1, 0, (0, 10, 12)), (1, 1, 2, (0, 12)), (2, 1, 14, (0, 10, 12)), (1, 0, 2, (0, 12)),
+        (0, 2, 0, (0, 10, 12)), (1, 1, 2, (0, 12)), (2, 1, 14, (0, 10, 12)), (1, 0, 2, (0, 12)),
     ]  # fmt: skip
     layout = _cp_layout.make_layout([0, 10, 34, 48], _cp_layout.token_ranges("zigzag", 48, 2))
     assert [[p.number for p in row] for row in layout.pieces] == [[0, 3], [1, 2]]
@@ -61,23 +63,19 @@ def test_layouts_against_tokens():
         cuts = sorted({0, offsets[-1], *(generator.randint(0, offsets[-1]) for _ in range(generator.randint(0, 6)))})
         ranks = generator.randint(1, 4)
         ranges = [[] for _ in range(ranks)]
-        for cut in zip(cuts, cuts[1:]):
+        for cut in itertools.pairwise(cuts):
             ranges[generator.randrange(ranks)].append(cut)
         for row in ranges:
             generator.shuffle(row)
         layout = _cp_layout.make_layout(offsets, ranges)
         sequence_of = [n for n, length in enumerate(lengths) for _ in range(length)]
-        pieces = list(zip(cuts, cuts[1:]))
+        pieces = list(itertools.pairwise(cuts))
         for row, held in zip(layout.pieces, ranges):
             for piece, (start, stop) in zip(row, held):
                 assert pieces[piece.number] == (start, stop) and piece.length == stop - start
-                holding = [
-                    i for i, (a, b) in enumerate(pieces) if sequence_of[start] in sequence_of[a:b]
-                ]
+                holding = [i for i, (a, b) in enumerate(pieces) if sequence_of[start] in sequence_of[a:b]]
                 assert piece.before == piece.number - holding[0]
-                holding = [
-                    i for i, (a, b) in enumerate(pieces) if sequence_of[stop - 1] in sequence_of[a:b]
-                ]
+                holding = [i for i, (a, b) in enumerate(pieces) if sequence_of[stop - 1] in sequence_of[a:b]]
                 assert piece.after == holding[-1] - piece.number
                 assert piece.position == start - offsets[sequence_of[start]]
                 assert len(piece.offsets) - 1 == len(set(sequence_of[start:stop]))
@@ -119,6 +117,22 @@ def test_bytes_of_the_schemes():
     assert _cp_exchange.choose("auto", 8, 1, 64, 128, 128) == "scatter"
     assert _cp_exchange.choose("auto", 2, 1, 16, 128, 128) == "gather"
     assert _cp_exchange.choose("gather", 8, 1, 64, 128, 128) == "gather"
+
+
+def test_contexts_of_fla(monkeypatch):
+    """What FLA's own code says about packs (recorded) is what ours says about the same rank."""
+    for recorded in json.loads(RANKS_SCRIPT.with_name("fla_contexts.json").read_text())["contexts"]:
+        fields = {"pre_num_ranks": None, **recorded["context"], "group": None}
+        fields["cu_seqlens_cpu"] = torch.tensor(fields["cu_seqlens_cpu"])
+        theirs = SimpleNamespace(**fields)
+        ranks, rank, pack = recorded["ranks"], recorded["rank"], recorded["pack"]
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None, ranks=ranks: ranks)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None, rank=rank: rank)
+        ours = gatedelta.context_parallel.as_context(theirs)
+        ranges = _cp_layout.token_ranges(theirs.layout, pack[-1], ranks)
+        assert ours.mine == _cp_layout.make_layout(pack, ranges).pieces[rank]
+        assert ours.scheme_for(64, 128, 128) == "gather"  # it knows its own rank alone
+        assert gatedelta.context_parallel.as_context(theirs) is ours
 
 
 def test_arguments_that_a_context_refuses():

@@ -65,9 +65,7 @@ def test_summaries(pack, kind, exact):
     # A range, and one that shares what is prepared with a forward.
     n = max(range(case.sequence_count), key=lambda i: int(case.cu_seqlens[i + 1] - case.cu_seqlens[i]))
     saved = _stages.empty_saved(*(gpu[x] for x in NAMES[:5]), there)
-    one = _stages.summary(
-        gpu["k"], gpu["v"], gpu["g"], gpu["beta"], there, n, 1, exact=exact, q=gpu["q"], saved=saved
-    )
+    one = _stages.summary(gpu["k"], gpu["v"], gpu["g"], gpu["beta"], there, n, 1, exact=exact, q=gpu["q"], saved=saved)
     assert all(torch.equal(a[0], b[n]) for a, b in zip(one, got))
     o, saved = _stages.forward(*(gpu[x] for x in NAMES[:5]), there, saved=saved, prepared=True)
     plain, kept = _stages.forward(*(gpu[x] for x in NAMES[:5]), there)
@@ -120,7 +118,9 @@ def test_segments_are_the_sequence(kind, exact):
     entering = cp.fold(summary.local_state, summary.transition, torch.zeros_like(indices), indices, **layout)
     o, saved = _stages.forward(*rule, options, entering, saved=saved, prepared=True)
     case.check("o", o, case.forward_truth()["o"])
-    local = _stages.backward_summary(gpu["q"], *(gpu[x] for x in ("k", "g", "beta", "do")), options, exact=exact, saved=saved)
+    local = _stages.backward_summary(
+        gpu["q"], *(gpu[x] for x in ("k", "g", "beta", "do")), options, exact=exact, saved=saved
+    )
     leaving = cp.fold(local, summary.transition, indices + 1, parts - 1 - indices, transposed=True, **layout)
     # Rows by index: in another order.
     order = torch.tensor([3, 0, 4, 1, 2], device="cuda")

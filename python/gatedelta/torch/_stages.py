@@ -314,7 +314,7 @@ def _set_exec(call: _lib.Exec, like: Tensor) -> None:
 def _run(function: str, args: ctypes.Structure, like: Tensor) -> None:
     _set_exec(args.exec, like)
     args.exec.workspace_bytes = _lib.size_query(f"{function}_workspace", args)
-    memory, args.exec.workspace = _aligned(args.exec.workspace_bytes, like)
+    _memory, args.exec.workspace = _aligned(args.exec.workspace_bytes, like)
     status = getattr(_lib.library(), function)(ctypes.byref(args))
     if status != _lib.OK:
         raise RuntimeError(f"gatedelta: {_lib.in_python_names(_lib.library().gd_last_error().decode())}")
