@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import gatedelta  # noqa: E402
 import truth  # noqa: E402
+from gatedelta import _lib  # noqa: E402
 from gatedelta import context_parallel as cp  # noqa: E402
 from gatedelta.torch import _stages  # noqa: E402
 
@@ -133,6 +134,35 @@ def test_segments_are_the_sequence(kind, exact):
     for name, x in zip(_stages.Gradients._fields, gradients):
         if x is not None:
             case.check(name, x, expected[name])
+
+
+def test_rows_of_gradients_by_index():
+    """Those of some sequences alone have the bits of dense ones; an empty sequence passes its row on."""
+    case = truth.Case("lengths=70+0+130+0+64 Hk=1 Hv=2 K=128 V=128 h0=0 ht=0 dht=0 dtype=bf16 gate=weak")
+    options = options_of(case, "cuda")
+    gpu = {name: getattr(case, name).cuda() for name in NAMES}
+    dht = torch.randn(2, 2, 128, 128, generator=torch.Generator().manual_seed(2)).cuda()
+    into = torch.tensor([1, -1, 0, 1, -1], dtype=torch.int32, device="cuda")
+    dense = torch.where(into.view(-1, 1, 1, 1) < 0, 0.0, dht[into.clamp_min(0)])
+    out_of = torch.tensor([-1, 2, 0, 1, -1], dtype=torch.int32, device="cuda")
+
+    def run(final, final_rows, initial, initial_rows):
+        args = _lib.BackwardArgs()
+        _stages._set_inputs(args.inputs, options, **{name: gpu[name] for name in NAMES[:5]})
+        for name, x in (
+            ("d_o", gpu["do"]), ("d_final_state", final), ("d_final_indices", final_rows), ("d_initial_state", initial),
+            ("d_initial_indices", initial_rows),
+        ):  # fmt: skip
+            setattr(args, name, _stages._tensor(x, name))
+        _stages._run("gd_backward", args, gpu["q"])
+        return initial
+
+    everything = run(dense, None, torch.empty(5, 2, 128, 128, device="cuda"), None)
+    some = run(dht, into, torch.full((4, 2, 128, 128), float("nan"), device="cuda"), out_of)
+    for n, row in enumerate(out_of.tolist()):
+        if row >= 0:
+            assert torch.equal(some[row], everything[n]), n
+    assert some[3].isnan().all()
 
 
 @pytest.fixture(scope="module")
