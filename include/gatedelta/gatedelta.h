@@ -15,8 +15,8 @@
  *   - Outputs overlap neither each other nor inputs. State pools are the documented exception.
  *   - On CUDA a call launches kernels on the stream and returns; it waits for nothing and can be captured in a graph.
  *     Tensors and workspace are device memory. The contents of cu_seqlens and index tensors are not validated; bad
- *     values are undefined behaviour. gd_forward and gd_backward need compute capability 9.0, K = V = 128 and bf16 or
- *     fp16; gd_recurrent and gd_gated_norm* need compute capability 8.0 or later (docs/api.md).
+ *     values are undefined behaviour. gd_forward, gd_backward and the two summaries need compute capability 9.0,
+ *     K = V = 128 and bf16 or fp16; gd_recurrent, gd_gated_norm* and gd_fold 8.0 or later (docs/api.md).
  *   - Strides are in elements. A tensor is absent when its dtype is GD_DTYPE_NONE (all-zero struct).
  *   - Results do not depend on the thread count and repeat bit for bit.
  */
