@@ -448,8 +448,8 @@ typedef struct gd_info {
   int32_t cpu_isa_best;     /* what GD_ISA_AUTO means here for bf16 inputs */
   int32_t cpu_count;        /* CPUs this process may run on */
   int32_t cuda_compiled;    /* 0: this build has no CUDA backend */
-  int32_t cuda_devices;     /* devices of compute capability 9.0, where every operation runs; from 8.0 on all but
-                               gd_backward do */
+  int32_t cuda_devices;     /* devices of compute capability 9.0, where every operation runs; from 8.0 on all do but
+                               gd_backward and the summaries */
   uint64_t reserved[4];
 } gd_info;
 

@@ -69,7 +69,9 @@ const Backend<BackwardProblem> sm90_backward_backend = {
 
 const Backend<SummaryProblem> sm90_summary_backend = {
     GD_CUDA,
-    [](const SummaryProblem& p, const gd_exec&) { return check_limits(p); },
+    [](const SummaryProblem& p, const gd_exec& exec) {
+      return exec.isa == GD_ISA_CUDA_PORTABLE ? forced("summary") : check_limits(p);
+    },
     [](const SummaryProblem& p, const gd_exec&) { return summary_layout(p, true, kPreparedBytes).bytes; },
     [](const SummaryProblem& p) { return saved_layout(p.in).bytes; },
     [](const SummaryProblem& p, const gd_exec& exec, char* workspace) {
@@ -79,7 +81,9 @@ const Backend<SummaryProblem> sm90_summary_backend = {
 
 const Backend<BackwardSummaryProblem> sm90_backward_summary_backend = {
     GD_CUDA,
-    [](const BackwardSummaryProblem& p, const gd_exec&) { return check_limits(p); },
+    [](const BackwardSummaryProblem& p, const gd_exec& exec) {
+      return exec.isa == GD_ISA_CUDA_PORTABLE ? forced("summary") : check_limits(p);
+    },
     [](const BackwardSummaryProblem& p, const gd_exec&) {
       return summary_layout(p, false, kBackwardPreparedBytes).bytes;
     },

@@ -17,7 +17,7 @@ struct Capabilities {
   const char* supported;
 };
 constexpr Capabilities kHopperDevices = {
-    9, 9, "the chunked backward, and a forward with saved or segment_chunks, support 9.0 (Hopper)"};
+    9, 9, "the chunked backward, summaries, and a forward with saved or segment_chunks support 9.0 (Hopper)"};
 constexpr Capabilities kPortableDevices = {8, 1 << 15, "the chunked forward supports 8.0 and later"};
 constexpr Capabilities kDecodeDevices = {8, 1 << 15, "recurrent steps support 8.0 and later"};
 

@@ -145,7 +145,7 @@ int64_t list_blocks(int64_t pairs) { return (pairs + kListThreads / 32 - 1) / (k
 }  // namespace
 
 Outcome summary(const SummaryProblem& problem, const Context& context) {
-  return with_device(context.device, kChunkedDevices, [&](int multiprocessors) -> Outcome {
+  return with_device(context.device, kHopperDevices, [&](int multiprocessors) -> Outcome {
     const SummaryWorkspace layout = summary_layout(problem, true, kPreparedBytes);
     if (layout.seq_heads == 0) return {};
     char* const base = aligned(context.workspace);
@@ -185,7 +185,7 @@ Outcome summary(const SummaryProblem& problem, const Context& context) {
 }
 
 Outcome backward_summary(const BackwardSummaryProblem& problem, const Context& context) {
-  return with_device(context.device, kChunkedDevices, [&](int multiprocessors) -> Outcome {
+  return with_device(context.device, kHopperDevices, [&](int multiprocessors) -> Outcome {
     const SummaryWorkspace layout = summary_layout(problem, false, kBackwardPreparedBytes);
     if (layout.seq_heads == 0) return {};
     char* const base = aligned(context.workspace);
