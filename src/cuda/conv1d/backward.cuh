@@ -14,7 +14,8 @@ namespace gatedelta::cuda {
 struct ConvBackwardParams {
   Conv1dBackwardProblem problem;
   ConvGrid grid;
-  float* partial;  // [slots][kConvSums][D]; null: neither dweight nor dbias is wanted
+  float* partial;                     // [slots][kConvSums][D]; null: neither dweight nor dbias is wanted
+  int64_t x_step, d_y_step, dx_step;  // bytes from a token to the next: as arguments they take no registers
 
   GD_DEVICE void store(int64_t slot, int sum, int64_t channel, float value) const {
     if (partial) partial[(slot * kConvSums + sum) * problem.in.channels + channel] = value;
@@ -151,34 +152,41 @@ __global__ void __launch_bounds__(kConvThreads) conv_any_backward_kernel(const _
     if (is_live) p.store(slot, i, channel, walk.sums[i]);
 }
 
-// Adds up the partial sums: a CTA has 32 channels of one tap, its rows of threads every kSumRows-th slot.
-constexpr int kSumRows = 16;
+// Adds up the partial sums: a CTA has 32 channels, its rows of threads every kSumRows-th slot. Few CTAs: all of them
+// are there when the first kernel ends.
+constexpr int kSumRows = 8;
+static_assert(kSumRows >= kConvSums);
 __global__ void __launch_bounds__(32 * kSumRows) conv_sum_kernel(const __grid_constant__ ConvBackwardParams p) {
-  __shared__ float sums[kSumRows][32];
+  __shared__ float sums[kSumRows][kConvSums][32];
   const Conv1dBackwardProblem& problem = p.problem;
-  const int64_t channels = problem.in.channels, blocks = (channels + 31) / 32;
-  const int tap = static_cast<int>(blockIdx.x / static_cast<uint32_t>(blocks)), skip = skipped_taps(problem.in);
+  const int64_t channels = problem.in.channels;
   const int lane = static_cast<int>(threadIdx.x) % 32, row = static_cast<int>(threadIdx.x) / 32;
-  const int64_t channel = (blockIdx.x - tap * blocks) * 32 + lane;
-  float sum = 0;
+  const int64_t channel = int64_t{blockIdx.x} * 32 + lane;
+  float sum[kConvSums] = {};
   wait_for_previous_kernel();
   if (channel < channels) {
-#pragma unroll 4
-    for (int64_t slot = row; slot < p.grid.slots; slot += kSumRows)
-      sum += p.partial[(slot * kConvSums + tap) * channels + channel];
-  }
-  sums[row][lane] = sum;
-  __syncthreads();
-  if (row > 0 || channel >= channels) return;
+#pragma unroll 2
+    for (int64_t slot = row; slot < p.grid.slots; slot += kSumRows) {
 #pragma unroll
-  for (int i = 1; i < kSumRows; ++i) sum += sums[i][lane];
+      for (int i = 0; i < kConvSums; ++i) sum[i] += p.partial[(slot * kConvSums + i) * channels + channel];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kConvSums; ++i) sums[row][i][lane] = sum[i];
+  __syncthreads();
+  const int tap = row, skip = skipped_taps(problem.in);
+  if (tap >= kConvSums || channel >= channels) return;
+  float total = 0;
+#pragma unroll
+  for (int i = 0; i < kSumRows; ++i) total += sums[i][tap][lane];
   const TapWeights& dw = problem.dweight;
   const HeadVector& db = problem.dbias;
   if (tap == kMaxTaps) {
-    if (db) store_numbers<1>(const_cast<char*>(element(db.data, db.dtype, channel * db.stride)), db.dtype, &sum, true);
+    if (db)
+      store_numbers<1>(const_cast<char*>(element(db.data, db.dtype, channel * db.stride)), db.dtype, &total, true);
   } else if (tap >= skip && dw) {
     const int64_t to = channel * dw.channel_stride + (tap - skip) * dw.tap_stride;
-    store_numbers<1>(const_cast<char*>(element(dw.data, dw.dtype, to)), dw.dtype, &sum, true);
+    store_numbers<1>(const_cast<char*>(element(dw.data, dw.dtype, to)), dw.dtype, &total, true);
   }
 }
 

@@ -21,17 +21,17 @@ enum class ConvKernel { update_near, update, rows, columns, any };
 
 constexpr int kConvWarps = 4, kConvThreads = 32 * kConvWarps;  // per CTA
 constexpr int64_t kConvAlign = 16;                             // bytes of the widest access
-// Of `rows`: channels of a thread; tokens of a warp in the forward, all of which it requests at once, and in the
-// backward those that it requests before they are needed; CTAs that registers leave room for.
+// Of `rows`: channels of a thread; tokens of a warp in the forward, all of which it requests at once; CTAs that
+// registers leave room for. In the backward tokens are requested in batches, through stages of shared memory.
 constexpr int kConvRowVector = 4, kConvRowTokens = 8;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kConvRowCtas = 5;  // ptxas spills with 6
+constexpr int kConvRowCtas = 5, kConvColumnBackwardCtas = 6;  // ptxas spills with more
 #else
-constexpr int kConvRowCtas = 6;
+constexpr int kConvRowCtas = 6, kConvColumnBackwardCtas = 8;
 #endif
 constexpr int conv_row_ctas(gd_dtype type) { return type == GD_F32 ? 4 : kConvRowCtas; }
-constexpr int conv_row_ahead(gd_dtype type) { return type == GD_BF16 ? 8 : 4; }
-constexpr int kConvRowBackwardCtas = 3;
+constexpr int kConvRowBatch = 4, kConvRowBackwardCtas = 4;
+constexpr int conv_row_stages(gd_dtype type) { return type == GD_F32 ? 2 : 3; }
 // Numbers in a 16-byte access.
 inline int conv_vector(gd_dtype dtype) { return static_cast<int>(kConvAlign / dtype_bytes(dtype)); }
 
@@ -153,30 +153,50 @@ inline ConvGrid conv_grid(const Conv1dProblem& p) {
   return conv_grid_of(in, conv_any_chunk(in), kConvThreads, kMaxConvCtas);
 }
 
+// Whether the inputs beyond a sequence's ends count as zeros, and nothing of them has a gradient.
+GD_ALWAYS_INLINE bool has_plain_ends(const Conv1dBackwardProblem& p) {
+  return !p.in.sequences.offsets && !p.in.initial && !p.d_initial && !p.d_final;
+}
+
+// What models have.
+inline bool is_usual(const Conv1dBackwardProblem& p) {
+  return has_plain_ends(p) && p.in.silu && !p.in.bias && !p.dbias;
+}
+
 // A fixed number of CTAs at most: each has partial sums of dweight and dbias. The warps of a CTA have the same channels
 // and different chunks; those of `columns` have different channels.
 constexpr int64_t kConvBackwardCtas = 4096;
-inline ConvGrid conv_backward_grid(const Conv1dInputs& in, ConvKernel kernel) {
+inline ConvGrid conv_backward_grid(const Conv1dInputs& in, ConvKernel kernel, bool plain_ends) {
   constexpr int64_t kWantedWarps = 8192, kShortest = 16, kLongest = 64;
   if (kernel == ConvKernel::columns)
     return conv_grid_of(in, conv_column_chunk(in, kWantedWarps), kConvWarps, kConvBackwardCtas);
   // Both have kConvThreads channels in a CTA: `any` a chunk, too, `rows` one in each warp.
   const int64_t work = in.sequences.batch * in.sequences.tokens * conv_ceil(in.channels, kConvThreads);
   int64_t chunk = kShortest;
+  if (kernel == ConvKernel::rows && plain_ends) {
+    // All chunks take the same time. Two CTAs for each multiprocessor of an H200 keep its memory busy; more of them, if
+    // not many more, would only not end together.
+    constexpr int64_t kFewWarps = 1024, kLongestOfFew = 512, kOtherwise = 128;
+    chunk = std::max(kShortest, conv_ceil(conv_ceil(work, kFewWarps), kConvRowBatch) * kConvRowBatch);
+    if (chunk > kLongestOfFew) chunk = kOtherwise;
+    return conv_grid_of(in, chunk, kConvThreads, kConvBackwardCtas, kConvWarps);
+  }
   while (2 * chunk <= kLongest && work >= kWantedWarps * 2 * chunk) chunk *= 2;
   return conv_grid_of(in, chunk, kConvThreads, kConvBackwardCtas, kernel == ConvKernel::rows ? kConvWarps : 1);
 }
-inline ConvGrid conv_grid(const Conv1dBackwardProblem& p) { return conv_backward_grid(p.in, conv_kernel(p)); }
+inline ConvGrid conv_grid(const Conv1dBackwardProblem& p) {
+  return conv_backward_grid(p.in, conv_kernel(p), has_plain_ends(p));
+}
 
 inline bool has_partial_sums(const Conv1dBackwardProblem& p) { return p.dweight || p.dbias; }
 // Partial sums, [slots][kConvSums][D] in fp32, of the kernel that has the most: which one runs depends on the alignment
-// of addresses, and a query has none.
+// of addresses, and a query has none. Chunks are shortest where ends are not plain.
 constexpr int kConvSums = kMaxTaps + 1;
 inline size_t conv1d_backward_workspace(const Conv1dBackwardProblem& p) {
   if (!has_partial_sums(p)) return 0;
   int64_t slots = 0;
   for (const ConvKernel kernel : {ConvKernel::rows, ConvKernel::columns, ConvKernel::any})
-    slots = std::max(slots, conv_backward_grid(p.in, kernel).slots);
+    slots = std::max(slots, conv_backward_grid(p.in, kernel, false).slots);
   return sizeof(float) * static_cast<size_t>(slots * kConvSums * p.in.channels);
 }
 

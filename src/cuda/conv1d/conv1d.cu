@@ -1,8 +1,8 @@
 // The convolution on CUDA: a validated problem becomes one kernel, a backward with dweight or dbias two, on the
 // caller's stream. No instruction here is newer than compute capability 8.0.
 #include "cuda/backend.hpp"
-#include "cuda/conv1d/columns.cuh"
-#include "cuda/conv1d/rows.cuh"
+#include "cuda/conv1d/columns_backward.cuh"
+#include "cuda/conv1d/rows_backward.cuh"
 #include "cuda/conv1d/update.cuh"
 #include "cuda/conv1d/update_near.cuh"
 #include "cuda/host/device.cuh"
@@ -37,6 +37,10 @@ BackwardKernel kernel_of(const Conv1dBackwardProblem& problem, ConvKernel kind) 
            : type == GD_BF16 ? conv_rows_backward_kernel<GD_BF16>
                              : conv_rows_backward_kernel<GD_F16>;
   }
+  if (is_usual(problem))
+    return type == GD_F32    ? conv_columns_usual_backward_kernel<GD_F32>
+           : type == GD_BF16 ? conv_columns_usual_backward_kernel<GD_BF16>
+                             : conv_columns_usual_backward_kernel<GD_F16>;
   return type == GD_F32    ? conv_columns_backward_kernel<GD_F32>
          : type == GD_BF16 ? conv_columns_backward_kernel<GD_BF16>
                            : conv_columns_backward_kernel<GD_F16>;
@@ -46,6 +50,7 @@ using NearKernel = void (*)(ConvNearParams);
 template <gd_dtype kType>
 NearKernel near_kernel_of(ConvNearLayout layout, bool one_token) {
   constexpr int kTokens = 4;
+  if (layout == ConvNearLayout::channels) return conv_update_near_kernel<kType, kAnyColumns, kTokens>;
   if (layout == ConvNearLayout::columns)
     return one_token ? conv_update_near_kernel<kType, 0, 1> : conv_update_near_kernel<kType, 0, kTokens>;
   if (layout == ConvNearLayout::channels_of_3)
@@ -88,11 +93,17 @@ cudaError_t launch(const Conv1dProblem& problem, cudaStream_t stream) {
   return launch_kernel(false, kernel_of(problem, kind), params.grid.ctas(), kConvThreads, 0, stream, params);
 }
 
+int64_t step_bytes(const TokenRows& rows) { return rows ? rows.token_stride * dtype_bytes(rows.dtype) : 0; }
+
 // `early`: the device can start the second kernel before the first one is over.
 cudaError_t launch(const Conv1dBackwardProblem& problem, bool early, cudaStream_t stream, char* workspace) {
   const ConvKernel kind = conv_kernel(problem);
-  const ConvBackwardParams params = {problem, conv_grid(problem),
-                                     has_partial_sums(problem) ? reinterpret_cast<float*>(workspace) : nullptr};
+  const ConvBackwardParams params = {problem,
+                                     conv_grid(problem),
+                                     has_partial_sums(problem) ? reinterpret_cast<float*>(workspace) : nullptr,
+                                     step_bytes(problem.in.x),
+                                     step_bytes(problem.d_y),
+                                     step_bytes(problem.dx)};
   const bool has_work = params.grid.ctas() > 0;
   if (has_work) {
     const cudaError_t error =
@@ -100,7 +111,7 @@ cudaError_t launch(const Conv1dBackwardProblem& problem, bool early, cudaStream_
     if (error) return error;
   }
   if (!params.partial) return cudaSuccess;
-  const int64_t blocks = kConvSums * conv_ceil(problem.in.channels, 32);
+  const int64_t blocks = conv_ceil(problem.in.channels, 32);
   return launch_kernel(early && has_work, conv_sum_kernel, blocks, 32 * kSumRows, 0, stream, params);
 }
 
@@ -119,7 +130,7 @@ Outcome conv1d_backward(const Conv1dBackwardProblem& problem, const Context& con
     DeviceFacts facts{};
     if (Outcome outcome = find_facts(context.device, facts); outcome.status != GD_OK) return outcome;
     const auto stream = static_cast<cudaStream_t>(context.stream);
-    if (const cudaError_t error = launch(problem, facts.major >= 9, stream, context.workspace))
+    if (const cudaError_t error = launch(problem, launches_early(facts), stream, context.workspace))
       return failure(error, "launch the kernels of the convolution's backward");
     return {};
   });

@@ -5,8 +5,11 @@
 // it is written.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/conv1d/access.cuh"
 #include "cuda/conv1d/update_near.hpp"
+#include "cuda/pdl.cuh"
 
 namespace gatedelta::cuda {
 
@@ -146,6 +149,93 @@ struct NearChannels {
   }
 };
 
+// The states of a warp's channels in shared memory, of any number of columns: each lane has those of its own channels,
+// an odd number of words apart, so that lanes meet in no bank.
+template <gd_dtype kType>
+struct NearSharedStates {
+  static constexpr int kVector = near_vector(kType), kRow = kConvNearBytes / 4, kBatch = 4;
+  static constexpr int kWords = 32 * (kConvNearColumns * kRow + 1);  // of a warp, at most
+  using Row = Numbers<kVector, kType>;
+  using Piece = Packet<kConvNearBytes>;
+  using Number = std::conditional_t<kType == GD_F32, uint32_t, uint16_t>;
+  uint32_t* const shared;
+  const int lane, columns, pieces;  // pieces of kConvNearBytes, of the warp
+
+  // Calls move(word in shared memory, piece in memory or a number past the last one) for kBatch pieces of this lane.
+  template <class Move>
+  GD_DEVICE void for_pieces(const Move& move) const {
+    const int turn = 32 / columns, rest = 32 % columns;
+    int owner = lane / columns, column = lane % columns;
+#pragma unroll 1
+    for (int first = 0; first < columns; first += kBatch) {
+      int word[kBatch], piece[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        word[i] = owner * (columns * kRow + 1) + column * kRow;
+        piece[i] = first + i < columns ? (first + i) * 32 + lane : pieces;
+        owner += turn, column += rest;
+        if (column >= columns) column -= columns, ++owner;
+      }
+      move(word, piece);
+    }
+  }
+  GD_DEVICE void read(const char* warp_state) const {
+    for_pieces([&](const int(&word)[kBatch], const int(&piece)[kBatch]) {
+      Piece found[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (piece[i] < pieces) found[i] = *reinterpret_cast<const Piece*>(warp_state + piece[i] * kConvNearBytes);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+        for (int w = 0; w < kRow; ++w)
+          if (piece[i] < pieces) shared[word[i] + w] = found[i].words[w];
+      }
+    });
+    __syncwarp();
+  }
+  GD_DEVICE void write(char* warp_state) const {
+    __syncwarp();
+    for_pieces([&](const int(&word)[kBatch], const int(&piece)[kBatch]) {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (piece[i] >= pieces) continue;
+        Piece found;
+#pragma unroll
+        for (int w = 0; w < kRow; ++w) found.words[w] = shared[word[i] + w];
+        *reinterpret_cast<Piece*>(warp_state + piece[i] * kConvNearBytes) = found;
+      }
+    });
+  }
+  GD_DEVICE void clear() const {
+#pragma unroll 1
+    for (int i = 0; i < columns * kRow; ++i) shared[lane * (columns * kRow + 1) + i] = 0;
+  }
+
+  // A column of this lane's channels.
+  GD_DEVICE Number* numbers(int column) const {
+    return reinterpret_cast<Number*>(shared + lane * (columns * kRow + 1)) + column;
+  }
+  GD_DEVICE void load(Row& row, int column) const {
+    const Number* const from = numbers(column);
+#pragma unroll
+    for (int w = 0; w < kRow; ++w) {
+      if constexpr (kType == GD_F32) {
+        row.packet.words[w] = from[w * columns];
+      } else {
+        row.packet.words[w] = from[2 * w * columns] | static_cast<uint32_t>(from[(2 * w + 1) * columns]) << 16;
+      }
+    }
+  }
+  GD_DEVICE void store(const Row& row, int column) const {
+    Number* const to = numbers(column);
+#pragma unroll
+    for (int v = 0; v < kVector; ++v)
+      to[v * columns] = static_cast<Number>(kType == GD_F32 ? row.packet.words[v / (kVector / kRow)]
+                                                            : row.packet.words[v / 2] >> (v % 2 * 16));
+  }
+};
+
 // An index of a sequence, in two steps: a branch on its type around both would wait for memory before the next request.
 struct NearIndex {
   int64_t wide = 0;
@@ -169,15 +259,19 @@ struct NearIndex {
   }
 };
 
-// kColumns: neighbouring columns of a channel's state, or 0 where the channels of a column are neighbours.
+// kColumns: neighbouring columns of a channel's state, kAnyColumns where their number is known at run time, or 0 where
+// the channels of a column are neighbours.
 // kTokens: tokens requested at once; 1 where a sequence has one.
+constexpr int kAnyColumns = -1;
 template <gd_dtype kType, int kColumns, int kTokens>
 __global__ void __launch_bounds__(kConvNearThreads, (kTokens == 1 ? 640 : 384) / kConvNearThreads)
     conv_update_near_kernel(const __grid_constant__ ConvNearParams p) {
-  constexpr int kVector = NearFilters<kType>::kVector, kWindow = kMaxTaps - 1, kKept = kColumns ? kColumns : kWindow;
+  constexpr int kVector = NearFilters<kType>::kVector, kWindow = kMaxTaps - 1,
+                kKept = kColumns > 0 ? kColumns : kWindow;
   using Row = Numbers<kVector, kType>;
   using Channels = NearChannels<kType, kKept>;
   const auto store = [](char* to, const Row& row) { *reinterpret_cast<Row*>(to) = row; };
+  allow_next_kernel();
   const int64_t n = blockIdx.x;  // sequences of the same channels are neighbours: the filters stay in L1
   NearIndex from_index, to_index, accepted;
   from_index.request(p.initial.indices, n);
@@ -217,9 +311,24 @@ __global__ void __launch_bounds__(kConvNearThreads, (kTokens == 1 ? 640 : 384) /
     return Channels{states.data + slot * states.slot + warp_channel * (kKept * kConvNearBytes / kVector),
                     pieces[thread / 32], lane, static_cast<int>(left < 32 ? left : 32) * kKept};
   };
+  [[maybe_unused]] const auto in_shared = [&] {
+    __shared__ uint32_t words[kConvNearThreads / 32][NearSharedStates<kType>::kWords];
+    const int64_t left = (p.channels - warp_channel) / kVector;
+    return NearSharedStates<kType>{words[thread / 32], lane, p.columns,
+                                   left <= 0 ? 0 : static_cast<int>(left < 32 ? left : 32) * p.columns};
+  };
+  // Of the warp's channels.
+  [[maybe_unused]] const auto warp_state = [&](const ConvNearStates& states, int64_t slot) {
+    return states.data + slot * states.slot + warp_channel * p.columns * (kConvNearBytes / kVector);
+  };
   if (from >= 0) {
     if constexpr (kColumns > 0) {
       channels(p.initial, from).read(kept);
+    } else if constexpr (kColumns == kAnyColumns) {
+      in_shared().read(warp_state(p.initial, from));
+      const int end = accepted.history_end(p);
+#pragma unroll
+      for (int i = 0; i < kWindow; ++i) in_shared().load(kept[i], end - kWindow + i);
     } else if (is_live) {
       const char* const newest =
           p.initial.data + from * p.initial.slot + accepted.history_end(p) * p.initial.column + bytes;
@@ -235,8 +344,24 @@ __global__ void __launch_bounds__(kConvNearThreads, (kTokens == 1 ? 640 : 384) /
   const int first_column = p.accepted ? kMaxTaps - 2 : p.columns - tokens;
   [[maybe_unused]] const auto keep = [&](const Row& row, int position) {
     const int column = first_column + position;
-    if (is_live && to >= 0 && column >= 0 && column < p.columns) store(state + column * p.final.column, row);
+    if (to < 0 || column < 0 || column >= p.columns) return;
+    if constexpr (kColumns == kAnyColumns) {
+      in_shared().store(row, column);
+    } else if (is_live) {
+      store(state + column * p.final.column, row);
+    }
   };
+  if constexpr (kColumns == kAnyColumns) {
+    if (from < 0) in_shared().clear();
+#pragma unroll 1
+    for (int column = 0; column < first_column - kWindow && !p.accepted; ++column) {
+      Row row;
+      in_shared().load(row, column + tokens);
+      in_shared().store(row, column);
+    }
+#pragma unroll
+    for (int i = 0; i < kWindow; ++i) keep(kept[i], i - kWindow);
+  }
   if constexpr (kColumns == 0) {
     // Columns older than the window move. Each gets what lies in a later one, so they are written in ascending order.
     constexpr int kBatch = 4;
@@ -272,14 +397,15 @@ __global__ void __launch_bounds__(kConvNearThreads, (kTokens == 1 ? 640 : 384) /
       for (int v = 0; v < kVector; ++v)
         out[v] = conv_activate(filter[v].sum(window[0][v], window[1][v], window[2][v], window[3][v]), p.silu);
       if (is_live) Row::store(y + (first + i) * p.y.token, kType, out);
-      if constexpr (kColumns == 0) keep(inputs[i], first + i);
+      if constexpr (kColumns <= 0) keep(inputs[i], first + i);
 #pragma unroll
       for (int k = 0; k + 1 < kKept; ++k) kept[k] = kept[k + 1];
       kept[kKept - 1] = inputs[i];
     }
   }
-  if constexpr (kColumns > 0)
-    if (to >= 0) channels(p.final, to).write(kept);
+  if (to < 0) return;
+  if constexpr (kColumns > 0) channels(p.final, to).write(kept);
+  if constexpr (kColumns == kAnyColumns) in_shared().write(warp_state(p.final, to));
 }
 
 }  // namespace gatedelta::cuda

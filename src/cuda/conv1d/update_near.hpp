@@ -34,22 +34,27 @@ inline bool has_near_filters(const Conv1dInputs& in) {
 }
 
 // The order of a state's numbers in memory.
-enum class ConvNearLayout { none, columns, channels_of_3, channels_of_4 };
+enum class ConvNearLayout { none, columns, channels_of_3, channels_of_4, channels };
+constexpr int kConvNearColumns = 16;  // of a state whose channels are neither of 3 nor of 4 columns, at most
 inline ConvNearLayout near_layout(const Conv1dInputs& in, const ConvStates& states) {
   const int64_t vector = near_vector(in.x.dtype);
   if (states.dtype != in.x.dtype || !is_near_aligned(states.data) || states.slot_stride % vector) return {};
   if (states.channel_stride == 1 && states.column_stride % vector == 0) return ConvNearLayout::columns;
   if (states.column_stride != 1 || states.channel_stride != states.columns) return {};
-  return states.columns == 3   ? ConvNearLayout::channels_of_3
-         : states.columns == 4 ? ConvNearLayout::channels_of_4
-                               : ConvNearLayout{};
+  return states.columns == 3                                                    ? ConvNearLayout::channels_of_3
+         : states.columns == 4                                                  ? ConvNearLayout::channels_of_4
+         : states.columns >= kMaxTaps - 1 && states.columns <= kConvNearColumns ? ConvNearLayout::channels
+                                                                                : ConvNearLayout{};
 }
 inline ConvNearLayout near_layout(const Conv1dProblem& p) {
   const ConvStates &initial = p.in.initial, &final = p.final;
   if (!initial && !final) return ConvNearLayout::columns;
-  if (!initial || !final) return near_layout(p.in, initial ? initial : final);
-  const ConvNearLayout layout = near_layout(p.in, initial);
-  return initial.columns == final.columns && layout == near_layout(p.in, final) ? layout : ConvNearLayout::none;
+  const ConvNearLayout layout = near_layout(p.in, initial ? initial : final);
+  if (initial && final && (initial.columns != final.columns || layout != near_layout(p.in, final))) return {};
+  if (!p.previous_accept_lengths || layout == ConvNearLayout::columns || layout == ConvNearLayout::none) return layout;
+  // Behind a window of drafts a column may be left as it is, but the states of a warp are written as a whole.
+  const int64_t columns = initial ? initial.columns : final.columns;
+  return columns <= p.in.sequences.tokens + kMaxTaps - 2 ? ConvNearLayout::channels : ConvNearLayout::none;
 }
 
 // CTAs: sequences, and blocks of channels, of which a grid has at most 65535.
@@ -68,8 +73,7 @@ inline bool suits_update_near(const Conv1dProblem& p) {
   if (in.channels % near_vector(in.x.dtype) || !is_near_row(in, in.x) || !is_near_row(in, p.y) || !has_near_filters(in))
     return false;
   if (near_grid(in).blocks > 65535) return false;
-  const ConvNearLayout layout = near_layout(p);
-  return layout == ConvNearLayout::columns || (layout != ConvNearLayout::none && !p.previous_accept_lengths);
+  return near_layout(p) != ConvNearLayout::none;
 }
 
 // Distances are in bytes.

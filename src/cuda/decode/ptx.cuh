@@ -44,6 +44,25 @@ GD_DEVICE void copy_async(void* to, const void* from) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
 }
+// As many bytes as there are at `to`, or zeros.
+template <class T>
+GD_DEVICE void copy_async_or_zero(T* to, const void* from, bool is_there) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  if constexpr (sizeof(T) == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(is_there ? 16 : 0)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from), "n"(sizeof(T)),
+                 "r"(is_there ? static_cast<int>(sizeof(T)) : 0)
+                 : "memory");
+  }
+}
+// The copies since the last end form a group. Waits for all groups but the last kGroups.
+GD_DEVICE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kGroups>
+GD_DEVICE void wait_for_copies_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
 GD_DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // 2^x and 1 / x within 2 ulp; results below the normal numbers are 0.

@@ -38,6 +38,10 @@ struct DeviceFacts {
   int16_t major, minor;
   int32_t multiprocessors;  // 0 = not known yet
 };
+// Whether kernels may be launched early. Those of 9.0 wait for the kernel before; later devices run the code of 8.0,
+// which does not.
+inline bool launches_early(const DeviceFacts& facts) { return facts.major == 9; }
+
 // Cached for the first 64 devices.
 inline Outcome find_facts(int device, DeviceFacts& facts) {
   static std::atomic<DeviceFacts> found[64];

@@ -100,15 +100,18 @@ TEST(Conv1d, UsualDecodeStepsAreNear) {
     for (const int64_t tokens : {1, 2, 8}) {
       for (const int64_t columns : {3, 4, 20})
         EXPECT_EQ(conv_kernel(step(tokens, dtype, by_columns(dtype, 256, columns))), ConvKernel::update_near);
-      for (const int64_t columns : {3, 4})
+      for (const int64_t columns : {3, 4, 5, 16})
         EXPECT_EQ(conv_kernel(step(tokens, dtype, by_channels(dtype, 256, columns))), ConvKernel::update_near);
-      EXPECT_EQ(conv_kernel(step(tokens, dtype, by_channels(dtype, 256, 5))), ConvKernel::update) << "five columns";
       EXPECT_EQ(conv_kernel(step(tokens, dtype, {})), ConvKernel::update_near) << "no states";
     }
   }
   Conv1dProblem p = step(4, GD_BF16, by_columns(GD_BF16, 256, 6));
   p.previous_accept_lengths.present = true;
   EXPECT_EQ(conv_kernel(p), ConvKernel::update_near);
+  p.in.initial = p.final = by_channels(GD_BF16, 256, 6);
+  EXPECT_EQ(conv_kernel(p), ConvKernel::update_near) << "drafts that fill the states";
+  p.in.initial = p.final = by_channels(GD_BF16, 256, 7);
+  EXPECT_EQ(conv_kernel(p), ConvKernel::update) << "drafts that leave a column as it is";
   p = step(1, GD_BF16, by_channels(GD_BF16, 256, 3));
   p.in.x.token_stride = p.y.token_stride = 1;
   EXPECT_EQ(conv_kernel(p), ConvKernel::update_near) << "[B, D, 1]";
@@ -137,7 +140,6 @@ TEST(Conv1d, OtherDecodeStepsAreNotNear) {
   EXPECT_EQ(kernel([](auto& p) { p.y.dtype = GD_F32; }), ConvKernel::update);
   EXPECT_EQ(kernel([](auto& p) { p.y = {}; }), ConvKernel::update);
   EXPECT_EQ(kernel([](auto& p) { p.steps.dtype = GD_BF16; }), ConvKernel::update);
-  EXPECT_EQ(kernel([](auto& p) { p.previous_accept_lengths.present = true; }), ConvKernel::update);
   EXPECT_EQ(kernel([](auto& p) { p.in.taps = 3; }), ConvKernel::update);
   EXPECT_EQ(kernel([](auto& p) { p.in.weight.channel_stride = 8; }), ConvKernel::update);
   EXPECT_EQ(kernel([](auto& p) { p.in.weight.dtype = GD_F16; }), ConvKernel::update);
@@ -223,11 +225,16 @@ TEST(Conv1d, ChunksOfRowsAreFastOnesExceptInPacksOfShortSequences) {
 
 TEST(Conv1d, ChunksOfTheBackwardAreWholeBatches) {
   for (const int64_t tokens : {1, 512, 4096, 1 << 20}) {
-    const int64_t chunk = conv_backward_grid(inputs(1, tokens, 8192, GD_BF16), ConvKernel::rows).chunk;
-    for (const gd_dtype type : {GD_F32, GD_BF16, GD_F16}) EXPECT_EQ(chunk % conv_row_ahead(type), 0);
+    for (const bool plain_ends : {false, true}) {
+      const ConvGrid grid = conv_backward_grid(inputs(1, tokens, 8192, GD_BF16), ConvKernel::rows, plain_ends);
+      EXPECT_EQ(grid.chunk % kConvRowBatch, 0);
+      EXPECT_GE(grid.chunk, 16);
+    }
   }
-  EXPECT_EQ(conv_backward_grid(inputs(1, 512, 8192, GD_BF16), ConvKernel::rows).chunk, 16);
-  EXPECT_EQ(conv_backward_grid(inputs(1, 4096, 8192, GD_BF16), ConvKernel::rows).chunk, 32);
+  EXPECT_EQ(conv_backward_grid(inputs(1, 512, 8192, GD_BF16), ConvKernel::rows, false).chunk, 16);
+  EXPECT_EQ(conv_backward_grid(inputs(1, 4096, 8192, GD_BF16), ConvKernel::rows, false).chunk, 32);
+  EXPECT_EQ(conv_backward_grid(inputs(1, 4096, 8192, GD_BF16), ConvKernel::rows, true).chunk, 256);
+  EXPECT_EQ(conv_backward_grid(inputs(1, 16384, 8192, GD_BF16), ConvKernel::rows, true).chunk, 128);
 }
 
 TEST(Conv1d, BackwardHasFewPartialSums) {
@@ -238,10 +245,12 @@ TEST(Conv1d, BackwardHasFewPartialSums) {
       p.d_y = p.in.x;
       p.dweight.dtype = GD_F32;
       for (const ConvKernel kernel : {ConvKernel::rows, ConvKernel::columns, ConvKernel::any}) {
-        const ConvGrid grid = conv_backward_grid(p.in, kernel);
-        EXPECT_LE(grid.slots, grid.chunks);
-        EXPECT_LE(grid.ctas(), std::max(kConvBackwardCtas, grid.channel_blocks));
-        EXPECT_GE(conv1d_backward_workspace(p), size_t{4} * static_cast<size_t>(grid.slots * 5 * channels));
+        for (const bool plain_ends : {false, true}) {
+          const ConvGrid grid = conv_backward_grid(p.in, kernel, plain_ends);
+          EXPECT_LE(grid.slots, grid.chunks);
+          EXPECT_LE(grid.ctas(), std::max(kConvBackwardCtas, grid.channel_blocks));
+          EXPECT_GE(conv1d_backward_workspace(p), size_t{4} * static_cast<size_t>(grid.slots * 5 * channels));
+        }
       }
     }
   }

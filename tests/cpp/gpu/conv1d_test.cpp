@@ -91,6 +91,8 @@ TEST_F(Conv1d, Lengths) {
   for (const int T : {0, 1, 2, 3, 4, 5, 8, 16, 19, 63, 64, 65, 67, 128, 240, 248, 256, 264, 504, 1000})
     lengths.push_back("T=" + std::to_string(T) + " D=20");
   check(cross(cross(lengths, kTaps), cross(kMajors, {"dtype=fp32", "dtype=bf16 wdtype=bf16"})));
+  check_backward(cross(cross(lengths, {"B=2 silu h0=0 ht=0", "B=2 bias h0=0 ht=0"}),
+                       cross(kMajors, {"dtype=fp32", "dtype=bf16 wdtype=bf16"})));
 }
 
 TEST_F(Conv1d, Channels) {
@@ -131,7 +133,8 @@ TEST_F(Conv1d, Pools) {
 TEST_F(Conv1d, NearUpdates) {
   const Specs types = {"dtype=fp32", "dtype=bf16 state=bf16 wdtype=bf16", "dtype=fp16 state=fp16 wdtype=fp16",
                        "dtype=bf16 state=bf16"};
-  const Specs states = {"state_tokens_first", "state_tokens_first S=4", "state_tokens_first S=11", "S=3", "S=4"};
+  const Specs states = {
+      "state_tokens_first", "state_tokens_first S=4", "state_tokens_first S=11", "S=3", "S=4", "S=5", "S=16"};
   const Specs calls = {"inplace silu pool",   "inplace bias pool null_slot i64",
                        "silu bias pool",      "inplace=0 silu bias",
                        "h0=0 silu",           "ht=0 bias",
@@ -140,7 +143,10 @@ TEST_F(Conv1d, NearUpdates) {
     check_forward(cross(cross(cross({"B=11 D=1032 T=" + std::to_string(T)}, types), states), calls));
   check_forward(cross(cross({"B=1 D=8 T=1", "B=700 D=520 T=1", "B=3 D=8192 T=1 channel_major"}, types), states));
   check_forward(cross(cross({"B=11 D=520 T=1 drafts", "B=11 D=520 T=4 drafts", "B=11 D=520 T=5 drafts S=12"}, types),
-                      {"state_tokens_first inplace pool silu", "state_tokens_first pool null_slot", "inplace"}));
+                      {"state_tokens_first inplace pool silu", "state_tokens_first pool null_slot", "inplace",
+                       "inplace pool silu", "pool null_slot bias", "inplace=0", "inplace i64 pool null_slot"}));
+  check_forward(cross(cross({"B=5 D=264 T=2 drafts", "B=5 D=1032 T=8 drafts"}, types),
+                      {"inplace pool silu", "pool null_slot bias", "inplace=0"}));
 }
 
 TEST_F(Conv1d, DraftWindows) {
@@ -164,7 +170,8 @@ TEST_F(Conv1d, Steps) {
 TEST_F(Conv1d, ManyChunks) {
   check_backward({"T=20000 D=2048 dtype=bf16 wdtype=bf16 silu h0=0 ht=0",
                   "T=4960 D=2500 channel_major dtype=bf16 silu h0=0 ht=0", "T=9000 D=1026 silu h0=0 ht=0",
-                  "B=300 T=3 D=6400 silu"});
+                  "B=400 T=3 D=6400 silu", "B=3 T=700 D=520 dtype=bf16 silu h0=0 ht=0",
+                  "B=2 T=1001 D=132 dtype=fp16 h0=0 ht=0", "T=37 D=128 silu bias h0=0 ht=0"});
   check_forward({"T=20000 D=1024 dtype=bf16 silu"});
 }
 
