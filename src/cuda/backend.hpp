@@ -28,6 +28,7 @@ struct Context {
   int device = 0;
   void* stream = nullptr;     // cudaStream_t
   char* workspace = nullptr;  // 64-byte aligned
+  bool early = false;         // the kernel before is one of ours that lets others start before its end, where they can
 };
 
 // Launch the kernels on the stream and return: they wait for nothing, allocate nothing and read nothing back.

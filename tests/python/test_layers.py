@@ -89,8 +89,8 @@ ROOMS = {
     "src/cuda/decode/ptx.cuh": [],
     "src/cuda/decode/numbers.cuh": ["src/core", "src/cuda/decode/ptx.cuh"],
     "src/cuda/decode": [
-        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/decode/config.hpp", "src/cuda/decode/numbers.cuh",
-        "src/cuda/decode/ptx.cuh",
+        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/pdl.cuh", "src/cuda/decode/config.hpp",
+        "src/cuda/decode/numbers.cuh", "src/cuda/decode/ptx.cuh",
     ],
     # gated norm, for the same devices
     "src/cuda/gated_norm/config.hpp": ["src/core", "src/cuda/decode/config.hpp"],
@@ -106,7 +106,9 @@ ROOMS = {
         "src/cuda/conv1d/update_near.hpp", "src/cuda/decode/numbers.cuh",
     ],
     # the layer's step: all three
-    "src/cuda/layer/config.hpp": ["src/core", "src/cuda/decode/config.hpp", "src/cuda/gated_norm/config.hpp"],
+    "src/cuda/layer/config.hpp": [
+        "src/core", "src/cuda/conv1d/update_near.hpp", "src/cuda/decode/config.hpp", "src/cuda/gated_norm/config.hpp",
+    ],
     "src/cuda/layer": [
         "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/conv1d", "src/cuda/decode", "src/cuda/gated_norm",
         "src/cuda/pdl.cuh", "src/cuda/layer/config.hpp",
@@ -124,6 +126,7 @@ ROOMS = {
         "src/cuda/workspace", "src/cuda/schedule", "src/cuda/conv1d/config.hpp", "src/cuda/decode/config.hpp",
         "src/cuda/gated_norm/config.hpp", "src/cuda/portable/config.hpp", "src/cuda/sm90/tiles.hpp",
         "src/cuda/sm90/chain",
+        "src/cuda/gated_norm/config.hpp", "src/cuda/layer/config.hpp", "src/cuda/sm90/tiles.hpp", "src/cuda/sm90/chain",
     ],
     "tests/cpp/emulate": ["testing", "src/cuda/portable", "src/cuda/portable/config.hpp"],
     "tests/fuzz": [PUBLIC],

@@ -208,6 +208,7 @@ struct StepParams {
   NearStates initial;
   uint32_t sequences = 0;
   bool l2norm = false, pads_by_read_index = false;
+  bool early = false;  // launched before the kernel before it has ended; of `step` [V, K]
   NearRows k, q, v, g, beta, A_log, dt_bias;
   KeyHeads key_heads;
   float scale = 0;

@@ -6,19 +6,17 @@
 #include "cuda/decode/step_kv.cuh"
 #include "cuda/decode/walk.cuh"
 #include "cuda/host/device.cuh"
+#include "cuda/host/launch.cuh"
 
 namespace gatedelta::cuda {
 
 namespace {
 
 template <class Params>
-cudaError_t launch_grid(void (*kernel)(Params), dim3 grid, int threads, cudaStream_t stream, const Params& params) {
+cudaError_t launch_grid(void (*kernel)(Params), dim3 grid, int threads, cudaStream_t stream, const Params& params,
+                        bool early = false) {
   if (grid.x == 0 || grid.y == 0) return cudaSuccess;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  return launch_kernel(early, kernel, grid, threads, 0, stream, params);
 }
 
 // ---- walk ----
@@ -46,32 +44,34 @@ template <class Config, class Params>
 cudaError_t launch_near(void (*kernel)(Params), const Params& params, const RecurrentProblem& problem,
                         cudaStream_t stream) {
   const NearGrid grid = near_grid(problem, Config::kParts);
-  return launch_grid(kernel, dim3(grid.x, grid.y, grid.z), Config::kThreads, stream, params);
+  return launch_grid(kernel, dim3(grid.x, grid.y, grid.z), Config::kThreads, stream, params, params.early);
 }
 
 // Which instance is fastest follows from the number of states alone: measured on an H200, see docs/kernels/decode.md.
 template <class Config, class State, class Input, bool kTokenFirst>
-cudaError_t launch_step(const RecurrentProblem& problem, cudaStream_t stream) {
-  return launch_near<Config>(step_kernel<Config, State, Input, kTokenFirst>, step_params(problem), problem, stream);
+cudaError_t launch_step(const RecurrentProblem& problem, bool early, cudaStream_t stream) {
+  StepParams params = step_params(problem);
+  params.early = early;
+  return launch_near<Config>(step_kernel<Config, State, Input, kTokenFirst>, params, problem, stream);
 }
 template <class Config, class State, class Input>
 cudaError_t launch_step_kv(const RecurrentProblem& problem, cudaStream_t stream) {
   return launch_near<Config>(step_kv_kernel<Config, State, Input>, step_params(problem), problem, stream);
 }
 template <class State, class Input>
-cudaError_t launch_step(const RecurrentProblem& problem, cudaStream_t stream) {
+cudaError_t launch_step(const RecurrentProblem& problem, bool early, cudaStream_t stream) {
   const int64_t states = decode_pairs(problem.in);
   const bool is_kv = problem.in.layout == GD_STATE_KV;
   if constexpr (sizeof(State) == 4) {
     if (is_kv)
-      return states <= 256 ? launch_step<StepTile<GD_STATE_KV, 4, 4, 1>, State, Input, false>(problem, stream)
+      return states <= 256 ? launch_step<StepTile<GD_STATE_KV, 4, 4, 1>, State, Input, false>(problem, false, stream)
                            : launch_step_kv<StepKv<4>, State, Input>(problem, stream);
-    return states <= 96 ? launch_step<StepVk<4, 1, 2>, State, Input, true>(problem, stream)
-                        : launch_step<StepVk<4, 2, 1>, State, Input, true>(problem, stream);
+    return states <= 96 ? launch_step<StepVk<4, 1, 2>, State, Input, true>(problem, early, stream)
+                        : launch_step<StepVk<4, 2, 1>, State, Input, true>(problem, early, stream);
   } else {
     if (is_kv) return launch_step_kv<StepKv<2>, State, Input>(problem, stream);
-    return states <= 4096 ? launch_step<StepVk<8, 2, 2>, State, Input, true>(problem, stream)
-                          : launch_step<StepVk<8, 4, 1>, State, Input, false>(problem, stream);
+    return states <= 4096 ? launch_step<StepVk<8, 2, 2>, State, Input, true>(problem, early, stream)
+                          : launch_step<StepVk<8, 4, 1>, State, Input, false>(problem, early, stream);
   }
 }
 
@@ -116,23 +116,23 @@ cudaError_t launch_march(const RecurrentProblem& problem, cudaStream_t stream) {
 }
 
 template <class State, class Input>
-cudaError_t launch_near(const RecurrentProblem& problem, cudaStream_t stream) {
-  if (takes_step(problem)) return launch_step<State, Input>(problem, stream);
+cudaError_t launch_near(const RecurrentProblem& problem, bool early, cudaStream_t stream) {
+  if (takes_step(problem)) return launch_step<State, Input>(problem, early, stream);
   if (takes_fold(problem)) return launch_fold<State, Input>(problem, stream);
   return launch_march<State, Input>(problem, stream);
 }
 template <class State>
-cudaError_t launch_near(const RecurrentProblem& problem, cudaStream_t stream) {
-  return problem.in.q.dtype == GD_BF16 ? launch_near<State, __nv_bfloat16>(problem, stream)
-                                       : launch_near<State, __half>(problem, stream);
+cudaError_t launch_near(const RecurrentProblem& problem, bool early, cudaStream_t stream) {
+  return problem.in.q.dtype == GD_BF16 ? launch_near<State, __nv_bfloat16>(problem, early, stream)
+                                       : launch_near<State, __half>(problem, early, stream);
 }
 
-cudaError_t launch(const RecurrentProblem& problem, cudaStream_t stream) {
+cudaError_t launch(const RecurrentProblem& problem, bool early, cudaStream_t stream) {
   if (!takes_march(problem)) return launch_walk(problem, stream);
   switch (state_dtype(problem)) {
-    case GD_F32: return launch_near<float>(problem, stream);
-    case GD_BF16: return launch_near<__nv_bfloat16>(problem, stream);
-    default: return launch_near<__half>(problem, stream);
+    case GD_F32: return launch_near<float>(problem, early, stream);
+    case GD_BF16: return launch_near<__nv_bfloat16>(problem, early, stream);
+    default: return launch_near<__half>(problem, early, stream);
   }
 }
 
@@ -140,7 +140,7 @@ cudaError_t launch(const RecurrentProblem& problem, cudaStream_t stream) {
 
 Outcome recurrent(const RecurrentProblem& problem, const Context& context) {
   return with_device(context.device, kDecodeDevices, [&](int) -> Outcome {
-    if (const cudaError_t error = launch(problem, static_cast<cudaStream_t>(context.stream)))
+    if (const cudaError_t error = launch(problem, context.early, static_cast<cudaStream_t>(context.stream)))
       return failure(error, "launch the recurrent kernel");
     return {};
   });

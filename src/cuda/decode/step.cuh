@@ -8,6 +8,7 @@
 #include "cuda/decode/slots.cuh"
 #include "cuda/decode/tile.cuh"
 #include "cuda/decode/token.cuh"
+#include "cuda/pdl.cuh"
 
 namespace gatedelta::cuda {
 
@@ -69,6 +70,8 @@ __global__ void __launch_bounds__(Config::kThreads) step_kernel(const __grid_con
   constexpr gd_dtype kState = kDtype<State>;
   constexpr int kPerLane = Config::kPerLane, kColumns = Config::kColumns;
   constexpr gd_state_layout kLayout = Config::kLayout;
+  allow_next_kernel();
+  if (p.early) begin_early(p);
   const uint32_t n = near_sequence();
   const IndexRequest read = request_first(p, n);
   if (n >= p.sequences) return;

@@ -101,6 +101,7 @@ struct NearNormParams {
   float eps = 0, inverse_dim = 0;
   bool wide_weight = false, round_before_gate = false;
   bool gated = false, sigmoid = false;
+  bool early = false;  // launched before the kernel before it has ended; of the forward
 
   NearNormParams() = default;
   explicit NearNormParams(const GatedNorm& in)
@@ -119,7 +120,9 @@ struct NearNormParams {
 struct NearNormForwardParams : NearNormParams {
   NearNormRows y;
 
-  explicit NearNormForwardParams(const GatedNormProblem& p) : NearNormParams(p.in), y(p.in, p.y) {}
+  NearNormForwardParams(const GatedNormProblem& p, bool is_early) : NearNormParams(p.in), y(p.in, p.y) {
+    early = is_early;
+  }
 };
 struct NearNormBackwardParams : NearNormParams {
   NearNormRows d_y, dx, dz;

@@ -27,20 +27,20 @@ bool with_near_type(const GatedNorm& in, std::initializer_list<const TokenRows*>
 }
 
 template <class Config>
-cudaError_t launch_forward(const GatedNormProblem& problem, cudaStream_t stream) {
+cudaError_t launch_forward(const GatedNormProblem& problem, bool early, cudaStream_t stream) {
   const GatedNorm& in = problem.in;
-  const auto launch = [&](auto kernel, const auto& params) {
+  const auto launch = [&](bool early_too, auto kernel, const auto& params) {
     constexpr int kRows = kNormThreads / Config::kLanes;
-    return launch_kernel(false, kernel, (in.rows() + kRows - 1) / kRows, kNormThreads, 0, stream, params);
+    return launch_kernel(early_too, kernel, (in.rows() + kRows - 1) / kRows, kNormThreads, 0, stream, params);
   };
   cudaError_t error = cudaSuccess;
   if (with_near_type<Config>(in, {&problem.y}, [&](auto type) {
-        error = launch(near_norm_kernel<Config, decltype(type)::value>, NearNormForwardParams(problem));
+        error = launch(early, near_norm_kernel<Config, decltype(type)::value>, NearNormForwardParams(problem, early));
       }))
     return error;
   const NormParams params = {problem, divider(in.heads), divider(in.tokens), 1.0f / static_cast<float>(in.dim),
                              is_aligned(in) && is_aligned(problem.y)};
-  return launch(norm_forward_kernel<Config>, params);
+  return launch(false, norm_forward_kernel<Config>, params);
 }
 
 template <class Config>
@@ -73,7 +73,7 @@ Outcome gated_norm(const GatedNormProblem& problem, const Context& context) {
     if (problem.in.rows() == 0) return {};
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const cudaError_t error = with_norm_config(
-        problem.in.dim, [&](auto config) { return launch_forward<decltype(config)>(problem, stream); });
+        problem.in.dim, [&](auto config) { return launch_forward<decltype(config)>(problem, context.early, stream); });
     if (error) return failure(error, "launch the gated norm's kernel");
     return {};
   });
@@ -91,7 +91,7 @@ Outcome gated_norm_backward(const GatedNormBackwardProblem& problem, const Conte
       if (error) return failure(error, "launch the gated norm's backward kernel");
     }
     if (!problem.dweight) return {};
-    const bool early = facts.major >= 9 && in.rows() > 0;  // without rows this is the call's first kernel
+    const bool early = launches_early(facts) && in.rows() > 0;  // without rows this is the call's first kernel
     const cudaError_t error = launch_kernel(early, norm_sum_kernel, in.dim / kSumColumns, kSumColumns * kSumRows, 0,
                                             stream, reinterpret_cast<const float*>(context.workspace),
                                             static_cast<int>(norm_backward_ctas(in)), in.dim, problem.dweight);

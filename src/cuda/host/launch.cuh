@@ -19,6 +19,7 @@ cudaError_t allow_shared_memory(Kernel kernel, int bytes, int device, std::atomi
 
 struct GridSize {
   GridSize(int64_t columns, int64_t rows = 1) : size(static_cast<unsigned>(columns), static_cast<unsigned>(rows)) {}
+  GridSize(const dim3& grid) : size(grid) {}
   dim3 size;
 };
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "core/conv1d.hpp"
+#include "cuda/conv1d/update_near.hpp"
 #include "cuda/decode/config.hpp"
 #include "cuda/gated_norm/config.hpp"
 
@@ -32,21 +33,25 @@ constexpr int kFinishRows = kFinishThreads / LayerNorm::kLanes;
 static_assert(LayerNorm::kMaxDim == kStepDim);
 
 constexpr int64_t kMaxLayerShifts = int64_t{1} << 30;  // sequences x channels, of 32 bits on the device
-// Sequences x value heads. With more of them memory is the limit, and three kernels, each with the shape that suits it,
-// come closer to it: on an H200 by a tenth with 4096 bf16 states, by a fiftieth with fp32.
-constexpr int64_t kMaxLayerStates = 1024;
+// Sequences x value heads that the two kernels take. With more of them memory is the limit, and the kernels of the
+// three operations, each with the shape that suits it, come closer to it. Measured on an H200.
+constexpr int64_t max_layer_states(gd_dtype state) { return state == GD_F32 ? 1024 : 512; }
+inline bool takes_two_kernels(const LayerStepProblem& p) {
+  return p.rule.in.sequences.count * p.rule.in.value_heads <= max_layer_states(state_dtype(p.rule));
+}
 
-// Whether the two kernels take the call. Others run as three operations, with the same results.
+// Whether the call is a usual one: the two kernels, or three of which the second and third are launched early. Others
+// run as three operations. All have the same results.
 inline bool takes_layer_step(const LayerStepProblem& p) {
   const Conv1dProblem& conv = p.conv;
   const ConvStates &initial = conv.in.initial, &final = conv.final;
   const TapWeights& weight = conv.in.weight;
   const gd_dtype type = conv.in.x.dtype;
-  return takes_step(p.rule) && p.rule.in.sequences.count * p.rule.in.value_heads <= kMaxLayerStates &&
-         p.rule.in.layout == GD_STATE_VK && p.rule.in.initial && initial && final && initial.data == final.data &&
-         initial.columns == final.columns && initial.slot_stride == final.slot_stride && initial.dtype == type &&
-         final.dtype == type && !conv.previous_accept_lengths && !conv.steps && conv.in.taps == kLayerTaps &&
-         weight.dtype == type && weight.tap_stride == 1 && weight.channel_stride == kLayerTaps &&
+  return takes_step(p.rule) && (takes_two_kernels(p) || suits_update_near(p.conv)) && p.rule.in.layout == GD_STATE_VK &&
+         p.rule.in.initial && initial && final && initial.data == final.data && initial.columns == final.columns &&
+         initial.slot_stride == final.slot_stride && initial.dtype == type && final.dtype == type &&
+         !conv.previous_accept_lengths && !conv.steps && conv.in.taps == kLayerTaps && weight.dtype == type &&
+         weight.tap_stride == 1 && weight.channel_stride == kLayerTaps &&
          reinterpret_cast<uintptr_t>(weight.data) % 8 == 0 && conv.in.x.head_stride == 1 && is_near(conv.in.x) &&
          common_type(p.norm.in, {&p.norm.y}) == type && conv.in.sequences.count * conv.in.channels <= kMaxLayerShifts &&
          p.norm.in.z && is_near(p.norm.in.z) && is_near(p.norm.y);

@@ -1,4 +1,5 @@
-// The layer's step on CUDA: two kernels on the caller's stream, the second launched early where the device can.
+// The layer's step on CUDA: two or three kernels on the caller's stream, all but the first launched early where the
+// device can.
 #include "cuda/backend.hpp"
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
@@ -39,7 +40,14 @@ Outcome layer_step(const Conv1dProblem& conv, const RecurrentProblem& rule, cons
     const LayerStepProblem problem = {conv, rule, norm};
     if (problem.norm.in.rows() == 0) return {};
     const auto stream = static_cast<cudaStream_t>(context.stream);
-    const bool early = facts.major >= 9;
+    const bool early = launches_early(facts);
+    if (!takes_two_kernels(problem)) {
+      Context next = context;
+      next.early = early;
+      if (Outcome outcome = conv1d(conv, context); outcome.status != GD_OK) return outcome;
+      if (Outcome outcome = recurrent(rule, next); outcome.status != GD_OK) return outcome;
+      return gated_norm(norm, next);
+    }
     cudaError_t error;
     switch (state_dtype(rule)) {
       case GD_F32: error = launch_layer<float>(problem, early, stream); break;
