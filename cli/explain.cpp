@@ -90,6 +90,10 @@ std::string explain_plan(const testing::Case& c, int blocks) {
   if (const int parts = cuda::busy_parts(classes, classes_of(0), blocks))
     return text + "  not cut: heads of one length keep the GPU busy, " + (parts == 2 ? "in halves" : "whole") +
            ", which the device finds from the lengths\n";
+  if (cuda::may_cut(p) && cuda::is_balanced(cuda::lengths_of(chunks.data(), count), heads, limits))
+    return text +
+           "  balanced: heads of similar lengths in one equal stretch per block; some are in two parts, the second "
+           "of which goes on with the first one's state\n";
 
   add(text, "  %-16s %14s %15s %7s %8s %11s %10s\n", "persistent heads", "decaying every", "these every", "heads",
       "items", "about", "uncut");

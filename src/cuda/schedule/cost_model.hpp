@@ -1,6 +1,7 @@
 // The cost model: how long a cut takes on the GPU, and which of the candidates is the fastest.
 #pragma once
 
+#include "cuda/schedule/balanced_list.hpp"
 #include "cuda/schedule/cut.hpp"
 #include "cuda/schedule/warmup.hpp"
 
@@ -53,8 +54,8 @@ GD_HOST_DEVICE inline bool is_first_of_its_length(const int* chunks, int n) {
   for (int before = 0; before < n; ++before) is_first = is_first && chunks[before] != chunks[n];
   return is_first;
 }
-// Host version; on the device one thread handles one sequence.
-inline int length_classes(const int* chunks, int count, int heads, int share, LengthClass* classes) {
+// Host versions; on the device one thread handles one sequence.
+inline Lengths lengths_of(const int* chunks, int count) {
   Lengths lengths;
   for (int n = 0; n < count; ++n) {
     if (chunks[n] == 0 || !is_first_of_its_length(chunks, n)) continue;
@@ -68,7 +69,10 @@ inline int length_classes(const int* chunks, int count, int heads, int share, Le
     lengths.chunks[i] += chunks[n];
     ++lengths.sequences[i];
   }
-  return lengths.classes(heads, share, classes);
+  return lengths;
+}
+inline int length_classes(const int* chunks, int count, int heads, int share, LengthClass* classes) {
+  return lengths_of(chunks, count).classes(heads, share, classes);
 }
 
 struct Pieces {
@@ -270,7 +274,7 @@ constexpr int kCuts = 2 * kDecayingLengths * kPersistentLengths;
 static_assert(kCuts % kCutBlocks == 0);
 struct CutCost {
   float cost;
-  int number;  // negative: nothing to cut; -number is the parts per head, and the work list is complete
+  int number;  // negative: lengths alone decide, as UncutList -number says, and the work list is complete
 };
 GD_HOST_DEVICE inline int length_number(int i) { return i == 0 ? 0 : (i % 2 ? 256 : 192) >> ((i - 1) / 2); }
 // Sequences of more than 512 chunks get longer segments.
@@ -301,6 +305,9 @@ inline CutCost fastest_cut(const LengthClass* classes, int count, int longest, c
   return best;
 }
 
+// Lists that lengths alone decide. Of the first two the number is that of parts per head.
+enum UncutList { kMayBeCut, kWholeHeads, kHalfHeads, kBalancedHeads };
+
 // Parts per head with which uncut sequences of one length fill the GPU, so that a cut gains nothing: 1 (whole heads),
 // or 2 (halves that all run at once, for short sequences only: two halves cost more than one whole). 0: they do not
 // fill it.
@@ -316,6 +323,25 @@ GD_HOST_DEVICE inline int busy_parts(int heads, int64_t chunks, int blocks) {
 GD_HOST_DEVICE inline int busy_parts(const LengthClass* classes, int count, int blocks) {
   if (count != 1) return count == 0;
   return busy_parts(classes[0].decaying + classes[0].persistent, classes[0].chunks, blocks);
+}
+
+// Whether a balanced list is faster than whole heads: each CTA has one item more, but none waits for the last round.
+constexpr float kItemChunks = 6;  // an item more where all CTAs read and write states, in chunks
+GD_HOST_DEVICE inline bool is_balanced(const Lengths& lengths, int heads, const Limits& limits) {
+  int chunks = 0, seq_heads = 0;
+  GD_UNROLL for (int i = 0; i < kMaxClasses; ++i) {
+    chunks += lengths.chunks[i] * heads;
+    seq_heads += lengths.sequences[i] * heads;
+  }
+  const int borders = limits.blocks - 1;
+  if (chunks == 0 || chunks < int64_t{lengths.longest} * limits.blocks) return false;
+  if (borders > kMostBorders || borders > limits.boundaries || seq_heads + borders > limits.entries) return false;
+  Timeline whole_heads(limits.blocks);
+  GD_NO_UNROLL for (int i = 0; i < kMaxClasses; ++i) if (lengths.sequences[i] > 0)
+      whole_heads.run({lengths.sequences[i] * heads,
+                       fast_div(static_cast<float>(lengths.chunks[i]), static_cast<float>(lengths.sequences[i]))});
+  const float each = fast_div(static_cast<float>(chunks), static_cast<float>(limits.blocks));
+  return kBusy * whole_heads.end > each + kItemChunks;
 }
 
 }  // namespace gatedelta::cuda

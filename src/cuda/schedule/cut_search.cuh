@@ -1,6 +1,7 @@
 // What helper CTAs of the prepare kernel plan from lengths alone: uncut lists and the best cuts.
 #pragma once
 
+#include "cuda/schedule/balanced_list.cuh"
 #include "cuda/schedule/cost_model.hpp"
 #include "cuda/schedule/uncut_list.cuh"
 
@@ -44,7 +45,8 @@ struct CutSmem {
   Lengths lengths;
   LengthClass classes[kMaxClasses];
   int class_count;
-  int parts;  // items per head if nothing is cut
+  UncutList uncut;
+  BalancedSmem balanced;
   ClassPieces pieces[kCuts / kCutBlocks][kMaxClasses];
   unsigned long long best;
 };
@@ -72,12 +74,16 @@ GD_DEVICE void find_classes(const CallParams& p, int share, CutSmem& s) {
   __syncthreads();
   if (tid != 0) return;
   s.class_count = s.lengths.classes(p.value_heads, share, s.classes);
-  s.parts = p.forced.decaying ? 0 : busy_parts(s.classes, s.class_count, p.limits.blocks);
+  s.uncut =
+      p.forced.decaying ? kMayBeCut : static_cast<UncutList>(busy_parts(s.classes, s.class_count, p.limits.blocks));
+  // A backward's own prepare must not: its lists of whole heads are made from this one.
+  const bool may_balance = s.uncut == kMayBeCut && !p.forced.decaying && p.may_cut && !p.gradients;
+  if (may_balance && is_balanced(s.lengths, p.value_heads, p.limits)) s.uncut = kBalancedHeads;
   s.best = ~0ull;
 }
 
 // Finds the fastest of one CTA's share of the candidates, assuming that `share` / (kShares - 1) of the heads are
-// persistent. If sequences keep the GPU busy uncut, writes a share of the final list instead; all CTAs reach the same
+// persistent. If lengths alone decide, writes the final list instead, or a share of it; all CTAs reach the same
 // decision.
 template <int kThreads>
 GD_DEVICE void choose_cut(const CallParams& p, int helper, CutSmem& s) {
@@ -85,9 +91,12 @@ GD_DEVICE void choose_cut(const CallParams& p, int helper, CutSmem& s) {
   find_classes(p, share, s);
   __syncthreads();
   CutCost& best = p.cuts[helper];
-  if (s.parts > 0) {
-    list_uncut(p, (helper * kThreads + tid) / 32, kShares * kCutBlocks * kThreads / 32, tid % 32, s.parts);
-    if (tid == 0) best.number = -s.parts;
+  if (s.uncut != kMayBeCut) {
+    if (tid == 0) best.number = -s.uncut;
+    if (s.uncut != kBalancedHeads)
+      list_uncut(p, (helper * kThreads + tid) / 32, kShares * kCutBlocks * kThreads / 32, tid % 32, s.uncut);
+    else if (helper == 0)
+      list_balanced<kThreads>(p, s.balanced);
     return;
   }
   // Four threads estimate one cut: each computes the items of one class, then all do the same. A warp gets few, similar

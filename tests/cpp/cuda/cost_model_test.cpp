@@ -256,6 +256,25 @@ TEST(Choice, DoesNotCutWhatKeepsTheGpuBusy) {
   EXPECT_EQ(busy_parts({}, 64), 1);
 }
 
+bool is_balanced(const std::vector<int>& chunks, int heads, const Limits& limits = {132, 6000, 384}) {
+  return is_balanced(lengths_of(chunks.data(), static_cast<int>(chunks.size())), heads, limits);
+}
+
+TEST(Choice, BalancesHeadsThatFillTheLastRoundBadly) {
+  EXPECT_TRUE(is_balanced({32, 32, 32, 32}, 48));  // 192 on 132 CTAs
+  EXPECT_TRUE(is_balanced(std::vector<int>(8, 64), 24));
+  EXPECT_TRUE(is_balanced({33, 32, 32, 31}, 48));
+  EXPECT_FALSE(is_balanced({32, 32, 32, 32}, 64));          // 256 of 264
+  EXPECT_FALSE(is_balanced({32, 32, 32, 32}, 24));          // a stretch would be shorter than a head
+  EXPECT_FALSE(is_balanced({128, 8, 8, 8}, 48));            // likewise
+  EXPECT_FALSE(is_balanced(std::vector<int>(8, 16), 24));   // short: an item more costs more than it balances
+  EXPECT_FALSE(is_balanced(std::vector<int>(60, 20), 18));  // nine rounds fill themselves
+  EXPECT_FALSE(is_balanced({}, 48));
+  EXPECT_FALSE(is_balanced({32, 32, 32, 32}, 48, {132, 6000, 130}));  // no room for the boundaries
+  EXPECT_FALSE(is_balanced({32, 32, 32, 32}, 48, {132, 322, 384}));   // or for the parts
+  EXPECT_TRUE(is_balanced({32, 32, 32, 32}, 48, {132, 323, 131}));
+}
+
 TEST(Choice, CutsLongSequencesIntoLongSegments) {
   EXPECT_EQ(length_scale(512), 1);
   EXPECT_EQ(length_scale(513), 2);

@@ -303,6 +303,112 @@ TEST(List, OfOutputs) { check_lists<Pass::kForward>(1); }
 TEST(List, OfStates) { check_lists<Pass::kStates>(2); }
 TEST(List, OfGradients) { check_lists<Pass::kBackward>(3); }
 
+// What list_balanced does, without threads.
+List balanced_list_of(const Batch& batch, int blocks) {
+  std::vector<int> begin;
+  int line_chunks = 0, seq_heads = 0;
+  for (int seq_head = 0; seq_head < batch.seq_heads(); ++seq_head) {
+    begin.push_back(line_chunks);
+    line_chunks += batch.chunks(seq_head / batch.heads);
+    seq_heads += batch.chunks(seq_head / batch.heads) > 0;
+  }
+  const BalancedLine line(line_chunks, batch.chunks(0), blocks);
+  std::vector<int> tails(line.borders(), 0), before(line.borders());
+  for (int i = 0; i < line.borders(); ++i) {
+    for (int seq_head = 0; seq_head < seq_heads; ++seq_head) {
+      const int chunks = batch.chunks(seq_head / batch.heads);
+      if (begin[seq_head] <= line.border(i) && line.border(i) < begin[seq_head] + chunks)
+        tails[i] = line.tail(i, begin[seq_head], chunks);
+    }
+  }
+  int cut = 0;
+  for (int i = 0; i < line.borders(); ++i) {
+    before[i] = cut;
+    cut += tails[i] > 0;
+  }
+  List list{{}, std::vector<WorkItem>(seq_heads + cut), line.borders(), false};
+  std::vector<int> puts(list.items.size(), 0);
+  for (int seq_head = 0; seq_head < seq_heads; ++seq_head)
+    list_balanced_head(line, {tails.data(), before.data(), cut}, batch.whole(seq_head), seq_head, seq_heads,
+                       begin[seq_head], batch.chunks(seq_head / batch.heads), batch.heads,
+                       [&](int i, const WorkItem& item) {
+                         list.items.at(i) = item;
+                         ++puts[i];
+                       });
+  for (const int n : puts) EXPECT_EQ(n, 1);
+  return list;
+}
+
+// When a list of whole chunks ends on so many CTAs; an item takes no time besides its chunks.
+int end_of(const List& list, int blocks) {
+  std::vector<int> free(blocks, 0), ready(list.boundaries, 0);
+  for (const WorkItem& item : list.items) {
+    int& block = *std::min_element(free.begin(), free.end());
+    if (item.from >= 0) block = std::max(block, ready[item.from]);
+    block += (item.tokens + kChunkTokens - 1) / kChunkTokens;
+    if (item.to >= 0) ready[item.to] = block;
+  }
+  return *std::max_element(free.begin(), free.end());
+}
+
+void check_balanced_lists(int seed) {
+  std::mt19937 random(seed);
+  int cut = 0;
+  for (int round = 0; round < 300; ++round) {
+    const int blocks = 2 + static_cast<int>(random() % 60);
+    Batch batch;
+    batch.heads = 1 + static_cast<int>(random() % 12);
+    const int longest = 1 + static_cast<int>(random() % 2000), spread = round % 2 ? 1 : longest;
+    int chunks = 0;
+    while (chunks < 2 * blocks * (longest / kChunkTokens + 1)) {
+      batch.rows.push_back(longest - static_cast<int>(random() % spread));
+      chunks += batch.heads * batch.chunks(static_cast<int>(batch.rows.size()) - 1);
+    }
+    if (round % 4 == 0) batch.rows.push_back(0);
+    std::sort(batch.rows.rbegin(), batch.rows.rend());
+    const List list = balanced_list_of(batch, blocks);
+    Checker<Pass::kForward> checker(batch, list.boundaries);
+    for (const WorkItem& item : list.items) {
+      if (item.to >= 0) ++cut;
+      checker.take(item);
+    }
+    for (int seq_head = 0; seq_head < batch.seq_heads(); ++seq_head) {
+      const int n = seq_head / batch.heads;
+      for (int c = 0; c < batch.chunks(n); ++c)
+        for (int half = 0; half < 2; ++half) EXPECT_EQ((checker.stored[{n, seq_head % batch.heads, half, c}]), 1);
+      EXPECT_EQ(checker.final_states[seq_head], batch.chunks(n) ? 2 : 0);
+    }
+    // Equal heads: every CTA has a stretch of the line, up to the parts that were too short.
+    if (spread == 1) {
+      EXPECT_LE(end_of(list, blocks), chunks / blocks + 2 + 2 * BalancedLine::kShortestPart) << "round " << round;
+    }
+    if (::testing::Test::HasFailure()) FAIL() << "in round " << round;
+  }
+  EXPECT_GT(cut, 1000);
+}
+
+TEST(Balanced, OutputsOnce) { check_balanced_lists(4); }
+
+TEST(Balanced, FindsTheBorderBehindAPosition) {
+  std::mt19937 random(6);
+  for (int round = 0; round < 2000; ++round) {
+    const int longest = 1 + static_cast<int>(random() % 200), chunks = longest * (1 + static_cast<int>(random() % 500));
+    const BalancedLine line(chunks, longest, 132);
+    EXPECT_LE(line.borders(), 131);
+    EXPECT_GE(line.border(0), line.borders() > 0 ? longest : 0);
+    if (line.borders() > 0) {
+      EXPECT_LT(line.border(line.borders() - 1), chunks);
+    }
+    const int position = static_cast<int>(random() % chunks), found = line.border_after(position);
+    if (found < line.borders()) {
+      EXPECT_GT(line.border(found), position);
+    }
+    if (found > 0) {
+      EXPECT_LE(line.border(found - 1), position);
+    }
+  }
+}
+
 // A saved list is used only under the limits it was made for: with fewer boundaries, its items would write behind them.
 TEST(Limits, AreEqualOnlyIfAllAre) {
   const Limits limits{132, 600, 40};

@@ -233,6 +233,20 @@ TEST_F(Forward, TwoSegmentsAreAsGoodAsOne) {
 }
 
 // For one sequence two CTAs share each head; for 70 sequences a CTA has whole heads.
+// 192 heads on 132 SMs: some are in two parts, the second of which goes on with the first one's state. Also in place.
+TEST_F(Forward, BalancedHeadsHaveTheBitsOfWholeOnes) {
+  for (const char* states : {"", " inplace"}) {
+    Problem problem(parse_case(std::string("B=3 T=1290 Hk=16 Hv=64 K=128 V=128 dtype=bf16") + states));
+    ASSERT_EQ(on_device(problem.forward), "");
+    const auto o = bytes_of(problem.forward.o), final_states = bytes_of(problem.forward.final_state);
+    problem.reset();
+    problem.forward.context_parallel = GD_CP_OFF;
+    ASSERT_EQ(on_device(problem.forward), "");
+    EXPECT_EQ(o, bytes_of(problem.forward.o));
+    EXPECT_EQ(final_states, bytes_of(problem.forward.final_state));
+  }
+}
+
 TEST_F(Forward, DoesNotDependOnTheBatch) {
   Problem problem(parse_case("B=70 T=1500 Hk=2 Hv=4 K=128 V=128 dtype=bf16"));
   problem.forward.batch_invariant = 1;
