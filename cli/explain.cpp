@@ -100,10 +100,11 @@ std::string explain_plan(const testing::Case& c, int blocks) {
   const int longest = *std::max_element(chunks.begin(), chunks.end());
   for (int share = 0; share < cuda::kShares; ++share) {
     const int class_count = classes_of(share);
-    const cuda::CutCost best = cuda::fastest_cut(classes, class_count, longest, limits, cuda::may_cut(p));
+    const cuda::CutCost best = cuda::fastest_cut(classes, class_count, longest, limits, cuda::may_cut(p), !p.saved);
     const cuda::Cut cut = cuda::cut_number(best.number, cuda::length_scale(longest));
     const auto cycles_of = [&](const cuda::Cut& c) {
-      return cuda::cycles_of(c, cuda::PiecesOf(c, classes, class_count).classes, class_count, longest, limits);
+      return cuda::cycles_of(c, cuda::PiecesOf(c, classes, class_count).classes, class_count, longest, limits,
+                             !p.saved);
     };
     int pieces = 0;
     for (int i = 0; i < class_count; ++i) {

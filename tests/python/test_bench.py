@@ -430,6 +430,37 @@ def test_segments_measured_in_turn(bench):
     assert regret.swept(lambda choice: 1.0, []) == {regret.AUTO: 1.0, regret.OFF: 1.0}
 
 
+def test_costs_are_fitted_to_cuts(bench):
+    """Times made with known constants, and more for prepare: the fit chooses as well as those do."""
+    import fit_costs
+
+    head = fit_costs.Cut()
+    fit_costs.add_head(head, 30, 10, persists=False, ratio=0.7)
+    assert [item[1:3] for item in head.free] == [(10, 0), (10, 6), (10, 6)]  # chunks, and warm-up chunks
+    merged = fit_costs.Cut()
+    fit_costs.add_head(merged, 40, 10, persists=True, ratio=0.7)
+    assert merged.boundaries == 3 and len(merged.first) == 5 and len(merged.waiting) == 3
+    costs = fit_costs.Costs()
+    one_by_one = fit_costs.time_of(head, costs, 1)
+    assert one_by_one == pytest.approx(3 * costs.item + 30 * costs.chunk + 12 * costs.warmup)
+    assert fit_costs.time_of(head, costs, 3) == pytest.approx(costs.item + 10 * costs.chunk + 6 * costs.warmup)
+
+    truth = fit_costs.Costs(chunk=2.4, item=9.0, merge=1.5)
+    rows = []
+    for hv, tokens in ((8, 8192), (16, 4096), (8, 20000), (32, 6000)):
+        row = {"hv": hv, "lengths": [tokens]}
+        cuts = {length: fit_costs.forced_cut(row, length) for length in (8, 12, 16, 24, 32, 48)}
+        uncut, halves = fit_costs.uncut(row, 132)
+        rows.append(row | {
+            "off_ms": (30 + fit_costs.time_of(uncut, truth, 132, halves)) / 1e3,
+            "forced": {str(n): (30 + fit_costs.time_of(cut, truth, 132)) / 1e3 for n, cut in cuts.items()},
+        })  # fmt: skip
+    samples = fit_costs.samples_of(rows, 132)
+    before, found = (fit_costs.judge(c, samples, 132) for c in (costs, fit_costs.fit(samples, 132, 8)))
+    assert found[0] <= before[0] and found[1] < before[1] / 2
+    assert "kChunk = 3250" in fit_costs.text_of(costs)
+
+
 def test_segments_regret(bench):
     import regret
 

@@ -215,10 +215,11 @@ struct Timeline {
 // the same size in all classes and are counted as one.
 constexpr float kNever = 1e30f;
 // Cuts with more rounds of pieces than this are not considered. Halves are for GPUs with idle SMs: both halves read K
-// and Q, and if all SMs do, that costs more than it saves.
-constexpr float kMostRounds = 6, kMostHalves = 0.6f;
+// and Q, and if all SMs do, that costs more than it saves, unless it shortens the chain of segments that are merged. In
+// a backward it costs more nevertheless, so this is for cuts that no backward will use (forward_only).
+constexpr float kMostRounds = 6, kMostHalves = 0.6f, kMostMergedHalves = 1;
 GD_HOST_DEVICE inline float cycles_of(const Cut& cut, const ClassPieces* classes, int count, int longest,
-                                      const Limits& limits) {
+                                      const Limits& limits, bool forward_only) {
   int entries = 0, boundaries = 0, pieces = 0;
   Pieces first, merges, waiting;
   GD_NO_UNROLL for (int i = 0; i < count; ++i) {
@@ -234,8 +235,10 @@ GD_HOST_DEVICE inline float cycles_of(const Cut& cut, const ClassPieces* classes
     if (p.merges.number > 0 && p.merges.size > merges.size) merges.size = p.merges.size;
   }
   const bool is_cut = cut.decaying || cut.persistent;
-  const bool is_crowded = static_cast<float>(first.number + pieces - waiting.number) >
-                          (cut.halves ? kMostHalves : kMostRounds) * static_cast<float>(limits.blocks);
+  const bool may_fill = forward_only && merges.number > 0;
+  const float most = !cut.halves ? kMostRounds : may_fill ? kMostMergedHalves : kMostHalves;
+  const bool is_crowded =
+      static_cast<float>(first.number + pieces - waiting.number) > most * static_cast<float>(limits.blocks);
   if (is_cut && (entries > limits.entries || boundaries > limits.boundaries || is_crowded)) return kNever;
   if (first.number > 0) {
     first.size = fast_div(first.size, static_cast<float>(first.number));
@@ -289,17 +292,18 @@ GD_HOST_DEVICE inline Cut cut_number(int i, int scale) {
 // The estimate has an error: a cut must win by more than this.
 constexpr float kWorthCutting = 1.03f;
 GD_HOST_DEVICE inline float cost_of(const Cut& cut, const ClassPieces* classes, int count, int longest,
-                                    const Limits& limits) {
-  const float time = cycles_of(cut, classes, count, longest, limits);
+                                    const Limits& limits, bool forward_only) {
+  const float time = cycles_of(cut, classes, count, longest, limits, forward_only);
   return cut.decaying || cut.persistent ? time * kWorthCutting + Costs::kCut : time;
 }
 
 // Host version of the search; on the device many threads compute the cost of one cut each.
-inline CutCost fastest_cut(const LengthClass* classes, int count, int longest, const Limits& limits, bool may_cut) {
+inline CutCost fastest_cut(const LengthClass* classes, int count, int longest, const Limits& limits, bool may_cut,
+                           bool forward_only = true) {
   CutCost best{kNever, 0};
   for (int number = 0; number < (may_cut ? kCuts : 2); ++number) {
     const Cut cut = cut_number(number, length_scale(longest));
-    const float cost = cost_of(cut, PiecesOf(cut, classes, count).classes, count, longest, limits);
+    const float cost = cost_of(cut, PiecesOf(cut, classes, count).classes, count, longest, limits, forward_only);
     if (cost < best.cost) best = {cost, number};
   }
   return best;

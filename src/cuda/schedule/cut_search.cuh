@@ -112,7 +112,7 @@ GD_DEVICE void choose_cut(const CallParams& p, int helper, CutSmem& s) {
   __syncwarp();
   unsigned long long mine = ~0ull;
   if (is_candidate) {
-    const float cost = cost_of(cut, s.pieces[index], s.class_count, longest, p.limits);
+    const float cost = cost_of(cut, s.pieces[index], s.class_count, longest, p.limits, !p.saved_list && !p.gradients);
     mine = static_cast<unsigned long long>(__float_as_uint(cost)) << 32 | static_cast<unsigned>(number);
   }
   atomicMin(&s.best, mine);

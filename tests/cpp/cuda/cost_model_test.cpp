@@ -256,6 +256,17 @@ TEST(Choice, DoesNotCutWhatKeepsTheGpuBusy) {
   EXPECT_EQ(busy_parts({}, 64), 1);
 }
 
+// Halves that fill the GPU shorten the chain of a merge; in a backward they cost more than that.
+TEST(Choice, FillsTheGpuWithHalvesInAForwardOnly) {
+  const LengthClass classes[] = {{128, 6, 2}};  // 8 heads
+  const Limits limits = {132, 6000, 384};
+  const Cut forward = cut_number(fastest_cut(classes, 1, 128, limits, true, true).number, 1);
+  const Cut both = cut_number(fastest_cut(classes, 1, 128, limits, true, false).number, 1);
+  EXPECT_TRUE(forward.halves);
+  EXPECT_FALSE(both.halves);
+  EXPECT_GT(segments_of(128, forward.persistent), 2);
+}
+
 bool is_balanced(const std::vector<int>& chunks, int heads, const Limits& limits = {132, 6000, 384}) {
   return is_balanced(lengths_of(chunks.data(), static_cast<int>(chunks.size())), heads, limits);
 }
