@@ -17,18 +17,13 @@ GD_DEVICE WorkItem saved_item(const BackwardParams& p, int i, int parts) {
   return item;
 }
 
-// Parts per head of a planned list that is not cut. A forward's balanced list has no counterpart here.
-GD_DEVICE int planned_parts(const BackwardParams& p) {
-  return p.cuts[0].number == -kBalancedHeads ? kWholeHeads : -p.cuts[0].number;
-}
-
 // Both lists where nothing is cut. Prepare may have written the states' list already; with slices it is a different
 // list.
 GD_DEVICE void list_both_uncut(const BackwardParams& p) {
   const int thread = static_cast<int>(blockIdx.x) * kScheduleThreads + static_cast<int>(threadIdx.x);
   const int stride = static_cast<int>(gridDim.x) * kScheduleThreads;
   const bool is_listed = !p.has_saved, is_sliced = p.slice1_work != nullptr;
-  const int parts = p.list == kEvenList ? p.even_parts : p.list == kPlannedList ? planned_parts(p) : 1;
+  const int parts = p.list == kEvenList ? p.even_parts : p.list == kPlannedList ? -p.cuts[0].number : 1;
   const int entries = p.sequences.count * p.value_heads * parts;
   for (int i = thread; i < entries; i += stride) {
     const WorkItem item = is_listed ? p.work[i] : saved_item(p, i, parts);

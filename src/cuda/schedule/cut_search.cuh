@@ -51,6 +51,9 @@ struct CutSmem {
   unsigned long long best;
 };
 
+// No backward uses the list or the cuts.
+GD_DEVICE bool is_forward_only(const CallParams& p) { return !p.saved_list && !p.gradients; }
+
 // Groups the sequences into length classes. Valid for all threads after the next barrier.
 GD_DEVICE void find_classes(const CallParams& p, int share, CutSmem& s) {
   const int tid = threadIdx.x, count = p.sequences.count;
@@ -76,8 +79,8 @@ GD_DEVICE void find_classes(const CallParams& p, int share, CutSmem& s) {
   s.class_count = s.lengths.classes(p.value_heads, share, s.classes);
   s.uncut =
       p.forced.decaying ? kMayBeCut : static_cast<UncutList>(busy_parts(s.classes, s.class_count, p.limits.blocks));
-  // A backward's own prepare must not: its lists of whole heads are made from this one.
-  const bool may_balance = s.uncut == kMayBeCut && !p.forced.decaying && p.may_cut && !p.gradients;
+  // A backward makes its lists of whole heads from this one, or from what the forward saved.
+  const bool may_balance = s.uncut == kMayBeCut && !p.forced.decaying && p.may_cut && is_forward_only(p);
   if (may_balance && is_balanced(s.lengths, p.value_heads, p.limits)) s.uncut = kBalancedHeads;
   s.best = ~0ull;
 }
@@ -112,7 +115,7 @@ GD_DEVICE void choose_cut(const CallParams& p, int helper, CutSmem& s) {
   __syncwarp();
   unsigned long long mine = ~0ull;
   if (is_candidate) {
-    const float cost = cost_of(cut, s.pieces[index], s.class_count, longest, p.limits, !p.saved_list && !p.gradients);
+    const float cost = cost_of(cut, s.pieces[index], s.class_count, longest, p.limits, is_forward_only(p));
     mine = static_cast<unsigned long long>(__float_as_uint(cost)) << 32 | static_cast<unsigned>(number);
   }
   atomicMin(&s.best, mine);

@@ -232,7 +232,6 @@ TEST_F(Forward, TwoSegmentsAreAsGoodAsOne) {
   EXPECT_EQ(states, bytes_of(problem.forward.final_state));
 }
 
-// For one sequence two CTAs share each head; for 70 sequences a CTA has whole heads.
 // 192 heads on 132 SMs: some are in two parts, the second of which goes on with the first one's state. Also in place.
 TEST_F(Forward, BalancedHeadsHaveTheBitsOfWholeOnes) {
   for (const char* states : {"", " inplace"}) {
@@ -247,6 +246,7 @@ TEST_F(Forward, BalancedHeadsHaveTheBitsOfWholeOnes) {
   }
 }
 
+// For one sequence two CTAs share each head; for 70 sequences a CTA has whole heads.
 TEST_F(Forward, DoesNotDependOnTheBatch) {
   Problem problem(parse_case("B=70 T=1500 Hk=2 Hv=4 K=128 V=128 dtype=bf16"));
   problem.forward.batch_invariant = 1;
