@@ -263,32 +263,27 @@ struct Chain {
         for (int h = 0; h < 2; ++h) to[i][n / 2][n % 2 * 2 + h] = pack<Elem>(c[i][n][2 * h], c[i][n][2 * h + 1]);
   }
   // The same for an operand that is summed over tokens. Where keys resemble each other, rounding errors add up: a row
-  // of U is then v_i - v_{i-1}, and 32 errors meet in a sum that is one v. So each error is carried on to the lane's
-  // next token, in groups of four (eight cost more where keys are random: an error then counts twice). Only if the keys
-  // of the step are about equally long (`carry` is 1, otherwise 0): an error of a short key is none of a long one. fp16
-  // has three bits more and needs none of it.
-  GD_DEVICE static void pack_carrying(Operand& to, const Tokens& c, float carry) {
-    if constexpr (std::is_same_v<Elem, Fp16>) {
-      pack_tokens(to, c);
-    } else {
+  // of U is then v_i - v_{i-1}, and 32 errors meet in a sum that is one v. In steps with such keys (`carries`) each
+  // error is carried on to the lane's next token, in groups of four. fp16 has three bits more and needs none of it.
+  GD_DEVICE static void pack_summed(Operand& to, const Tokens& c, bool carries) {
+    if (std::is_same_v<Elem, Fp16> || !carries) return pack_tokens(to, c);
 #pragma unroll
-      for (int i = 0; i < kI; ++i)
+    for (int i = 0; i < kI; ++i)
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
+      for (int h = 0; h < 2; ++h)
 #pragma unroll
-          for (int n = 0; n < kT; n += 2) {
-            float error = 0;
+        for (int n = 0; n < kT; n += 2) {
+          float error = 0;
 #pragma unroll
-            for (int m = 0; m < 2; ++m) {
-              const float first = c[i][n + m][2 * h] + carry * error;
-              const float rounded = unpack<Elem>(pack<Elem>(first, 0.0f)).x;
-              const float second = c[i][n + m][2 * h + 1] + carry * (first - rounded);
-              uint32_t& both = to[i][n / 2][2 * m + h];
-              both = pack<Elem>(rounded, second);
-              error = second - unpack<Elem>(both).y;
-            }
+          for (int m = 0; m < 2; ++m) {
+            const float first = c[i][n + m][2 * h] + error;
+            const float rounded = unpack<Elem>(pack<Elem>(first, 0.0f)).x;
+            const float second = c[i][n + m][2 * h + 1] + (first - rounded);
+            uint32_t& both = to[i][n / 2][2 * m + h];
+            both = pack<Elem>(rounded, second);
+            error = second - unpack<Elem>(both).y;
           }
-    }
+        }
   }
 
   // ---- outputs -----------------------------------------------------------------------------------------------------

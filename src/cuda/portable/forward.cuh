@@ -68,7 +68,7 @@ struct Forward : Chain<Config> {
     copy_wait<1>();  // V of this step; the rows of the next one may still be on their way
     sync_warp();
     find_values(W, prep);
-    Base::pack_carrying(packed, W, load_shared(prep + Prepared::kCarry));
+    Base::pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
     sync_warp();  // all lanes have read V
     if (rows > kStep) this->load_own_values(rows - kStep);
     copy_commit();
@@ -77,7 +77,7 @@ struct Forward : Chain<Config> {
     Base::pack_tokens(packed, W);
     this->multiply_triangle(O, packed, prep + Prepared::kP);
     this->scale(W, prep, kTail);
-    Base::pack_carrying(packed, W, load_shared(prep + Prepared::kCarry));
+    Base::pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
     this->add_to_state(packed, K);
     this->store_outputs(O, rows);
   }

@@ -55,7 +55,7 @@ struct Prepare {
     const int step = warp >> 1, turn = warp & 1;
     float c[2][4][4];
     multiply(c, smem, step, turn == 1, lane);
-    if (turn == 0) compare_lengths(c, rows - step * kStep, smem + Smem::kCarry + step * 4, lane);
+    if (turn == 0) compare_keys(c, rows - step * kStep, smem + Smem::kCarry + step * 4, lane);
     sync_cta();  // K and Q are not read any more, and the norms are there
     if (p.l2norm) normalise(c, smem, step, turn == 1, lane);
     if (turn == 1) {
@@ -171,25 +171,32 @@ struct Prepare {
     }
   }
 
-  // Whether the longest key is at most twice as long as the shortest, from the diagonal of K K^T.
-  GD_DEVICE static void compare_lengths(const float (&c)[2][4][4], int rows, uint32_t to, int lane) {
-    const int g = lane >> 2;
-    const bool on_diagonal = (lane & 3) == g / 2;
-    float least = 3e38f, most = 0;  // squares
+  // Whether rounding errors are carried on (chain.cuh), from K K^T: if some keys resemble each other, and if none is
+  // more than twice as long as another. The error of a short key is none of a long one.
+  GD_DEVICE static void compare_keys(const float (&c)[2][4][4], int rows, uint32_t to, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    float least = 3e38f, most = 0, alike = 0;  // squares of lengths; the largest product of two keys
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {  // rows 8 r + g
-      const float(&x)[4] = c[r / 2][r];
-      const float square = g & 1 ? x[r % 2 * 2 + 1] : x[r % 2 * 2];
-      if (!on_diagonal || 8 * r + g >= rows) continue;
-      least = fminf(least, square);
-      most = fmaxf(most, square);
-    }
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 2 * i; j < 4; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int row = 16 * i + e / 2 * 8 + g, column = 8 * j + 2 * t + e % 2;
+          if (row != column) {
+            alike = fmaxf(alike, c[i][j][e]);
+          } else if (row < rows) {
+            least = fminf(least, c[i][j][e]);
+            most = fmaxf(most, c[i][j][e]);
+          }
+        }
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
       least = fminf(least, shuffle_xor(least, by));
       most = fmaxf(most, shuffle_xor(most, by));
+      alike = fmaxf(alike, shuffle_xor(alike, by));
     }
-    if (lane == 0) store_shared(to, most <= 4 * least ? 1.0f : 0.0f);
+    if (lane == 0) store_shared(to, most <= 4 * least && alike > 0.75f * least ? 1.0f : 0.0f);
   }
 
   GD_DEVICE static void normalise(float (&c)[2][4][4], uint32_t smem, int step, bool is_query, int lane) {

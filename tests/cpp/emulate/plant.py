@@ -58,7 +58,7 @@ MISTAKES = {
     ),
     "writes_do_not_decay": Mistake("forward.cuh", "this->scale(W, prep, kTail);", ""),
     "errors_carried_between_unequal_keys": Mistake(
-        "prepare.cuh", "most <= 4 * least ? 1.0f : 0.0f", "most > 0 ? 1.0f : 0.0f"
+        "prepare.cuh", "most <= 4 * least && alike > 0.75f * least", "most > 0"
     ),
     "norms_left_out_of_writes": Mistake("prepare.cuh", "exp2_approx(end - log) * rk;", "exp2_approx(end - log);"),
 }  # fmt: skip
