@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import json
 import math
 from dataclasses import dataclass, field, fields, replace
@@ -68,7 +69,7 @@ def add_head(cut: Cut, chunks: int, length: int, persists: bool, ratio: float) -
     segments = -(-chunks // length) if 0 < length < chunks else 1
     if not persists or segments == 1:
         at = borders(chunks, segments)
-        for begin, end in zip(at, at[1:]):
+        for begin, end in itertools.pairwise(at):
             cut.free.append(("output", end - begin, min(WARM_UP, begin), -1, -1))
     elif segments == 2:
         at = borders(chunks, 2, int(chunks * ratio))
