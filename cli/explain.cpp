@@ -90,7 +90,7 @@ std::string explain_plan(const testing::Case& c, int blocks) {
   if (const int parts = cuda::busy_parts(classes, classes_of(0), blocks))
     return text + "  not cut: heads of one length keep the GPU busy, " + (parts == 2 ? "in halves" : "whole") +
            ", which the device finds from the lengths\n";
-  if (cuda::may_cut(p) && cuda::is_balanced(cuda::lengths_of(chunks.data(), count), heads, limits))
+  if (cuda::may_balance(p, limits) && cuda::is_balanced(cuda::lengths_of(chunks.data(), count), heads, blocks))
     return text +
            "  balanced: heads of similar lengths in one equal stretch per block; some are in two parts, the second "
            "of which goes on with the first one's state\n";
@@ -100,11 +100,10 @@ std::string explain_plan(const testing::Case& c, int blocks) {
   const int longest = *std::max_element(chunks.begin(), chunks.end());
   for (int share = 0; share < cuda::kShares; ++share) {
     const int class_count = classes_of(share);
-    const cuda::CutCost best = cuda::fastest_cut(classes, class_count, longest, limits, cuda::may_cut(p), !p.saved);
+    const cuda::CutCost best = cuda::fastest_cut(classes, class_count, longest, limits, cuda::may_cut(p));
     const cuda::Cut cut = cuda::cut_number(best.number, cuda::length_scale(longest));
     const auto cycles_of = [&](const cuda::Cut& c) {
-      return cuda::cycles_of(c, cuda::PiecesOf(c, classes, class_count).classes, class_count, longest, limits,
-                             !p.saved);
+      return cuda::cycles_of(c, cuda::PiecesOf(c, classes, class_count).classes, class_count, longest, limits);
     };
     int pieces = 0;
     for (int i = 0; i < class_count; ++i) {

@@ -44,8 +44,9 @@ struct CallParams {
   Limits limits;
   ListMode list;
   bool may_cut;
-  int even_parts;  // items per head of an even list
-  Cut forced;      // by segment_chunks; zero lengths: not forced
+  bool may_balance;  // lengths may ask for a balanced list; only in a forward
+  int even_parts;    // items per head of an even list
+  Cut forced;        // by segment_chunks; zero lengths: not forced
 
   GD_HOST_DEVICE int main_blocks() const { return limits.entries < limits.blocks ? limits.entries : limits.blocks; }
   GD_HOST_DEVICE bool is_padding(int n) const {

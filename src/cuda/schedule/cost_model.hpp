@@ -215,11 +215,10 @@ struct Timeline {
 // the same size in all classes and are counted as one.
 constexpr float kNever = 1e30f;
 // Cuts with more rounds of pieces than this are not considered. Halves are for GPUs with idle SMs: both halves read K
-// and Q, and if all SMs do, that costs more than it saves, unless it shortens the chain of segments that are merged. In
-// a backward it costs more nevertheless, so this is for cuts that no backward will use (forward_only).
-constexpr float kMostRounds = 6, kMostHalves = 0.6f, kMostMergedHalves = 1;
+// and Q, and if all SMs do, that costs more than it saves.
+constexpr float kMostRounds = 6, kMostHalves = 0.6f;
 GD_HOST_DEVICE inline float cycles_of(const Cut& cut, const ClassPieces* classes, int count, int longest,
-                                      const Limits& limits, bool forward_only) {
+                                      const Limits& limits) {
   int entries = 0, boundaries = 0, pieces = 0;
   Pieces first, merges, waiting;
   GD_NO_UNROLL for (int i = 0; i < count; ++i) {
@@ -235,10 +234,8 @@ GD_HOST_DEVICE inline float cycles_of(const Cut& cut, const ClassPieces* classes
     if (p.merges.number > 0 && p.merges.size > merges.size) merges.size = p.merges.size;
   }
   const bool is_cut = cut.decaying || cut.persistent;
-  const bool may_fill = forward_only && merges.number > 0;
-  const float most = !cut.halves ? kMostRounds : may_fill ? kMostMergedHalves : kMostHalves;
-  const bool is_crowded =
-      static_cast<float>(first.number + pieces - waiting.number) > most * static_cast<float>(limits.blocks);
+  const bool is_crowded = static_cast<float>(first.number + pieces - waiting.number) >
+                          (cut.halves ? kMostHalves : kMostRounds) * static_cast<float>(limits.blocks);
   if (is_cut && (entries > limits.entries || boundaries > limits.boundaries || is_crowded)) return kNever;
   if (first.number > 0) {
     first.size = fast_div(first.size, static_cast<float>(first.number));
@@ -292,18 +289,17 @@ GD_HOST_DEVICE inline Cut cut_number(int i, int scale) {
 // The estimate has an error: a cut must win by more than this.
 constexpr float kWorthCutting = 1.03f;
 GD_HOST_DEVICE inline float cost_of(const Cut& cut, const ClassPieces* classes, int count, int longest,
-                                    const Limits& limits, bool forward_only) {
-  const float time = cycles_of(cut, classes, count, longest, limits, forward_only);
+                                    const Limits& limits) {
+  const float time = cycles_of(cut, classes, count, longest, limits);
   return cut.decaying || cut.persistent ? time * kWorthCutting + Costs::kCut : time;
 }
 
 // Host version of the search; on the device many threads compute the cost of one cut each.
-inline CutCost fastest_cut(const LengthClass* classes, int count, int longest, const Limits& limits, bool may_cut,
-                           bool forward_only = true) {
+inline CutCost fastest_cut(const LengthClass* classes, int count, int longest, const Limits& limits, bool may_cut) {
   CutCost best{kNever, 0};
   for (int number = 0; number < (may_cut ? kCuts : 2); ++number) {
     const Cut cut = cut_number(number, length_scale(longest));
-    const float cost = cost_of(cut, PiecesOf(cut, classes, count).classes, count, longest, limits, forward_only);
+    const float cost = cost_of(cut, PiecesOf(cut, classes, count).classes, count, longest, limits);
     if (cost < best.cost) best = {cost, number};
   }
   return best;
@@ -331,20 +327,15 @@ GD_HOST_DEVICE inline int busy_parts(const LengthClass* classes, int count, int 
 
 // Whether a balanced list is faster than whole heads: each CTA has one item more, but none waits for the last round.
 constexpr float kItemChunks = 6;  // an item more where all CTAs read and write states, in chunks
-GD_HOST_DEVICE inline bool is_balanced(const Lengths& lengths, int heads, const Limits& limits) {
-  int chunks = 0, seq_heads = 0;
-  GD_UNROLL for (int i = 0; i < kMaxClasses; ++i) {
-    chunks += lengths.chunks[i] * heads;
-    seq_heads += lengths.sequences[i] * heads;
-  }
-  const int borders = limits.blocks - 1;
-  if (chunks == 0 || chunks < int64_t{lengths.longest} * limits.blocks) return false;
-  if (borders > kMostBorders || borders > limits.boundaries || seq_heads + borders > limits.entries) return false;
-  Timeline whole_heads(limits.blocks);
+GD_HOST_DEVICE inline bool is_balanced(const Lengths& lengths, int heads, int blocks) {
+  int chunks = 0;
+  GD_UNROLL for (int i = 0; i < kMaxClasses; ++i) chunks += lengths.chunks[i] * heads;
+  if (chunks == 0 || chunks < int64_t{lengths.longest} * blocks) return false;
+  Timeline whole_heads(blocks);
   GD_NO_UNROLL for (int i = 0; i < kMaxClasses; ++i) if (lengths.sequences[i] > 0)
       whole_heads.run({lengths.sequences[i] * heads,
                        fast_div(static_cast<float>(lengths.chunks[i]), static_cast<float>(lengths.sequences[i]))});
-  const float each = fast_div(static_cast<float>(chunks), static_cast<float>(limits.blocks));
+  const float each = fast_div(static_cast<float>(chunks), static_cast<float>(blocks));
   return kBusy * whole_heads.end > each + kItemChunks;
 }
 

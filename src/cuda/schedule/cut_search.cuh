@@ -45,14 +45,11 @@ struct CutSmem {
   Lengths lengths;
   LengthClass classes[kMaxClasses];
   int class_count;
-  UncutList uncut;
+  int parts;  // an UncutList
   BalancedSmem balanced;
   ClassPieces pieces[kCuts / kCutBlocks][kMaxClasses];
   unsigned long long best;
 };
-
-// No backward uses the list or the cuts.
-GD_DEVICE bool is_forward_only(const CallParams& p) { return !p.saved_list && !p.gradients; }
 
 // Groups the sequences into length classes. Valid for all threads after the next barrier.
 GD_DEVICE void find_classes(const CallParams& p, int share, CutSmem& s) {
@@ -77,11 +74,9 @@ GD_DEVICE void find_classes(const CallParams& p, int share, CutSmem& s) {
   __syncthreads();
   if (tid != 0) return;
   s.class_count = s.lengths.classes(p.value_heads, share, s.classes);
-  s.uncut =
-      p.forced.decaying ? kMayBeCut : static_cast<UncutList>(busy_parts(s.classes, s.class_count, p.limits.blocks));
-  // A backward makes its lists of whole heads from this one, or from what the forward saved.
-  const bool may_balance = s.uncut == kMayBeCut && !p.forced.decaying && p.may_cut && is_forward_only(p);
-  if (may_balance && is_balanced(s.lengths, p.value_heads, p.limits)) s.uncut = kBalancedHeads;
+  s.parts = p.forced.decaying ? 0 : busy_parts(s.classes, s.class_count, p.limits.blocks);
+  // NOTE: behind a parameter: few heads must not fetch instructions for this, their calls wait for the search.
+  if (p.may_balance && s.parts == 0 && is_balanced(s.lengths, p.value_heads, p.limits.blocks)) s.parts = kBalancedHeads;
   s.best = ~0ull;
 }
 
@@ -94,12 +89,12 @@ GD_DEVICE void choose_cut(const CallParams& p, int helper, CutSmem& s) {
   find_classes(p, share, s);
   __syncthreads();
   CutCost& best = p.cuts[helper];
-  if (s.uncut != kMayBeCut) {
-    if (tid == 0) best.number = -s.uncut;
-    if (s.uncut != kBalancedHeads)
-      list_uncut(p, (helper * kThreads + tid) / 32, kShares * kCutBlocks * kThreads / 32, tid % 32, s.uncut);
+  if (s.parts > 0) {
+    if (s.parts != kBalancedHeads)
+      list_uncut(p, (helper * kThreads + tid) / 32, kShares * kCutBlocks * kThreads / 32, tid % 32, s.parts);
     else if (helper == 0)
       list_balanced<kThreads>(p, s.balanced);
+    if (tid == 0) best.number = -s.parts;
     return;
   }
   // Four threads estimate one cut: each computes the items of one class, then all do the same. A warp gets few, similar
@@ -115,7 +110,7 @@ GD_DEVICE void choose_cut(const CallParams& p, int helper, CutSmem& s) {
   __syncwarp();
   unsigned long long mine = ~0ull;
   if (is_candidate) {
-    const float cost = cost_of(cut, s.pieces[index], s.class_count, longest, p.limits, is_forward_only(p));
+    const float cost = cost_of(cut, s.pieces[index], s.class_count, longest, p.limits);
     mine = static_cast<unsigned long long>(__float_as_uint(cost)) << 32 | static_cast<unsigned>(number);
   }
   atomicMin(&s.best, mine);

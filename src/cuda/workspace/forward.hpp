@@ -87,6 +87,15 @@ inline int64_t list_entries(const ForwardProblem& p, int blocks) {
   return parts > 0 ? p.in.sequences.count * p.in.value_heads * parts : max_entries(p);
 }
 
+// Whether there may be a balanced list (schedule/balanced_list.hpp): heads for every CTA, and room for it. A backward
+// reads from what was saved how the forward's list was made, and knows no balanced one. Lengths decide on the device.
+inline bool may_balance(const ForwardProblem& p, const Limits& limits) {
+  const int64_t seq_heads = p.in.sequences.count * p.in.value_heads;
+  const int borders = limits.blocks - 1;
+  return may_cut(p) && !p.saved && !p.segment_chunks && seq_heads >= limits.blocks && borders <= kMostBorders &&
+         borders <= limits.boundaries && seq_heads + borders <= limits.entries;
+}
+
 // ---- memory --------------------------------------------------------------------------------------------------------
 
 // What a forward saves for its backward: prepare's results, and the state after every kSaveInterval chunks.

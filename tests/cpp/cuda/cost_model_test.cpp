@@ -256,19 +256,8 @@ TEST(Choice, DoesNotCutWhatKeepsTheGpuBusy) {
   EXPECT_EQ(busy_parts({}, 64), 1);
 }
 
-// Halves that fill the GPU shorten the chain of a merge; in a backward they cost more than that.
-TEST(Choice, FillsTheGpuWithHalvesInAForwardOnly) {
-  const LengthClass classes[] = {{128, 6, 2}};  // 8 heads
-  const Limits limits = {132, 6000, 384};
-  const Cut forward = cut_number(fastest_cut(classes, 1, 128, limits, true, true).number, 1);
-  const Cut both = cut_number(fastest_cut(classes, 1, 128, limits, true, false).number, 1);
-  EXPECT_TRUE(forward.halves);
-  EXPECT_FALSE(both.halves);
-  EXPECT_GT(segments_of(128, forward.persistent), 2);
-}
-
-bool is_balanced(const std::vector<int>& chunks, int heads, const Limits& limits = {132, 6000, 384}) {
-  return is_balanced(lengths_of(chunks.data(), static_cast<int>(chunks.size())), heads, limits);
+bool is_balanced(const std::vector<int>& chunks, int heads) {
+  return is_balanced(lengths_of(chunks.data(), static_cast<int>(chunks.size())), heads, 132);
 }
 
 TEST(Choice, BalancesHeadsThatFillTheLastRoundBadly) {
@@ -281,9 +270,6 @@ TEST(Choice, BalancesHeadsThatFillTheLastRoundBadly) {
   EXPECT_FALSE(is_balanced(std::vector<int>(8, 16), 24));   // short: an item more costs more than it balances
   EXPECT_FALSE(is_balanced(std::vector<int>(60, 20), 18));  // nine rounds fill themselves
   EXPECT_FALSE(is_balanced({}, 48));
-  EXPECT_FALSE(is_balanced({32, 32, 32, 32}, 48, {132, 6000, 130}));  // no room for the boundaries
-  EXPECT_FALSE(is_balanced({32, 32, 32, 32}, 48, {132, 322, 384}));   // or for the parts
-  EXPECT_TRUE(is_balanced({32, 32, 32, 32}, 48, {132, 323, 131}));
 }
 
 TEST(Choice, CutsLongSequencesIntoLongSegments) {

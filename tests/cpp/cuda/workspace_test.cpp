@@ -267,6 +267,32 @@ TEST(List, OfShortSequencesIsAsGoodAsAPlan) {
       }
 }
 
+// The device writes a balanced list without looking at the room for it.
+TEST(List, MayBeBalancedWhereThereIsRoom) {
+  const auto may = [](const ForwardProblem& p, int blocks = 132) {
+    return may_balance(p, {blocks, static_cast<int>(list_entries(p, blocks)), forward_layout(p).boundary_count});
+  };
+  EXPECT_TRUE(may(packed(4, 8192, 48)));
+  EXPECT_TRUE(may(dense(4, 2048, 48)));
+  EXPECT_FALSE(may(packed(2, 8192, 48)));       // fewer heads than CTAs
+  EXPECT_FALSE(may(packed(65, 65 * 1024, 4)));  // not planned
+  EXPECT_FALSE(may(packed(8, 8192, 48), 300));  // more CTAs than it is made for
+  EXPECT_FALSE(may(packed(4, 256, 48)));        // no room for the boundaries
+  ForwardProblem p = packed(4, 8192, 48);
+  EXPECT_FALSE(may_balance(p, {132, 322, 384}));  // 192 heads and 131 second parts
+  EXPECT_TRUE(may_balance(p, {132, 323, 131}));
+  p.segment_chunks = 8;
+  EXPECT_FALSE(may(p));
+  p.segment_chunks = 0;
+  p.saved.present = true;
+  EXPECT_FALSE(may(p));
+  p.saved.present = false;
+  p.context_parallel = false;
+  EXPECT_FALSE(may(p));
+  p.context_parallel = p.batch_invariant = true;
+  EXPECT_FALSE(may(p));
+}
+
 TEST(List, HasRoomForEveryPiece) {
   ForwardProblem p = dense(2, 6400, 8);
   EXPECT_EQ(max_entries(p), 2 * 16 + 4096);
