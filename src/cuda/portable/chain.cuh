@@ -265,8 +265,16 @@ struct Chain {
   // The same for an operand that is summed over tokens. Where keys resemble each other, rounding errors add up: a row
   // of U is then v_i - v_{i-1}, and 32 errors meet in a sum that is one v. In steps with such keys (`carries`) each
   // error is carried on to the lane's next token, in groups of four. fp16 has three bits more and needs none of it.
-  GD_DEVICE static void pack_summed(Operand& to, const Tokens& c, bool carries) {
-    if (std::is_same_v<Elem, Fp16> || !carries) return pack_tokens(to, c);
+  GD_DEVICE static void pack_summed(Operand& to, const Tokens& c, [[maybe_unused]] bool carries) {
+    if constexpr (std::is_same_v<Elem, Fp16>) {
+      pack_tokens(to, c);
+    } else if (carries) {
+      pack_carried(to, c);
+    } else {
+      pack_tokens(to, c);
+    }
+  }
+  GD_DEVICE static void pack_carried(Operand& to, const Tokens& c) {
 #pragma unroll
     for (int i = 0; i < kI; ++i)
 #pragma unroll
