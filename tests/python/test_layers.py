@@ -124,9 +124,8 @@ ROOMS = {
     "tests/cpp/gpu": ["testing"],
     "tests/cpp/cuda": [
         "src/cuda/workspace", "src/cuda/schedule", "src/cuda/conv1d/config.hpp", "src/cuda/decode/config.hpp",
-        "src/cuda/gated_norm/config.hpp", "src/cuda/portable/config.hpp", "src/cuda/sm90/tiles.hpp",
-        "src/cuda/sm90/chain",
-        "src/cuda/gated_norm/config.hpp", "src/cuda/layer/config.hpp", "src/cuda/sm90/tiles.hpp", "src/cuda/sm90/chain",
+        "src/cuda/gated_norm/config.hpp", "src/cuda/layer/config.hpp", "src/cuda/portable/config.hpp",
+        "src/cuda/sm90/tiles.hpp", "src/cuda/sm90/chain",
     ],
     "tests/cpp/emulate": ["testing", "src/cuda/portable", "src/cuda/portable/config.hpp"],
     "tests/fuzz": [PUBLIC],
