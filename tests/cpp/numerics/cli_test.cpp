@@ -231,8 +231,7 @@ TEST(Cli, RefusesCudaDevicesThatNothingRunsOn) {
   EXPECT_EQ(refusal(0, {}), "there is no CUDA device here");
   EXPECT_EQ(refusal(3, gpus), "there is no such CUDA device, the last is cuda:2");
   EXPECT_EQ(refusal(0, gpus),
-            "T4 has compute capability 7.5, but the library needs 8.0 for recurrent steps and 9.0 for "
-            "everything else");
+            "T4 has compute capability 7.5, but the library needs 8.0, and for the chunked backward 9.0");
   EXPECT_EQ(refusal(1, gpus) + refusal(2, gpus), "");  // an A100 decodes
 }
 
