@@ -82,8 +82,9 @@ def test_contents(wheel, root):
     package = {name for name in files if ".dist-info/" not in name}
     assert package == sources | native
     assert not any(stat.S_ISLNK(info.external_attr >> 16) for info in files.values())
-    # Eight operations; those for compute capability 8.0 and later with machine code for two architectures, and PTX.
-    assert wheel.stat().st_size < 6_000_000
+    # Eleven operations; those for compute capability 8.0 and later with machine code for two architectures, the chunked
+    # forward for four (2.5 MB), and PTX.
+    assert wheel.stat().st_size < 8_000_000
 
 
 def test_metadata_requires_nothing(installed):
