@@ -12,6 +12,7 @@ constexpr std::pair<Quantity, const char*> kNames[] = {
     {Quantity::final_state, "final_state"},
     {Quantity::checkpoints, "checkpoints"},
     {Quantity::step_states, "step_states"},
+    {Quantity::transition, "transition"},
     {Quantity::dq, "dq"},
     {Quantity::dk, "dk"},
     {Quantity::dv, "dv"},
@@ -104,7 +105,11 @@ Tolerance tolerance(Quantity quantity, Compute compute, gd_dtype stored, const C
       quantity == Quantity::final_state || quantity == Quantity::checkpoints || quantity == Quantity::step_states;
   const bool of_gate = quantity == Quantity::dg || quantity == Quantity::dA_log || quantity == Quantity::d_dt_bias;
   Tolerance bound;
-  bound.relative = bf16 ? column(quantity == Quantity::o ? of_output : state ? of_state : kGradient, inputs) : kFp32;
+  const bool transition = quantity == Quantity::transition;
+  bound.relative =
+      bf16 ? column(quantity == Quantity::o ? of_output : state || transition ? of_state : kGradient, inputs) : kFp32;
+  // Tokens add something new to a state, and nothing to M: it is a product over all chunks with the errors of each.
+  if (bf16 && transition) bound.relative *= 2;
   // A gradient of one gate or one beta is a sum of K V or V products of order 1 with either sign. Where the sum is
   // small by chance or by a reset, the rounding of its terms remains. On tensor cores a term has four factors that were
   // rounded to 16 bits (Z, U, and the W and T that U is made of), each by 1.1e-3 in the mean: 2.3e-3, and twice that.
@@ -117,7 +122,7 @@ Tolerance tolerance(Quantity quantity, Compute compute, gd_dtype stored, const C
   if (inputs != InputClass::benchmark && quantity == Quantity::d_initial_state)
     bound.absolute = on_tensor_cores && c.dtype == GD_F16 ? 6e-8 : 1e-9;
   // The promised bf16 bounds of o and the gradients include their own rounding to bf16; all others do not.
-  const bool included = bf16 && !state && quantity != Quantity::d_initial_state;
+  const bool included = bf16 && !state && !transition && quantity != Quantity::d_initial_state;
   if (!included) bound.relative = std::hypot(bound.relative, rounding(stored));
   return bound;
 }

@@ -18,6 +18,7 @@ enum class Quantity {
   final_state,
   checkpoints,
   step_states,
+  transition,
   dq,
   dk,
   dv,
