@@ -12,10 +12,10 @@ import re
 import sys
 
 from repo_files import ROOT, repo_files
-from tables import chunked, cpu, decode, headline, models
+from tables import chunked, cpu, decode, estimates, headline, models
 
 BLOCK = re.compile(r"<!-- results: ([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
-TABLES = cpu.TABLES | headline.TABLES | chunked.TABLES | decode.TABLES | models.TABLES
+TABLES = cpu.TABLES | headline.TABLES | chunked.TABLES | decode.TABLES | models.TABLES | estimates.TABLES
 
 
 def rendered(text: str) -> str:
