@@ -187,7 +187,7 @@ typedef struct gd_backward_args {
   gd_inputs in;
   gd_tensor d_o;           /* [B, T, Hv, V]  gradient of o */
   gd_tensor d_final_state; /* [N, Hv, ., .]  optional: gradient of the final state (absent = 0); see d_final_indices */
-  const void* saved;       /* what the forward of the same inputs and exec.isa saved; null: the backward recomputes it */
+  const void* saved;       /* what the forward of the same inputs and isa saved; null: the backward recomputes it */
   size_t saved_bytes;
   gd_tensor dq, dk;          /* [B, T, Hk, K]  summed over the value heads of a group */
   gd_tensor dv;              /* [B, T, Hv, V] */
