@@ -47,6 +47,9 @@ REQUIRED = {
     "gradients_kernel": ("HGMMA", "UTMALDG"),
     "portable_prepare_kernel": ("HMMA", "LDSM", "LDGSTS"),
     "portable_forward_kernel": ("HMMA", "LDSM", "LDGSTS"),
+    "portable_states_kernel": ("HMMA", "LDSM", "LDGSTS"),
+    "portable_gradient_chain_kernel": ("HMMA", "LDSM", "LDGSTS"),
+    "portable_gradients_kernel": ("HMMA", "LDSM", "LDGSTS"),
 }
 PORTABLE = "portable_"  # the beginning of the names of kernels that every architecture has
 RECORDED = 90  # the architecture whose code is printed and compared

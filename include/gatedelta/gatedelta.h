@@ -59,7 +59,7 @@ typedef enum gd_device { GD_CPU = 0, GD_CUDA = 1 } gd_device;
 
 /* CPU instruction sets. GD_ISA_AUTO picks the best the machine has; any other value forces one, or is refused. On CUDA
  * GD_ISA_AUTO picks the kernels made for the device, and GD_ISA_CUDA_PORTABLE the ones that every device from compute
- * capability 8.0 on has (gd_forward; the operations other than gd_backward have no others). */
+ * capability 8.0 on has (gd_forward and gd_backward; summaries have none of these, other operations no others). */
 typedef enum gd_isa {
   GD_ISA_AUTO = 0,
   GD_ISA_GENERIC = 1,
@@ -187,7 +187,7 @@ typedef struct gd_backward_args {
   gd_inputs in;
   gd_tensor d_o;           /* [B, T, Hv, V]  gradient of o */
   gd_tensor d_final_state; /* [N, Hv, ., .]  optional: gradient of the final state (absent = 0); see d_final_indices */
-  const void* saved;       /* what the forward of the same inputs saved; null: the backward recomputes it */
+  const void* saved;       /* what the forward of the same inputs and isa saved; null: the backward recomputes it */
   size_t saved_bytes;
   gd_tensor dq, dk;          /* [B, T, Hk, K]  summed over the value heads of a group */
   gd_tensor dv;              /* [B, T, Hv, V] */
@@ -200,7 +200,8 @@ typedef struct gd_backward_args {
   int32_t context_parallel;  /* this and the next two as in gd_forward_args */
   int32_t segment_chunks;
   int32_t batch_invariant;
-  int32_t small_workspace;     /* nonzero: less scratch memory, more time, the same bits; on CUDA it needs `saved` */
+  int32_t small_workspace;     /* nonzero: less scratch memory, more time, the same bits; on CUDA it needs `saved` and
+                                  Hopper's kernels */
   gd_tensor d_final_indices;   /* [N]          optional: row of d_final_state, then [rows, Hv, ., .], of each sequence;
                                   nobody = its gradient is 0. Several sequences may read one row */
   gd_tensor d_initial_indices; /* [N]          optional: row of d_initial_state, then [rows, Hv, ., .], that each

@@ -23,7 +23,8 @@ const Backend<ForwardProblem>* const kForwardBackends[] = {&cpu::forward_backend
 const Backend<Conv1dProblem>* const kConv1dBackends[] = {&cpu::conv1d_backend, &cuda::conv1d_backend};
 const Backend<Conv1dBackwardProblem>* const kConv1dBackwardBackends[] = {&cpu::conv1d_backward_backend,
                                                                          &cuda::conv1d_backward_backend};
-const Backend<BackwardProblem>* const kBackwardBackends[] = {&cpu::backward_backend, &cuda::sm90_backward_backend};
+const Backend<BackwardProblem>* const kBackwardBackends[] = {&cpu::backward_backend, &cuda::sm90_backward_backend,
+                                                             &cuda::portable_backward_backend};
 const Backend<RecurrentProblem>* const kRecurrentBackends[] = {&cpu::recurrent_backend, &cuda::recurrent_backend};
 const Backend<SummaryProblem>* const kSummaryBackends[] = {&cpu::summary_backend, &cuda::sm90_summary_backend};
 const Backend<BackwardSummaryProblem>* const kBackwardSummaryBackends[] = {&cpu::backward_summary_backend,

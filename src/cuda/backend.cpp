@@ -7,7 +7,7 @@
 #include "cuda/gated_norm/config.hpp"
 #include "cuda/layer/config.hpp"
 #include "cuda/limits.hpp"
-#include "cuda/portable/config.hpp"
+#include "cuda/portable/backward_config.hpp"
 #include "cuda/workspace/backward.hpp"
 #include "cuda/workspace/summary.hpp"
 
@@ -23,19 +23,34 @@ Outcome forced(const char* operation) {
                  operation);
 }
 
+// A query does not know the device, so the memory is enough for either kind of kernels.
+template <class Problem>
+size_t enough_for_both(const Problem& p, size_t hoppers, size_t (*portables)(const Problem&)) {
+  return std::max(hoppers, check_portable_limits(p).status == GD_OK ? portables(p) : 0);
+}
+template <class Problem>
+size_t saved_bytes(const Problem& p) {
+  return enough_for_both<Problem>(p, saved_layout(p.in).bytes,
+                                  [](const Problem& of) { return portable::saved_bytes(of.in); });
+}
+// Whether Hopper's kernels alone could do it: then they say why they do not.
+template <class Problem>
+bool asks_for_hoppers(const Problem& p, const gd_exec& exec) {
+  return exec.isa == GD_ISA_AUTO && (p.segment_chunks || (p.saved && is_hoppers(p.in)));
+}
+
 }  // namespace
 
-// A query does not know the device, so the memory is enough for either kind of kernels.
 const Backend<ForwardProblem> sm90_forward_backend = {
     GD_CUDA,
     [](const ForwardProblem& p, const gd_exec& exec) {
-      return exec.isa == GD_ISA_CUDA_PORTABLE ? forced("cut or saving forward") : check_limits(p);
+      return exec.isa == GD_ISA_CUDA_PORTABLE ? forced("cut forward") : check_limits(p);
     },
     [](const ForwardProblem& p, const gd_exec&) {
-      const bool either = check_portable_limits(p).status == GD_OK;
-      return std::max(forward_layout(p).bytes, either ? portable::forward_layout(p).bytes : 0);
+      return enough_for_both<ForwardProblem>(
+          p, forward_layout(p).bytes, [](const ForwardProblem& of) { return portable::forward_layout(of).bytes; });
     },
-    [](const ForwardProblem& p) { return saved_layout(p.in).bytes; },
+    saved_bytes<ForwardProblem>,
     [](const ForwardProblem& p, const gd_exec& exec, char* workspace) {
       return forward(p, context_of(exec, workspace));
     },
@@ -44,12 +59,10 @@ const Backend<ForwardProblem> sm90_forward_backend = {
 const Backend<ForwardProblem> portable_forward_backend = {
     GD_CUDA,
     [](const ForwardProblem& p, const gd_exec& exec) {
-      // What Hopper's kernels alone can do: say why they do not.
-      if (exec.isa == GD_ISA_AUTO && (p.saved || p.segment_chunks)) return check_limits(p);
-      return check_portable_limits(p);
+      return asks_for_hoppers(p, exec) ? check_limits(p) : check_portable_limits(p);
     },
     [](const ForwardProblem& p, const gd_exec&) { return portable::forward_layout(p).bytes; },
-    [](const ForwardProblem&) { return size_t{0}; },  // refused
+    [](const ForwardProblem& p) { return portable::saved_bytes(p.in); },
     [](const ForwardProblem& p, const gd_exec& exec, char* workspace) {
       return portable_forward(p, context_of(exec, workspace));
     },
@@ -58,12 +71,28 @@ const Backend<ForwardProblem> portable_forward_backend = {
 const Backend<BackwardProblem> sm90_backward_backend = {
     GD_CUDA,
     [](const BackwardProblem& p, const gd_exec& exec) {
-      return exec.isa == GD_ISA_CUDA_PORTABLE ? forced("backward") : check_limits(p);
+      return exec.isa == GD_ISA_CUDA_PORTABLE ? forced("cut backward") : check_limits(p);
     },
-    [](const BackwardProblem& p, const gd_exec&) { return backward_layout(p).bytes; },
-    [](const BackwardProblem& p) { return saved_layout(p.in).bytes; },
+    [](const BackwardProblem& p, const gd_exec&) {
+      return enough_for_both<BackwardProblem>(
+          p, backward_layout(p).bytes, [](const BackwardProblem& of) { return portable::backward_layout(of).bytes; });
+    },
+    saved_bytes<BackwardProblem>,
     [](const BackwardProblem& p, const gd_exec& exec, char* workspace) {
       return backward(p, context_of(exec, workspace));
+    },
+};
+
+const Backend<BackwardProblem> portable_backward_backend = {
+    GD_CUDA,
+    [](const BackwardProblem& p, const gd_exec& exec) {
+      const bool hoppers = asks_for_hoppers(p, exec) || (exec.isa == GD_ISA_AUTO && p.small_workspace);
+      return hoppers ? check_limits(p) : check_portable_limits(p);
+    },
+    [](const BackwardProblem& p, const gd_exec&) { return portable::backward_layout(p).bytes; },
+    [](const BackwardProblem& p) { return portable::saved_bytes(p.in); },
+    [](const BackwardProblem& p, const gd_exec& exec, char* workspace) {
+      return portable_backward(p, context_of(exec, workspace));
     },
 };
 
@@ -163,6 +192,7 @@ int usable_devices() { return 0; }
 Outcome forward(const ForwardProblem&, const Context&) { return not_compiled(); }
 Outcome portable_forward(const ForwardProblem&, const Context&) { return not_compiled(); }
 Outcome backward(const BackwardProblem&, const Context&) { return not_compiled(); }
+Outcome portable_backward(const BackwardProblem&, const Context&) { return not_compiled(); }
 Outcome summary(const SummaryProblem&, const Context&) { return not_compiled(); }
 Outcome backward_summary(const BackwardSummaryProblem&, const Context&) { return not_compiled(); }
 Outcome fold(const FoldProblem&, const Context&) { return not_compiled(); }

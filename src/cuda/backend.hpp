@@ -10,6 +10,7 @@ namespace gatedelta::cuda {
 extern const Backend<ForwardProblem> sm90_forward_backend;
 extern const Backend<ForwardProblem> portable_forward_backend;
 extern const Backend<BackwardProblem> sm90_backward_backend;
+extern const Backend<BackwardProblem> portable_backward_backend;
 extern const Backend<SummaryProblem> sm90_summary_backend;
 extern const Backend<BackwardSummaryProblem> sm90_backward_summary_backend;
 extern const Backend<FoldProblem> fold_backend;
@@ -20,8 +21,8 @@ extern const Backend<GatedNormProblem> gated_norm_backend;
 extern const Backend<GatedNormBackwardProblem> gated_norm_backward_backend;
 
 bool is_compiled();
-// Devices every operation runs on, those of compute capability 9.0; 0 where there is no driver. From 8.0 on all but the
-// chunked backward do.
+// Devices every operation runs on, those of compute capability 9.0; 0 where there is no driver. From 8.0 on all but
+// summaries do.
 int usable_devices();
 
 struct Context {
@@ -34,7 +35,8 @@ struct Context {
 // Launch the kernels on the stream and return: they wait for nothing, allocate nothing and read nothing back.
 Outcome forward(const ForwardProblem&, const Context&);  // by the portable kernels where the device is not a Hopper
 Outcome portable_forward(const ForwardProblem&, const Context&);
-Outcome backward(const BackwardProblem&, const Context&);
+Outcome backward(const BackwardProblem&, const Context&);  // likewise
+Outcome portable_backward(const BackwardProblem&, const Context&);
 Outcome summary(const SummaryProblem&, const Context&);
 Outcome backward_summary(const BackwardSummaryProblem&, const Context&);
 Outcome fold(const FoldProblem&, const Context&);

@@ -7,7 +7,7 @@
 #include "core/names.hpp"
 #include "cuda/decode/config.hpp"
 #include "cuda/gated_norm/config.hpp"
-#include "cuda/portable/config.hpp"
+#include "cuda/portable/backward_config.hpp"
 #include "cuda/workspace/backward.hpp"
 
 namespace gatedelta::cuda {
@@ -47,7 +47,7 @@ Outcome check_layer(const Layer& in) {
   for (const auto& [name, size] : {std::pair("K", in.key_dim), std::pair("V", in.value_dim)})
     if (size != kHeadDim)
       return refusal(GD_UNSUPPORTED,
-                     "%s is %d, must be %d on CUDA in a backward, and in a forward with saved or segment_chunks", name,
+                     "%s is %d, must be %d on CUDA in summaries, and with segment_chunks or small_workspace", name,
                      size, kHeadDim);
   GD_CHECK(check_inputs(in));
   if (in.group > kMaxGroup)
@@ -114,25 +114,64 @@ Outcome check_limits(const ForwardProblem& p) {
   return {};
 }
 
+bool is_hoppers(const Layer& in) {
+  if (check_layer(in).status != GD_OK) return false;
+  for (const TokenRows* rows : {&in.q, &in.k, &in.v})
+    if (check_rows("", rows, in).status != GD_OK) return false;
+  return true;
+}
+
+namespace {
+
+Outcome check_portable_segments(int64_t segment_chunks) {
+  if (!segment_chunks) return {};
+  return refusal(GD_UNSUPPORTED, "segment_chunks is %" PRId64 ": the portable CUDA kernels cut no sequence",
+                 segment_chunks);
+}
+Outcome check_portable_rows(const char* name, const TokenRows* rows, const Layer& in) {
+  GD_CHECK(check_rows(name, rows, in, false));
+  if (rows->token_stride < portable::kMaxTokenStride) return {};
+  return refusal(GD_UNSUPPORTED, "%s: stride[1] is %" PRId64 ", must be less than %" PRId64 " on CUDA", name,
+                 rows->token_stride, portable::kMaxTokenStride);
+}
+
+}  // namespace
+
 Outcome check_portable_limits(const ForwardProblem& p) {
   const Layer& in = p.in;
-  if (p.saved)
-    return refusal(GD_UNSUPPORTED,
-                   "saved is given, but the portable CUDA kernels have no backward yet: K = V = 128 on a device of "
-                   "compute capability 9.0 has one");
-  if (p.segment_chunks)
-    return refusal(GD_UNSUPPORTED, "segment_chunks is %" PRId64 ": the portable CUDA kernels cut no sequence",
-                   p.segment_chunks);
+  if (p.prepared)
+    return refusal(GD_UNSUPPORTED, "prepared is set, but the portable CUDA kernels have no summary that prepares");
+  // A padded row would leave gaps in `saved`, and the host does not know which rows are padded.
+  if (p.saved && in.initial.indices && p.final.indices)
+    return refusal(GD_UNSUPPORTED, "saved is given, but on CUDA not together with initial_indices and final_indices");
+  GD_CHECK(check_portable_segments(p.segment_chunks));
   GD_CHECK(check_inputs(in));
   GD_CHECK(check_seq_heads(in, portable::kMaxSeqHeads));
   GD_CHECK(check_chunks(portable::prepare_ctas(p), portable::kMaxCtas, portable::prepare_helpers(p)));
   for (const auto& [name, rows] :
-       {std::pair("q", &in.q), std::pair("k", &in.k), std::pair("v", &in.v), std::pair("o", &p.o)}) {
-    GD_CHECK(check_rows(name, rows, in, false));
-    if (rows->token_stride >= portable::kMaxTokenStride)
-      return refusal(GD_UNSUPPORTED, "%s: stride[1] is %" PRId64 ", must be less than %" PRId64 " on CUDA", name,
-                     rows->token_stride, portable::kMaxTokenStride);
-  }
+       {std::pair("q", &in.q), std::pair("k", &in.k), std::pair("v", &in.v), std::pair("o", &p.o)})
+    GD_CHECK(check_portable_rows(name, rows, in));
+  return {};
+}
+
+Outcome check_portable_limits(const BackwardProblem& p) {
+  const Layer& in = p.in;
+  if (p.small_workspace)
+    return refusal(GD_UNSUPPORTED, "small_workspace is set, but the portable CUDA kernels have one size of workspace");
+  GD_CHECK(check_portable_segments(p.segment_chunks));
+  GD_CHECK(check_inputs(in));
+  GD_CHECK(check_seq_heads(in, portable::kMaxSeqHeads));
+  const ForwardProblem forward = portable::forward_of(p);
+  GD_CHECK(check_chunks(portable::prepare_ctas(forward), portable::kMaxCtas, portable::prepare_helpers(forward)));
+  const int64_t chunks = portable::sequences_of(in).workspace_chunks();
+  if (chunks > portable::kMaxCtas / (2 * in.value_heads))  // and parts of K, which are two at most
+    return refusal(GD_UNSUPPORTED,
+                   "the call has %" PRId64 " chunks times value heads, must have at most %" PRId64 " on CUDA",
+                   chunks * in.value_heads, portable::kMaxCtas / 2);
+  for (const auto& [name, rows] :
+       {std::pair("q", &in.q), std::pair("k", &in.k), std::pair("v", &in.v), std::pair("d_o", &p.d_o),
+        std::pair("dq", &p.dq), std::pair("dk", &p.dk), std::pair("dv", &p.dv)})
+    GD_CHECK(check_portable_rows(name, rows, in));
   return {};
 }
 

@@ -60,10 +60,6 @@ struct CallParams {
   }
 };
 
-// Rows with a small beta leave the chain as Z: dV = beta o Z would lose bits, or all of them.
-constexpr float kSmallBeta = 1.0f / 64;
-GD_HOST_DEVICE inline bool stores_unscaled(float beta) { return fabsf(beta) < kSmallBeta; }
-
 struct BackwardParams : CallParams {
   CUtensorMap d_o_map, dq_map, dk_map, dv_map, u_map;
   TokenRows d_o, dq, dk, dv, dg, dbeta;

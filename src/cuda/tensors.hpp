@@ -39,4 +39,9 @@ struct ChunkedSequences {
   }
 };
 
+// Of a backward: rows with a small beta leave the gradient chain as Z, because dV = beta o Z would lose bits, or all of
+// them, and the gradient of beta needs Z where beta is 0.
+constexpr float kSmallBeta = 1.0f / 64;
+GD_HOST_DEVICE inline bool stores_unscaled(float beta) { return beta < kSmallBeta && beta > -kSmallBeta; }
+
 }  // namespace gatedelta::cuda

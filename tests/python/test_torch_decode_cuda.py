@@ -183,11 +183,11 @@ def test_gradients_are_those_of_the_chunked_backward(l2norm):
 
 
 def test_gradients_the_backward_lacks_are_refused():
-    case = Case("B=2 T=3 Hk=1 Hv=2 K=64 V=64 dtype=bf16")
+    case = Case("B=2 T=3 Hk=1 Hv=2 K=64 V=64 dtype=fp32")
     inputs = on_gpu(case)
     inputs["q"] = inputs["q"].requires_grad_()
     o, _ = gd.fused_recurrent_gated_delta_rule(**inputs)
-    with pytest.raises(RuntimeError, match="K is 64, must be 128 on CUDA"):
+    with pytest.raises(RuntimeError, match="q, k and v are float32, must be bfloat16 or float16 on CUDA"):
         o.sum().backward()
 
 

@@ -16,9 +16,8 @@ struct Capabilities {
   int lowest_major, highest_major;
   const char* supported;
 };
-constexpr Capabilities kHopperDevices = {
-    9, 9, "the chunked backward, summaries, and a forward with saved or segment_chunks support 9.0 (Hopper)"};
-constexpr Capabilities kPortableDevices = {8, 1 << 15, "the chunked forward supports 8.0 and later"};
+constexpr Capabilities kHopperDevices = {9, 9, "summaries, segment_chunks and small_workspace support 9.0 (Hopper)"};
+constexpr Capabilities kPortableDevices = {8, 1 << 15, "the chunked forward and backward support 8.0 and later"};
 constexpr Capabilities kDecodeDevices = {8, 1 << 15, "recurrent steps support 8.0 and later"};
 
 [[gnu::format(printf, 2, 3)]] inline Outcome failure(gd_status status, const char* format, ...) {

@@ -19,6 +19,7 @@ template <class Config>
 struct Chain {
   using Elem = typename Config::Elem;
   using Smem = typename Config::Smem;
+  using Pass = typename Config::Pass;
   static constexpr int kRows = Config::kRows, kThreads = Config::kThreads;
   static constexpr int kI = kRows / 16;         // 16-row tiles of S^T
   static constexpr int kJ = Config::kKeys / 8;  // 8-column tiles of S^T
@@ -61,9 +62,9 @@ struct Chain {
       : p(params), smem(shared_base()), cta(cta_), warp(shuffle(tid_ >> 5, 0)) {
     set_thread(tid_);
   }
-  // Of the first step.
-  GD_DEVICE void set_rows(const Place& at) {
-    const auto [batch, begin, length] = at.span;
+  // Of the first step the kernel takes.
+  GD_DEVICE void set_rows(const Place& at, int step = 0) {
+    const int64_t batch = at.span.batch, begin = at.span.begin + step * kStep;
     const int key_head = at.head / p.group, row = tid >> 3, column = (tid & 7) * kPacketColumns;
     k = static_cast<const uint16_t*>(p.k.data) + p.k.offset(batch, begin, key_head) + row * p.k_stride + column;
     q = static_cast<const uint16_t*>(p.q.data) + p.q.offset(batch, begin, key_head) + row * p.q_stride + column;
@@ -71,7 +72,9 @@ struct Chain {
         lane / kValuePackets * p.v_stride + lane % kValuePackets * kPacketColumns;
     o = static_cast<uint16_t*>(p.o.data) + p.o.offset(batch, begin, at.head) + at.column + g * p.o_stride +
         (t & 1) * 8 + (t >> 1) * 4;
-    prepared = p.prepared_step(p.sequences.first_chunk_index(at.sequence), at.head, 0) + tid * kPacketBytes;
+    prepared = p.prepared_step(p.sequences.first_chunk_index(at.sequence) + step / kStepsPerChunk, at.head,
+                               step % kStepsPerChunk) +
+               tid * kPacketBytes;
   }
 
   // ---- loads -------------------------------------------------------------------------------------------------------
@@ -91,7 +94,8 @@ struct Chain {
         const bool valid = is_row && tile * kTileColumns + (tid & 7) * kPacketColumns < p.key_dim;
         const uint32_t at = to + tile * Config::kTileBytes + i * kRowStep * kTileRowBytes;
         copy_async(at + Smem::kK, k + (valid ? i * kRowStep * p.k_stride + tile * kTileColumns : 0), valid);
-        copy_async(at + Smem::kQ, q + (valid ? i * kRowStep * p.q_stride + tile * kTileColumns : 0), valid);
+        if constexpr (Pass::kReadsQueries)
+          copy_async(at + Smem::kQ, q + (valid ? i * kRowStep * p.q_stride + tile * kTileColumns : 0), valid);
       }
     }
     constexpr int kPackets = Prepared::kBytes / kPacketBytes;
@@ -100,13 +104,19 @@ struct Chain {
       if (tid + i * kThreads < kPackets)
         copy_async(smem + Smem::kPrepared + stage * Prepared::kBytes + (tid + i * kThreads) * kPacketBytes,
                    prepared + i * kThreads * kPacketBytes, true);
-    k += kStep * p.k_stride;
-    q += kStep * p.q_stride;
+    k += step_stride(p.k_stride);
+    q += step_stride(p.q_stride);
+  }
+  // From a step's rows to those of the next one.
+  GD_DEVICE static int step_stride(uint32_t token_stride) {
+    return Pass::kDirection * static_cast<int>(kStep * token_stride);
   }
   // From a step, 0 or 1 of its chunk. The steps of a chunk follow each other, the chunks of a head do not.
   GD_DEVICE void next_prepared(int step) {
-    prepared += step == 0 ? Prepared::kBytes
-                          : (int64_t{p.value_heads} * kStepsPerChunk - (kStepsPerChunk - 1)) * Prepared::kBytes;
+    constexpr int kLast = Pass::kDirection > 0 ? kStepsPerChunk - 1 : 0;
+    prepared += Pass::kDirection *
+                (step != kLast ? Prepared::kBytes
+                               : (int64_t{p.value_heads} * kStepsPerChunk - (kStepsPerChunk - 1)) * Prepared::kBytes);
   }
   // A warp's own columns of V.
   static constexpr int kValuePackets = kRows / kPacketColumns, kValueRowStep = 32 / kValuePackets;
@@ -120,7 +130,7 @@ struct Chain {
       const bool valid = first + i * kValueRowStep < rows && packet * kPacketColumns < columns();
       copy_async(to + i * kValueRowStep * kRows * 2, v + (valid ? i * kValueRowStep * p.v_stride : 0), valid);
     }
-    v += kStep * p.v_stride;
+    v += step_stride(p.v_stride);
   }
 
   // ---- states ------------------------------------------------------------------------------------------------------
@@ -162,6 +172,25 @@ struct Chain {
       auto* const to = static_cast<typename Stored::Word*>(data) + matrix;
       each_number(column, [&](float& x, int i) { to[i] = Stored::narrow(x); });
     });
+  }
+
+  // A snapshot of a chunk is V x K 16-bit numbers: eight value columns by eight key dimensions are 128 bytes, what one
+  // register of a warp stores; key dimensions follow each other, then value columns.
+  GD_DEVICE uint32_t* snapshot_at(const Place& at, int64_t chunk) const {
+    const int64_t matrix = (p.sequences.first_chunk_index(at.sequence) + chunk) * p.value_heads + at.head;
+    return reinterpret_cast<uint32_t*>(p.snapshots + matrix * p.snapshot_bytes() + at.column * 2 * p.key_dim) + lane;
+  }
+  GD_DEVICE void next_snapshot(uint32_t*& to) const {
+    to += Pass::kDirection * p.value_heads * (p.snapshot_bytes() / 4);
+  }
+  // Sixteen key dimensions of S^T, packed as for a product.
+  GD_DEVICE void keep_state(uint32_t* to, const uint32_t (&s)[kI][4], int kk) const {
+    if (16 * kk >= p.key_dim) return;
+#pragma unroll
+    for (int i = 0; i < kI; ++i)
+      if (16 * i < columns())
+#pragma unroll
+        for (int h = 0; h < 4; ++h) to[((2 * i + h % 2) * (p.key_dim / 8) + 2 * kk + h / 2) * 32] = s[i][h];
   }
 
   // ---- products ----------------------------------------------------------------------------------------------------
@@ -223,6 +252,45 @@ struct Chain {
 #pragma unroll
           for (int i = 0; i < kI; ++i)
             mma<Elem>(S[i][2 * kk + n], a[i][J][0], a[i][J][1], a[i][J][2], a[i][J][3], x[2 * n], x[2 * n + 1]);
+      }
+  }
+  // W = beta o V - beta gamma o (K S), from (K S)^T.
+  GD_DEVICE void find_values(Tokens& W, uint32_t prep) const {
+    constexpr int kTogether = kRows == 32 ? 1 : 2;  // tiles of eight tokens that come with one ldmatrix
+#pragma unroll
+    for (int n = 0; n < kT; n += kTogether) {
+      uint32_t x[4];
+      load_matrices_transposed(
+          x, own_values() + (kRows == 32 ? values_offset<kRows>(8 * n + (lane & 7), lane >> 3)
+                                         : values_offset<kRows>(8 * n + (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1)));
+#pragma unroll
+      for (int d = 0; d < kTogether; ++d) {
+        const float2 gamma = vector2(prep, kReadKey, n + d), beta = vector2(prep, kBeta, n + d);
+#pragma unroll
+        for (int i = 0; i < kI; ++i)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float2 value = unpack<Elem>(x[kRows == 32 ? 2 * i + h : 2 * d + h]);
+            float(&w)[4] = W[i][n + d];
+            w[2 * h] = beta.x * value.x - gamma.x * w[2 * h];
+            w[2 * h + 1] = beta.y * value.y - gamma.y * w[2 * h + 1];
+          }
+      }
+    }
+  }
+  // c += a M, M lower triangular.
+  GD_DEVICE void multiply_transposed_triangle(Tokens& c, const Operand& a, uint32_t M) const {
+#pragma unroll
+    for (int J = 0; J < kT / 2; ++J)
+#pragma unroll
+      for (int I = J; I < kT / 2; ++I) {
+        uint32_t x[4];
+        load_matrices_transposed(x, M + triangle_block(I, J) + lane * kPacketBytes);
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+          for (int i = 0; i < kI; ++i)
+            mma<Elem>(c[i][2 * J + n], a[i][I][0], a[i][I][1], a[i][I][2], a[i][I][3], x[n], x[2 + n]);
       }
   }
   // c += a M^T, M lower triangular.
@@ -311,7 +379,7 @@ struct Chain {
         if (8 * n + g < rows && 16 * i < columns)
           *reinterpret_cast<uint2*>(o + 8 * n * p.o_stride + 16 * i) = make_uint2(odd ? other : a, odd ? b : other);
       }
-    o += kStep * p.o_stride;
+    o += step_stride(p.o_stride);
   }
 };
 

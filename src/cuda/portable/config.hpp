@@ -50,6 +50,8 @@ enum StepVector {
   kTail,       // delta_i r^k_i: what U is scaled by where it is written
   kVectors
 };
+// What it leaves for the gradients of a chunk and value head: the logarithms (base 2) of gamma, and beta.
+enum ChunkVector { kLogGamma, kChunkBeta, kChunkVectors };
 // gamma and delta begin anew in every step. Without l2norm r is 1.
 struct Prepared {
   static constexpr int kTriangleBytes = 3 * kBlockBytes;
@@ -102,9 +104,24 @@ struct PrepareConfig {
   };
 };
 
+// What a kernel does with the steps of a sequence, in which direction, and whether it reads Q.
+struct ForwardPass {
+  static constexpr int kDirection = 1;
+  static constexpr bool kReadsQueries = true;
+};
+struct StatesPass {
+  static constexpr int kDirection = 1;
+  static constexpr bool kReadsQueries = false;
+};
+struct GradientPass {
+  static constexpr int kDirection = -1;
+  static constexpr bool kReadsQueries = true;
+};
+
 // kRows: value columns of a warp, 16 or 32. A CTA has kWarps of them, of one head.
-template <class ElemOf, int kKeysOf, int kRowsOf, int kWarpsOf, int kCtasPerSmOf>
-struct ForwardConfig {
+template <class PassOf, class ElemOf, int kKeysOf, int kRowsOf, int kWarpsOf, int kCtasPerSmOf>
+struct ChainConfig {
+  using Pass = PassOf;
   using Elem = ElemOf;
   static constexpr int kKeys = kKeysOf, kRows = kRowsOf, kWarps = kWarpsOf, kCtasPerSm = kCtasPerSmOf;
   static constexpr int kThreads = 32 * kWarps;
@@ -116,33 +133,51 @@ struct ForwardConfig {
   struct Smem {
     static constexpr int kK = 0;
     static constexpr int kQ = kK + kStages * kTiles * kTileBytes;
-    static constexpr int kValues = kQ + kStages * kTiles * kTileBytes;  // [warp][token][kRows], one stage
+    static constexpr int kQueryBytes = Pass::kReadsQueries ? kStages * kTiles * kTileBytes : 0;
+    static constexpr int kValues = kQ + kQueryBytes;  // [warp][token][kRows], one stage
     static constexpr int kValueBytes = kStep * kRows * 2;
     static constexpr int kPrepared = kValues + kWarps * kValueBytes;
     static constexpr int kBytes = kPrepared + kStages * Prepared::kBytes;
     static_assert(kBytes <= 99 << 10);  // what a CTA can have on every device from 8.0 on
   };
 };
-template <class Elem>
-using Forward64 = ForwardConfig<Elem, 64, 16, 4, 4>;
-template <class Elem>
-using Forward128 = ForwardConfig<Elem, 128, 32, 4, 2>;
-template <class Elem>
-using Forward128Half = ForwardConfig<Elem, 128, 16, 4, 2>;
-template <class Elem>
-using Forward128Quarter = ForwardConfig<Elem, 128, 16, 2, 4>;
-template <class Elem>
-using Forward256 = ForwardConfig<Elem, 256, 16, 8, 1>;
+template <class Pass, class Elem>
+using Chain64 = ChainConfig<Pass, Elem, 64, 16, 4, 4>;
+template <class Pass, class Elem>
+using Chain128 = ChainConfig<Pass, Elem, 128, 32, 4, 2>;
+template <class Pass, class Elem>
+using Chain128Half = ChainConfig<Pass, Elem, 128, 16, 4, 2>;
+template <class Pass, class Elem>
+using Chain128Quarter = ChainConfig<Pass, Elem, 128, 16, 2, 4>;
+template <class Pass, class Elem>
+using Chain256 = ChainConfig<Pass, Elem, 256, 16, 8, 1>;
 
 // How many value columns a CTA has changes no bit: a warp never meets a number of another warp's columns. Few columns
 // where there are few heads, so that more multiprocessors work.
-enum class ForwardKind { k64, k128, k128Half, k128Quarter, k256 };
-inline ForwardKind forward_kind(const Layer& in, int multiprocessors) {
+enum class ChainKind { k64, k128, k128Half, k128Quarter, k256 };
+inline ChainKind chain_kind(const Layer& in, int multiprocessors) {
   const int keys = compiled_keys(in.key_dim);
-  if (keys != 128) return keys == 64 ? ForwardKind::k64 : ForwardKind::k256;
+  if (keys != 128) return keys == 64 ? ChainKind::k64 : ChainKind::k256;
   const int64_t ctas = in.sequences.count * in.value_heads * ((in.value_dim + 127) / 128);  // of whole heads
-  if (2 * ctas > multiprocessors && in.value_dim > 64) return ForwardKind::k128;
-  return 4 * ctas > multiprocessors ? ForwardKind::k128Half : ForwardKind::k128Quarter;
+  if (2 * ctas > multiprocessors && in.value_dim > 64) return ChainKind::k128;
+  return 4 * ctas > multiprocessors ? ChainKind::k128Half : ChainKind::k128Quarter;
+}
+// Calls run with the config of a kind.
+template <class Pass, class Elem, class Run>
+auto with_chain(ChainKind kind, const Run& run) {
+  switch (kind) {
+    case ChainKind::k64: return run(Chain64<Pass, Elem>{});
+    case ChainKind::k128: return run(Chain128<Pass, Elem>{});
+    case ChainKind::k128Half: return run(Chain128Half<Pass, Elem>{});
+    case ChainKind::k128Quarter: return run(Chain128Quarter<Pass, Elem>{});
+    case ChainKind::k256: break;
+  }
+  return run(Chain256<Pass, Elem>{});
+}
+
+// Value columns of a CTA.
+inline int chain_columns(ChainKind kind) {
+  return with_chain<ForwardPass, Bf16>(kind, [](auto config) { return decltype(config)::kColumns; });
 }
 
 // ---- what kernels are told -----------------------------------------------------------------------------------------
@@ -165,12 +200,19 @@ struct Params {
   int64_t checkpoint_every;                  // tokens; 0 = none
   IndexRows checkpoint_offsets;
   uint8_t* prepared;          // [chunks][value_heads][kStepsPerChunk][Prepared::kBytes]
+  float* vectors;             // for a backward: [chunks][value_heads][kChunkVectors][64]
+  float* norms;               // for a backward: [chunks][key_heads][2][64], r^k, then r^q
+  uint8_t* snapshots;         // of a pass of the backward: [chunks][value_heads][V][K], see Chain::keep_state
   int* order;                 // [N] sequences, longest first; null = as they come
   int64_t* first_checkpoint;  // [N] number of its first checkpoint, of packed sequences
 
   GD_HOST_DEVICE bool is_padding(int n) const {
     if (n == sequences.count) return true;
     return initial.indices && final.indices && initial.slot(n) < 0 && final.slot(n) < 0;
+  }
+  GD_HOST_DEVICE int64_t snapshot_bytes() const { return int64_t{2} * key_dim * value_dim; }
+  GD_HOST_DEVICE float* chunk_vectors(int64_t chunk_index, int head) const {
+    return vectors + (chunk_index * value_heads + head) * kChunkVectors * kChunkTokens;
   }
   GD_HOST_DEVICE uint8_t* prepared_step(int64_t chunk_index, int head, int step) const {
     return prepared + ((chunk_index * value_heads + head) * kStepsPerChunk + step) * int64_t{Prepared::kBytes};
@@ -203,27 +245,45 @@ inline int64_t prepare_ctas(const ForwardProblem& p) {
 
 struct ForwardWorkspace {
   static constexpr size_t kAlign = 64;  // of every part, and of the memory itself
-  size_t prepared = 0, order = 0, first_checkpoint = 0, bytes = 0;
+  size_t prepared = 0, first_checkpoint = 0, bytes = 0;
 };
-inline ForwardWorkspace forward_layout(const ForwardProblem& p) {
+// Appends a part to memory of so many bytes; returns where it begins.
+inline size_t take_bytes(size_t& bytes, int64_t more) {
+  constexpr size_t kAlign = ForwardWorkspace::kAlign;
+  const size_t at = bytes;
+  bytes += (static_cast<size_t>(more) + kAlign - 1) / kAlign * kAlign;
+  return at;
+}
+// What prepare leaves; with `saved` it lies there, and the backward of the same inputs needs no prepare.
+struct PreparedLayout {
+  size_t prepared = 0, order = 0, vectors = 0, norms = 0, bytes = 0;
+};
+inline PreparedLayout prepared_layout(const Layer& in, bool for_backward) {
+  PreparedLayout w;
+  const auto take = [&](int64_t bytes) { return take_bytes(w.bytes, bytes); };
+  const int64_t chunks = sequences_of(in).workspace_chunks();
+  w.prepared = take(chunks * in.value_heads * kStepsPerChunk * int64_t{Prepared::kBytes});
+  w.order = take(is_sorted(in) ? in.sequences.count * int64_t{sizeof(int)} : 0);
+  if (!for_backward) return w;
+  w.vectors = take(chunks * in.value_heads * kChunkVectors * kChunkTokens * int64_t{sizeof(float)});
+  w.norms = take(chunks * in.key_heads * 2 * kChunkTokens * int64_t{sizeof(float)});
+  return w;
+}
+inline size_t saved_bytes(const Layer& in) { return prepared_layout(in, true).bytes; }
+inline ForwardWorkspace forward_layout(const ForwardProblem& p, bool for_backward = false) {
   ForwardWorkspace w;
-  const auto take = [&](int64_t bytes) {
-    const size_t at = w.bytes;
-    w.bytes += (static_cast<size_t>(bytes) + ForwardWorkspace::kAlign - 1) / ForwardWorkspace::kAlign *
-               ForwardWorkspace::kAlign;
-    return at;
-  };
-  const int64_t count = p.in.sequences.count;
-  w.prepared =
-      take(sequences_of(p.in).workspace_chunks() * p.in.value_heads * kStepsPerChunk * int64_t{Prepared::kBytes});
-  w.order = take(is_sorted(p.in) ? count * int64_t{sizeof(int)} : 0);
-  w.first_checkpoint = take(counts_checkpoints(p) ? count * int64_t{sizeof(int64_t)} : 0);
+  w.prepared = take_bytes(w.bytes, p.saved ? 0 : static_cast<int64_t>(prepared_layout(p.in, for_backward).bytes));
+  w.first_checkpoint = take_bytes(w.bytes, counts_checkpoints(p) ? p.in.sequences.count * int64_t{sizeof(int64_t)} : 0);
   return w;
 }
 
-inline Params params_of(const ForwardProblem& problem, char* workspace, int cta_columns) {
+// for_backward: prepare leaves what a backward needs, too, as it does with `saved`.
+inline Params params_of(const ForwardProblem& problem, char* workspace, int cta_columns, bool for_backward = false) {
   const Layer& in = problem.in;
-  const ForwardWorkspace layout = forward_layout(problem);
+  const ForwardWorkspace layout = forward_layout(problem, for_backward);
+  const bool keeps_all = for_backward || problem.saved;
+  const PreparedLayout parts = prepared_layout(in, keeps_all);
+  char* const kept = problem.saved ? static_cast<char*>(problem.saved.data) : workspace + layout.prepared;
   Params p{};
   p.q = in.q, p.k = in.k, p.v = in.v, p.o = problem.o;
   p.g = in.g, p.beta = in.beta;
@@ -244,8 +304,10 @@ inline Params params_of(const ForwardProblem& problem, char* workspace, int cta_
   p.value_state_stride = in.layout == GD_STATE_KV ? 1 : in.key_dim;
   p.checkpoint_every = problem.checkpoint_every;
   p.checkpoint_offsets = problem.checkpoint_offsets;
-  p.prepared = reinterpret_cast<uint8_t*>(workspace + layout.prepared);
-  if (is_sorted(in)) p.order = reinterpret_cast<int*>(workspace + layout.order);
+  p.prepared = reinterpret_cast<uint8_t*>(kept + parts.prepared);
+  if (is_sorted(in)) p.order = reinterpret_cast<int*>(kept + parts.order);
+  if (keeps_all) p.vectors = reinterpret_cast<float*>(kept + parts.vectors);
+  if (keeps_all) p.norms = reinterpret_cast<float*>(kept + parts.norms);
   if (counts_checkpoints(problem)) p.first_checkpoint = reinterpret_cast<int64_t*>(workspace + layout.first_checkpoint);
   return p;
 }

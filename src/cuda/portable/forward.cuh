@@ -14,9 +14,8 @@ namespace gatedelta::cuda::portable {
 template <class Config>
 struct Forward : Chain<Config> {
   using Base = Chain<Config>;
-  using Base::kI, Base::kT, Base::lane, Base::p, Base::smem;
+  using Base::kI, Base::p, Base::smem;
   using typename Base::Operand, typename Base::Place, typename Base::Smem, typename Base::Tokens;
-  using Elem = typename Config::Elem;
   static constexpr int kRows = Config::kRows;
 
   GD_DEVICE Forward(const Params& params, int cta, int tid) : Base(params, cta, tid) {}
@@ -67,7 +66,7 @@ struct Forward : Chain<Config> {
     }
     copy_wait<1>();  // V of this step; the rows of the next one may still be on their way
     sync_warp();
-    find_values(W, prep);
+    this->find_values(W, prep);
     Base::pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
     sync_warp();  // all lanes have read V
     if (rows > kStep) this->load_own_values(rows - kStep);
@@ -80,32 +79,6 @@ struct Forward : Chain<Config> {
     Base::pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
     this->add_to_state(packed, K);
     this->store_outputs(O, rows);
-  }
-
-  // W = beta o V - beta gamma o (K S), from (K S)^T.
-  GD_DEVICE void find_values(Tokens& W, uint32_t prep) const {
-    constexpr int kTogether = kRows == 32 ? 1 : 2;  // tiles of eight tokens that come with one ldmatrix
-#pragma unroll
-    for (int n = 0; n < kT; n += kTogether) {
-      uint32_t x[4];
-      load_matrices_transposed(
-          x, this->own_values() + (kRows == 32
-                                       ? values_offset<kRows>(8 * n + (lane & 7), lane >> 3)
-                                       : values_offset<kRows>(8 * n + (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1)));
-#pragma unroll
-      for (int d = 0; d < kTogether; ++d) {
-        const float2 gamma = this->vector2(prep, kReadKey, n + d), beta = this->vector2(prep, kBeta, n + d);
-#pragma unroll
-        for (int i = 0; i < kI; ++i)
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const float2 value = unpack<Elem>(x[kRows == 32 ? 2 * i + h : 2 * d + h]);
-            float(&w)[4] = W[i][n + d];
-            w[2 * h] = beta.x * value.x - gamma.x * w[2 * h];
-            w[2 * h + 1] = beta.y * value.y - gamma.y * w[2 * h + 1];
-          }
-      }
-    }
   }
 
   // ---- states that are due before a step ---------------------------------------------------------------------------

@@ -1,12 +1,15 @@
-// Launch of the portable prepare kernel, whose instances are an object of their own.
+// Launches of portable kernels whose instances are objects of their own.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "cuda/portable/config.hpp"
+#include "cuda/portable/backward_config.hpp"
 
 namespace gatedelta::cuda::portable {
 
 cudaError_t launch_prepare(const Params& p, int64_t ctas, int device, cudaStream_t stream);
+cudaError_t launch_states(const Params& p, ChainKind kind, int64_t ctas, int device, cudaStream_t stream);
+cudaError_t launch_gradient_chain(const Params& p, ChainKind kind, int64_t ctas, int device, cudaStream_t stream);
+cudaError_t launch_gradients(const BackwardParams& p, int64_t ctas, int device, cudaStream_t stream);
 
 }  // namespace gatedelta::cuda::portable

@@ -10,6 +10,14 @@ GD_DEVICE float load_number(const void* data, gd_dtype dtype, int64_t at) {
   const uint32_t half = static_cast<const uint16_t*>(data)[at];
   return dtype == GD_BF16 ? unpack<Bf16>(half).x : unpack<Fp16>(half).x;
 }
+GD_DEVICE void store_number(void* data, gd_dtype dtype, int64_t at, float x) {
+  if (dtype == GD_F32) {
+    static_cast<float*>(data)[at] = x;
+  } else {
+    static_cast<uint16_t*>(data)[at] =
+        static_cast<uint16_t>(dtype == GD_BF16 ? pack<Bf16>(x, 0.0f) : pack<Fp16>(x, 0.0f));
+  }
+}
 
 // What a state tensor holds, so that one branch on its type stands around many accesses.
 struct StoredFloat {

@@ -34,15 +34,9 @@ Outcome launch(const ForwardProblem& problem, const Context& context) {
   return {};
 }
 template <class Elem>
-Outcome launch(const ForwardProblem& problem, const Context& context, int multiprocessors) {
-  switch (forward_kind(problem.in, multiprocessors)) {
-    case ForwardKind::k64: return launch<Forward64<Elem>>(problem, context);
-    case ForwardKind::k128: return launch<Forward128<Elem>>(problem, context);
-    case ForwardKind::k128Half: return launch<Forward128Half<Elem>>(problem, context);
-    case ForwardKind::k128Quarter: return launch<Forward128Quarter<Elem>>(problem, context);
-    case ForwardKind::k256: break;
-  }
-  return launch<Forward256<Elem>>(problem, context);
+Outcome launch_instance(const ForwardProblem& problem, const Context& context, int multiprocessors) {
+  return with_chain<ForwardPass, Elem>(chain_kind(problem.in, multiprocessors),
+                                       [&](auto config) { return launch<decltype(config)>(problem, context); });
 }
 
 }  // namespace
@@ -51,8 +45,8 @@ Outcome launch(const ForwardProblem& problem, const Context& context, int multip
 
 Outcome portable_forward(const ForwardProblem& problem, const Context& context) {
   return with_device(context.device, kPortableDevices, [&](int multiprocessors) -> Outcome {
-    return problem.in.q.dtype == GD_BF16 ? portable::launch<portable::Bf16>(problem, context, multiprocessors)
-                                         : portable::launch<portable::Fp16>(problem, context, multiprocessors);
+    return problem.in.q.dtype == GD_BF16 ? portable::launch_instance<portable::Bf16>(problem, context, multiprocessors)
+                                         : portable::launch_instance<portable::Fp16>(problem, context, multiprocessors);
   });
 }
 

@@ -41,7 +41,10 @@ struct Prepare {
               key_head = block - chunk_index * p.key_heads;
     const auto [n, batch, token, rows] = locate_chunk(p.sequences, chunk_index, lane);
     if (rows <= 0) return;
-    if (p.is_padding(n)) return zero_rows(p, batch, token, rows, key_head, tid);
+    if (p.is_padding(n)) {
+      if (p.o) zero_rows(p, batch, token, rows, key_head, tid);
+      return;
+    }
 
     const int first_head = key_head * p.group;
     load_rows(p.k, p.k_stride, p.key_dim, batch, token, rows, key_head, smem + Smem::kK, tid);
@@ -50,7 +53,7 @@ struct Prepare {
     load_gates(p, batch, token, rows, first_head, Smem::heads(p.group), smem + Smem::kGates, tid, kThreads);
     copy_wait<0>();
     sync_cta();
-    find_norms(p.l2norm, smem, tid);
+    find_norms(p, chunk_index * p.key_heads + key_head, smem, tid);
     // Two warps have a step, one of them K K^T and the other one Q K^T; then each has every other value head.
     const int step = warp >> 1, turn = warp & 1;
     float c[2][4][4];
@@ -77,7 +80,7 @@ struct Prepare {
       if (step * kStep >= rows) continue;
 #pragma unroll 1
       for (int v = turn; v < heads; v += 2)
-        solve(p, operands, p.prepared_step(chunk_index, first_head + first + v, step),
+        solve(p, operands, chunk_index, first_head + first + v,
               smem + Smem::kGates + (v * kChunkTokens + step * kStep) * 4, heads * kChunkTokens * 4, smem, step, warp,
               lane);
     }
@@ -111,11 +114,11 @@ struct Prepare {
   }
 
   // r^k and r^q: a thread has a row.
-  GD_DEVICE static void find_norms(bool l2norm, uint32_t smem, int tid) {
+  GD_DEVICE static void find_norms(const Params& p, int64_t block, uint32_t smem, int tid) {
     static_assert(kThreads == 2 * kChunkTokens);
     const int row = tid % kChunkTokens, is_query = tid / kChunkTokens;
     float norm = 1;
-    if (l2norm) {
+    if (p.l2norm) {
       float sum = 0;
       const uint32_t at = smem + (is_query ? Smem::kQ : Smem::kK);
 #pragma unroll 1
@@ -129,6 +132,7 @@ struct Prepare {
       norm = rsqrtf(sum + 1e-6f);
     }
     store_shared(smem + Smem::kNorms + tid * 4, norm);
+    if (p.norms) p.norms[block * kThreads + tid] = norm;
   }
   GD_DEVICE static uint32_t norms_of(uint32_t smem, bool is_query, int step) {
     return smem + Smem::kNorms + ((is_query ? kChunkTokens : 0) + step * kStep) * 4;
@@ -262,11 +266,17 @@ struct Prepare {
   }
 
   // Of one step and value head, by one warp. `gates` are those of the step; betas are to_betas bytes further.
-  GD_DEVICE static void solve(const Params& p, const Operands& in, uint8_t* out, uint32_t gates, int to_betas,
-                              uint32_t smem, int step, int warp, int lane) {
+  GD_DEVICE static void solve(const Params& p, const Operands& in, int chunk_index, int head, uint32_t gates,
+                              int to_betas, uint32_t smem, int step, int warp, int lane) {
+    uint8_t* const out = p.prepared_step(chunk_index, head, step);
     const uint32_t betas = gates + to_betas, logs = smem + Smem::kLogs + warp * Prepared::kVectorBytes;
     const float beta = load_shared(betas + lane * 4);
     store_vectors(p, out, load_shared(gates + lane * 4), beta, logs, smem, step, lane);
+    if (p.vectors) {
+      float* const to = p.chunk_vectors(chunk_index, head) + step * kStep + lane;
+      to[kLogGamma * kChunkTokens] = load_shared(logs + lane * 4);
+      to[kChunkBeta * kChunkTokens] = beta;
+    }
     const uint32_t inverses = smem + Smem::kInverses + warp * 2 * Smem::kInverseBytes + lane * kPacketBytes;
     substitute(smem + Smem::kTriangles + step * 4 * Smem::kBelowBytes, betas, beta, inverses, lane);
     sync_warp();

@@ -258,7 +258,8 @@ TEST_F(Cuda, SavedSize) {
   EXPECT_EQ(bytes, kHv * (2 * 33 * (6912 + 8) + 2 * 2 * size_t{65536}) + 2 * 64 + 80 * 8 + 65536);
   EXPECT_EQ(gd_forward_saved_size(&c, nullptr), GD_INVALID_ARGUMENT);
   c.exec.isa = GD_ISA_CUDA_PORTABLE;
-  EXPECT_TRUE(said(gd_forward_saved_size(&c, &bytes), GD_UNSUPPORTED, "the portable CUDA kernels have no backward"));
+  EXPECT_EQ(gd_forward_saved_size(&c, &bytes), GD_OK) << gd_last_error();
+  EXPECT_EQ(bytes, size_t{2 * 33} * (kHv * (7200 + 2 * 64 * 4) + kHk * 2 * 64 * 4));
 }
 
 TYPED_TEST(CudaRules, Saved) {
@@ -369,7 +370,6 @@ TEST_F(CudaGradients, SmallWorkspaceWantsWhatIsSaved) {
 
 // The portable kernels have all head sizes, Hopper's one. What only the latter can do says so.
 TYPED_TEST(CudaRules, HeadSizes) {
-  constexpr bool kIsForward = std::is_same_v<TypeParam, CudaForward>;
   auto& c = this->c;
   const auto set_sizes = [&](int64_t K, int64_t V) {
     for (const NamedTensor& each : c.rows()) {
@@ -377,29 +377,34 @@ TYPED_TEST(CudaRules, HeadSizes) {
       *each.tensor = tensor(t.data, GD_BF16, {kB, kT, t.shape[2], t.shape[2] == kHk ? K : V});
     }
   };
-  const auto refuses = [&](const char* message) {
-    c.saved_bytes = kIsForward ? 1 : 0;
-    if constexpr (kIsForward) c.saved = c.place();
-    EXPECT_TRUE(c.unsupported(message));
-    c.saved = nullptr, c.saved_bytes = 0;
-  };
-  set_sizes(64, 128);
-  refuses("K is 64, must be 128 on CUDA in a backward, and in a forward with saved or segment_chunks");
-  set_sizes(128, 112);
-  refuses("V is 112, must be 128 on CUDA");
-  if constexpr (kIsForward) {
-    size_t bytes = 0;
-    for (const int64_t size : {16, 48, 64, 112, 208, 256}) {
-      set_sizes(size, 272 - size);
-      EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
-    }
-    c.segment_chunks = 1;
-    EXPECT_TRUE(c.unsupported("K is 256, must be 128 on CUDA in a backward, and in a forward with saved or segment"));
+  size_t bytes = 0;
+  for (const int64_t size : {16, 48, 64, 112, 208, 256}) {
+    set_sizes(size, 272 - size);
+    c.saved_bytes = 0;
+    EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
+    c.saved_bytes = 1;
+    EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
   }
+  c.saved_bytes = 0;
+  c.segment_chunks = 1;
+  EXPECT_TRUE(c.unsupported("K is 256, must be 128 on CUDA in summaries, and with segment_chunks or small_workspace"));
+  set_sizes(128, 112);
+  EXPECT_TRUE(c.unsupported("V is 112, must be 128 on CUDA"));
+}
+
+TEST_F(CudaGradients, SmallWorkspaceIsHoppers) {
+  c.small_workspace = 1;
+  c.saved_bytes = size_t{1} << 30;
+  c.saved = c.place();
+  for (gd_tensor* t : {&c.in.q, &c.in.k, &c.dq, &c.dk}) *t = tensor(t->data, GD_BF16, {kB, kT, kHk, 64});
+  EXPECT_TRUE(c.unsupported("K is 64, must be 128 on CUDA in summaries, and with segment_chunks or small_workspace"));
+  c.exec.isa = GD_ISA_CUDA_PORTABLE;
+  EXPECT_TRUE(c.unsupported("small_workspace is set, but the portable CUDA kernels have one size of workspace"));
 }
 
 // Memory that is enough for the kernels of every device.
-TEST_F(Cuda, WorkspaceDoesNotDependOnTheDevice) {
+TYPED_TEST(CudaRules, WorkspaceDoesNotDependOnTheDevice) {
+  auto& c = this->c;
   size_t any = 0, portable = 0;
   ASSERT_EQ(query(c, &any), GD_OK) << gd_last_error();
   c.exec.isa = GD_ISA_CUDA_PORTABLE;
@@ -422,12 +427,36 @@ TEST_F(Cuda, PortableKernelsCanBeForced) {
   c.in.q = c.made_up(GD_BF16, {kB, kT, kHk, kD});
   c.saved = c.place();
   c.saved_bytes = 1;
-  EXPECT_TRUE(c.unsupported("saved is given, but the portable CUDA kernels have no backward yet"));
+  EXPECT_TRUE(said(call(c), GD_WORKSPACE_TOO_SMALL, "saved has 1 bytes, needs "));
+  c.prepared = 1;
+  EXPECT_TRUE(c.unsupported("prepared is set, but the portable CUDA kernels have no summary that prepares"));
+  c.prepared = 0;
+  c.in.initial_state = c.final_state = c.made_up(GD_F32, {5, kHv, kD, kD});
+  c.in.initial_indices = c.final_indices = c.made_up(GD_I32, {kB});
+  EXPECT_TRUE(c.unsupported("saved is given, but on CUDA not together with initial_indices and final_indices"));
 }
 
-TEST_F(CudaGradients, HaveNoPortableKernels) {
+TEST_F(CudaGradients, PortableKernelsCanBeForced) {
   c.exec.isa = GD_ISA_CUDA_PORTABLE;
-  EXPECT_TRUE(c.unsupported("isa is portable, but there is no portable backward on CUDA yet: leave isa at auto"));
+  c.exec.device_index = 1000;  // whatever devices there are
+  const gd_status status = call(c);
+  EXPECT_TRUE(status == GD_INVALID_ARGUMENT || status == GD_UNSUPPORTED) << gd_last_error();
+  c.segment_chunks = 2;
+  EXPECT_TRUE(c.unsupported("segment_chunks is 2: the portable CUDA kernels cut no sequence"));
+  c.segment_chunks = 0;
+  c.dv.stride[1] = int64_t{1} << 25;
+  c.dv.stride[0] = c.dv.stride[1] * kT;
+  EXPECT_TRUE(c.unsupported("dv: stride[1] is 33554432, must be less than 33554432 on CUDA"));
+}
+
+// What a forward saved is for the same kernels: with `saved`, what Hopper's would take otherwise is not left to the
+// portable ones.
+TEST_F(CudaGradients, SavedIsForTheSameKernels) {
+  size_t bytes = 0;
+  c.dq.stride[0] = int64_t{1} << 39;  // more than TMA takes
+  EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
+  c.saved_bytes = 1;
+  EXPECT_TRUE(said(query(c, &bytes), GD_UNSUPPORTED, "dq: stride[0] is 549755813888, must be less than 2^39 on CUDA"));
 }
 
 TYPED_TEST(CudaRules, Types) {
@@ -442,16 +471,17 @@ TYPED_TEST(CudaRules, Types) {
   }
 }
 
-TEST_F(CudaGradients, Groups) {
-  c.set_heads(1, 257);
-  EXPECT_TRUE(c.unsupported("Hv / Hk is 257, must be at most 256 on CUDA"));
-}
-
 // What Hopper's kernels cannot do, the portable ones take.
-TEST_F(Cuda, LimitsOfHopperAreNotThoseOfAForward) {
+TYPED_TEST(CudaRules, Groups) {
+  auto& c = this->c;
   size_t bytes = 0;
   c.set_heads(1, 257);
   EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
+  c.segment_chunks = 1;
+  EXPECT_TRUE(c.unsupported("Hv / Hk is 257, must be at most 256 on CUDA"));
+}
+TEST_F(Cuda, LimitsOfHopperAreNotThoseOfAForward) {
+  size_t bytes = 0;
   c.set_heads(kHk, kHv);
   c.output().stride[0] = int64_t{1} << 39;  // more than TMA takes
   EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
@@ -488,17 +518,19 @@ TYPED_TEST(CudaRules, SequencesTimesHeads) {
   this->set_tokens(1, 64);
   const int64_t sequences = (int64_t{1} << 30);
   this->c.in.cu_seqlens = this->c.made_up(GD_I32, {sequences + 1});
-  const bool is_forward = std::is_same_v<TypeParam, CudaForward>;
-  EXPECT_TRUE(this->c.unsupported(std::string("N * Hv is 1073741824 * 1, must be at most ") +
-                                  (is_forward ? "134217727" : "1073741823") + " on CUDA"));
+  EXPECT_TRUE(this->c.unsupported("N * Hv is 1073741824 * 1, must be at most 134217727 on CUDA"));
 }
 
 TYPED_TEST(CudaRules, ChunksTimesHeads) {
   this->c.set_heads(256, 256);
   this->set_tokens(1, int64_t{1} << 29);
-  const bool is_forward = std::is_same_v<TypeParam, CudaForward>;
-  EXPECT_TRUE(this->c.unsupported(std::string("the call has 2147483648 chunks times key heads, must have at most ") +
-                                  (is_forward ? "2147483647" : "2147483566") + " on CUDA"));
+  EXPECT_TRUE(
+      this->c.unsupported("the call has 2147483648 chunks times key heads, must have at most 2147483647 on CUDA"));
+}
+TEST_F(CudaGradients, ChunksTimesHeads) {
+  c.set_heads(1, 128);
+  this->set_tokens(1, int64_t{1} << 29);
+  EXPECT_TRUE(c.unsupported("the call has 1073741824 chunks times value heads, must have at most 1073741823 on CUDA"));
 }
 
 TYPED_TEST(CudaRules, AlignmentOfRows) {
@@ -523,12 +555,6 @@ TYPED_TEST(CudaRules, AlignmentOfRows) {
     EXPECT_TRUE(c.unsupported(std::string(name) + ": stride[0] is "));
     *t = right;
   }
-}
-
-TEST_F(CudaGradients, StridesBeyondTma) {
-  c.output().stride[0] = int64_t{1} << 39;
-  EXPECT_TRUE(
-      c.unsupported(std::string(c.rows().back().name) + ": stride[0] is 549755813888, must be less than 2^39 on CUDA"));
 }
 
 TYPED_TEST(CudaRules, OneEntryMayHaveAnyStride) {

@@ -54,14 +54,14 @@ ForwardProblem problem_of(int64_t batch, int64_t tokens, int64_t heads, int K, i
 }
 
 TEST(Portable, FewHeadsAreSplit) {
-  const auto kind = [](int64_t heads, int K, int V) { return forward_kind(problem_of(1, 64, heads, K, V).in, 132); };
-  EXPECT_EQ(kind(67, 128, 128), ForwardKind::k128);
-  EXPECT_EQ(kind(66, 128, 128), ForwardKind::k128Half);
-  EXPECT_EQ(kind(33, 128, 128), ForwardKind::k128Quarter);
-  EXPECT_EQ(kind(34, 128, 256), ForwardKind::k128);
-  EXPECT_EQ(kind(200, 96, 64), ForwardKind::k128Half);  // half of the columns would be none
-  EXPECT_EQ(kind(1, 64, 64), ForwardKind::k64);
-  EXPECT_EQ(kind(1, 144, 16), ForwardKind::k256);
+  const auto kind = [](int64_t heads, int K, int V) { return chain_kind(problem_of(1, 64, heads, K, V).in, 132); };
+  EXPECT_EQ(kind(67, 128, 128), ChainKind::k128);
+  EXPECT_EQ(kind(66, 128, 128), ChainKind::k128Half);
+  EXPECT_EQ(kind(33, 128, 128), ChainKind::k128Quarter);
+  EXPECT_EQ(kind(34, 128, 256), ChainKind::k128);
+  EXPECT_EQ(kind(200, 96, 64), ChainKind::k128Half);  // half of the columns would be none
+  EXPECT_EQ(kind(1, 64, 64), ChainKind::k64);
+  EXPECT_EQ(kind(1, 144, 16), ChainKind::k256);
 }
 
 // docs/kernels/portable.md, and the bound that docs/design.md gives for both sets of kernels.

@@ -172,7 +172,12 @@ void run_cta(const Launch& launch, const std::function<void(int)>& body) {
 
   const int warps = launch.threads / 32;
   int alone = -1, rounds = 0, idle = 0;  // alone: the warp that runs by itself; -1 = none
+  uint64_t barriers = 0;
   for (bool any = true; any && state.error.empty();) {
+    if (state.all.round != barriers) {  // then some have run on, and a warp that overtakes the others finds more
+      barriers = state.all.round;
+      if (lots() % 2) rounds = 0;
+    }
     if (--rounds <= 0) {
       rounds = static_cast<int>(lots() % 500) + 1;
       alone = static_cast<int>(lots() % (warps + 1)) - 1;

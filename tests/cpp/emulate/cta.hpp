@@ -1,7 +1,7 @@
 // A CTA on a CPU: every CUDA thread is a fiber, and an instruction that a warp executes together is a meeting of its 32
 // fibers. Made to find mistakes, not for speed:
-//   * which fiber runs next is drawn by lot, and now and then one warp alone runs on as far as it can: what no barrier
-//     orders comes in any order;
+//   * which fiber runs next is drawn by lot, and now and then one warp alone runs on as far as it can, often after a
+//     barrier: what no barrier orders comes in any order;
 //   * cp.async copies either at once or as late as wait_group allows;
 //   * shared memory is NaN at first, and addresses and alignments in it are checked;
 //   * a barrier that not all threads reach fails.

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cta.hpp"
+#include "cuda/portable/backward_config.hpp"
 #include "cuda/portable/forward.cuh"
 #include "cuda/portable/prepare.cuh"
 #include "testing/generator.hpp"
@@ -37,10 +38,8 @@ inline StateRows states_of(const gd_tensor& t, const gd_tensor& indices, int64_t
   return {t.data,    static_cast<gd_dtype>(t.dtype), t.shape[0], t.stride[0], t.stride[1], indices_of(indices),
           first_slot};
 }
-inline ForwardProblem problem_of(const gd_forward_args& args) {
-  const gd_inputs& a = args.in;
-  ForwardProblem p;
-  Layer& in = p.in;
+inline Layer layer_of(const gd_inputs& a) {
+  Layer in;
   in.key_heads = a.q.shape[2], in.value_heads = a.v.shape[2], in.group = in.value_heads / in.key_heads;
   in.key_dim = static_cast<int>(a.q.shape[3]), in.value_dim = static_cast<int>(a.v.shape[3]);
   in.sequences = {a.q.shape[0], a.q.shape[0], a.q.shape[1], {}};
@@ -55,36 +54,76 @@ inline ForwardProblem problem_of(const gd_forward_args& args) {
   in.layout = static_cast<gd_state_layout>(a.state_layout);
   in.l2norm = a.l2norm != 0;
   in.scale = a.has_scale ? a.scale : 1.0f / std::sqrt(static_cast<float>(in.key_dim));
+  return in;
+}
+inline ForwardProblem problem_of(const gd_forward_args& args) {
+  ForwardProblem p;
+  p.in = layer_of(args.in);
   p.o = rows_of(args.o);
-  p.final = states_of(args.final_state, args.final_indices, a.first_slot);
-  p.checkpoints = states_of(args.checkpoints, args.checkpoint_indices, a.first_slot);
+  p.final = states_of(args.final_state, args.final_indices, args.in.first_slot);
+  p.checkpoints = states_of(args.checkpoints, args.checkpoint_indices, args.in.first_slot);
   p.checkpoint_every = args.checkpoint_every;
   p.checkpoint_offsets = indices_of(args.checkpoint_offsets);
+  p.saved = {args.saved, args.saved_bytes, args.saved != nullptr};
+  return p;
+}
+
+inline BackwardProblem problem_of(const gd_backward_args& args) {
+  BackwardProblem p;
+  p.in = layer_of(args.in);
+  p.d_o = rows_of(args.d_o);
+  p.dq = rows_of(args.dq), p.dk = rows_of(args.dk), p.dv = rows_of(args.dv);
+  p.dg = rows_of(args.dg), p.dbeta = rows_of(args.dbeta);
+  p.dA_log = vector_of(args.dA_log), p.d_dt_bias = vector_of(args.d_dt_bias);
+  p.d_final = states_of(args.d_final_state, args.d_final_indices, args.in.first_slot);
+  p.d_initial = states_of(args.d_initial_state, args.d_initial_indices, args.in.first_slot);
+  p.saved = {const_cast<void*>(args.saved), args.saved_bytes, args.saved != nullptr};
   return p;
 }
 
 // ---- launches ------------------------------------------------------------------------------------------------------
 
+// body(cta, thread) for all threads of all CTAs.
+template <class Body>
+void launch(int64_t ctas, int threads, int smem_bytes, const Options& options, const Body& body) {
+  for (int cta = 0; cta < ctas; ++cta)
+    run_cta({threads, smem_bytes, options.eager_copies, options.seed + cta}, [&](int tid) { body(cta, tid); });
+}
+template <class Elem, int kKeys>
+void run_prepare(const cuda::portable::Params& p, int64_t ctas, const Options& options) {
+  using namespace cuda::portable;
+  using Config = PrepareConfig<Elem, kKeys>;
+  launch(ctas, Config::kThreads, Config::Smem::allocated(p.group), options,
+         [&](int cta, int tid) { Prepare<Config>::run(p, cta, tid); });
+}
+inline int64_t chain_ctas(const Layer& in, const cuda::portable::Params& p) {
+  return (in.sequences.count * in.value_heads) << p.log_parts;
+}
+
 template <class Config>
 void run_kernels(const ForwardProblem& problem, char* workspace, const Options& options) {
   using namespace cuda::portable;
-  using Prep = PrepareConfig<typename Config::Elem, Config::kKeys>;
   const Params p = params_of(problem, workspace, Config::kColumns);
-  for (int cta = 0; cta < prepare_ctas(problem); ++cta)
-    run_cta({Prep::kThreads, Prep::Smem::allocated(p.group), options.eager_copies, options.seed + cta},
-            [&](int tid) { Prepare<Prep>::run(p, cta, tid); });
-  const int64_t ctas = (problem.in.sequences.count * problem.in.value_heads) << p.log_parts;
-  for (int cta = 0; cta < ctas; ++cta)
-    run_cta({Config::kThreads, Config::Smem::kBytes, options.eager_copies, options.seed + cta},
-            [&](int tid) { Forward<Config>(p, cta, tid).run(); });
+  run_prepare<typename Config::Elem, Config::kKeys>(p, prepare_ctas(problem), options);
+  launch(chain_ctas(problem.in, p), Config::kThreads, Config::Smem::kBytes, options,
+         [&](int cta, int tid) { Forward<Config>(p, cta, tid).run(); });
 }
 
-// Copies of q, k, v and o whose data are aligned, as the kernels want it; the generator aligns nothing. What was
-// written to o, and to what must not be written, is copied back.
+inline std::vector<gd_tensor*> aligned_rows(gd_forward_args& args) {
+  return {&args.in.q, &args.in.k, &args.in.v, &args.o};
+}
+inline std::vector<gd_tensor*> aligned_rows(gd_backward_args& args) {
+  return {&args.in.q, &args.in.k, &args.in.v, &args.d_o, &args.dq, &args.dk, &args.dv};
+}
+
+// Copies of tensors of rows whose data are aligned, as the kernels want it; the generator aligns nothing. What was
+// written to them, and to what must not be written, is copied back.
+template <class Args>
 class AlignedRows {
  public:
-  explicit AlignedRows(const gd_forward_args& host) : args(host) {
-    for (gd_tensor* t : {&args.in.q, &args.in.k, &args.in.v, &args.o}) {
+  explicit AlignedRows(const Args& host) : args(host) {
+    for (gd_tensor* t : aligned_rows(args)) {
+      if (!is_there(*t)) continue;
       int64_t last = -1;
       if (element_count(*t) > 0) {
         last = 0;
@@ -102,10 +141,10 @@ class AlignedRows {
       std::memcpy(host, buffer.data(), buffer.size());
       intact = intact && buffer.guards_intact();
     }
-    return intact ? "" : "the guards of q, k, v or o were overwritten";
+    return intact ? "" : "the guards of rows were overwritten";
   }
 
-  gd_forward_args args;
+  Args args;
 
  private:
   struct Copy {
@@ -115,16 +154,23 @@ class AlignedRows {
   std::vector<Copy> copies_;
 };
 
-// Returns "" or what went wrong.
-template <class Run>
-std::string with_workspace(const ForwardProblem& problem, const Run& run) {
-  const Buffer workspace(cuda::portable::forward_layout(problem).bytes);
+inline size_t workspace_bytes(const ForwardProblem& p) { return cuda::portable::forward_layout(p).bytes; }
+inline size_t workspace_bytes(const BackwardProblem& p) { return cuda::portable::backward_layout(p).bytes; }
+
+// Calls run(problem, workspace). Returns "" or what went wrong.
+template <class Args, class Run>
+std::string with_workspace(const Args& args, const Run& run) {
+  const AlignedRows<Args> aligned(args);
+  const auto problem = problem_of(aligned.args);
+  const Buffer workspace(workspace_bytes(problem));
+  std::string problems;
   try {
-    run(workspace.data());
+    run(problem, workspace.data());
   } catch (const std::runtime_error& error) {
-    return error.what();
+    problems = error.what();
   }
-  return workspace.guards_intact() ? "" : "the workspace's guards were overwritten";
+  if (!workspace.guards_intact()) problems += " the workspace's guards were overwritten";
+  return problems + aligned.give_back();
 }
 
 }  // namespace gatedelta::testing::emulated

@@ -1,5 +1,5 @@
 // The portable forward's own text, executed on a CPU, against the fp64 truth.
-#include "forward.hpp"
+#include "instances.hpp"
 
 #include <gtest/gtest.h>
 
@@ -17,27 +17,7 @@ Specs cross(const Specs& a, const Specs& b) {
   return all;
 }
 
-template <class Elem>
-void run_instance(const ForwardProblem& problem, char* workspace, const emulated::Options& options) {
-  using namespace cuda::portable;
-  switch (forward_kind(problem.in, options.multiprocessors)) {
-    case ForwardKind::k64: return emulated::run_kernels<Forward64<Elem>>(problem, workspace, options);
-    case ForwardKind::k128: return emulated::run_kernels<Forward128<Elem>>(problem, workspace, options);
-    case ForwardKind::k128Half: return emulated::run_kernels<Forward128Half<Elem>>(problem, workspace, options);
-    case ForwardKind::k128Quarter: return emulated::run_kernels<Forward128Quarter<Elem>>(problem, workspace, options);
-    case ForwardKind::k256: return emulated::run_kernels<Forward256<Elem>>(problem, workspace, options);
-  }
-}
-std::string run(const gd_forward_args& args, const emulated::Options& options) {
-  const emulated::AlignedRows aligned(args);
-  const ForwardProblem problem = emulated::problem_of(aligned.args);
-  const std::string error = emulated::with_workspace(problem, [&](char* workspace) {
-    problem.in.q.dtype == GD_BF16 ? run_instance<cuda::portable::Bf16>(problem, workspace, options)
-                                  : run_instance<cuda::portable::Fp16>(problem, workspace, options);
-  });
-  const std::string damage = aligned.give_back();
-  return error.empty() ? damage : error;
-}
+using emulated::run;
 
 // Copies come at once in every other case, and as late as they may in the others.
 void check(const Specs& specs, int multiprocessors = 1) {

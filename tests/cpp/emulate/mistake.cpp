@@ -1,33 +1,50 @@
 // A few cases through one instance of the kernels. Compiled once as they are, and with GD_PLANTED once for each planted
-// mistake (plant.py), which must show. Status 0: all is as expected.
+// mistake (plant.py), which must show; with GD_BACKWARD those of the backward. Status 0: all is as expected.
 #include <cstdio>
 #include <string>
 
+#ifdef GD_BACKWARD
+#include "backward.hpp"
+#else
 #include "forward.hpp"
+#endif
 #include "testing/judge.hpp"
 
 namespace gatedelta::testing {
 namespace {
 
+#ifdef GD_BACKWARD
+using Args = gd_backward_args;
+constexpr const char* kCases[] = {
+    "T=100 Hk=1 Hv=2 K=64 V=64 dtype=bf16 beta=zeros",
+    "lengths=70+0+33 pad=5 Hk=1 Hv=3 K=48 V=32 dtype=bf16 gate=raw l2norm layout=vk pool",
+    "lengths=130+64 pad=70 K=64 V=48 dtype=bf16 gate=spiky",
+};
+#else
+using Args = gd_forward_args;
 constexpr const char* kCases[] = {
     "T=100 Hk=1 Hv=2 K=64 V=64 dtype=bf16",
     "lengths=70+0+33 pad=5 K=48 V=32 dtype=bf16 gate=inf layout=vk pool",
     "lengths=130+64 K=64 V=48 dtype=bf16 l2norm keys=loose every=64",
 };
+#endif
+
+std::string run_case(const Args& args, const emulated::Options& options) {
+  using namespace cuda::portable;
+  return emulated::with_workspace(args, [&](const auto& problem, char* workspace) {
+    emulated::run_kernels<Chain64<ForwardPass, Bf16>>(problem, workspace, options);
+  });
+}
 
 // "" or what is wrong.
 std::string judge_case(const char* spec, bool eager_copies, unsigned seed) {
   Judge judge(parse_case(spec));
-  const Judgement judgement = judge.forward(Compute::tensor_cores, [&](const gd_forward_args& args) {
-    const emulated::AlignedRows aligned(args);
-    const ForwardProblem problem = emulated::problem_of(aligned.args);
-    const std::string error = emulated::with_workspace(problem, [&](char* workspace) {
-      emulated::run_kernels<cuda::portable::Forward64<cuda::portable::Bf16>>(problem, workspace,
-                                                                             {1, eager_copies, seed});
-    });
-    const std::string damage = aligned.give_back();
-    return error.empty() ? damage : error;
-  });
+  const auto run = [&](const Args& args) { return run_case(args, {1, eager_copies, seed}); };
+#ifdef GD_BACKWARD
+  const Judgement judgement = judge.backward(Compute::tensor_cores, run);
+#else
+  const Judgement judgement = judge.forward(Compute::tensor_cores, run);
+#endif
   return judgement.ok() ? "" : judgement.text();
 }
 

@@ -2,7 +2,7 @@
 """Plants a mistake in a copy of the portable kernels, for a test that must find it.
 
 usage: plant.py NAME SOURCE_FOLDER TARGET_FOLDER    writes the changed file
-       plant.py --names
+       plant.py --forward | --backward              prints the names
 """
 
 import sys
@@ -16,7 +16,7 @@ class Mistake(NamedTuple):
     wrong: str
 
 
-MISTAKES = {
+FORWARD = {
     # barriers
     "no_barrier_between_steps": Mistake(
         "forward.cuh", "sync_cta();      // of every thread", "// of every thread"
@@ -63,10 +63,69 @@ MISTAKES = {
     "norms_left_out_of_writes": Mistake("prepare.cuh", "exp2_approx(end - log) * rk;", "exp2_approx(end - log);"),
 }  # fmt: skip
 
+BACKWARD = {
+    # barriers
+    "no_barrier_between_steps_of_states": Mistake(
+        "states.cuh", "sync_cta();      // of every thread", "// of every thread"
+    ),
+    "no_barrier_between_steps_of_gradients": Mistake(
+        "gradient_chain.cuh", "sync_cta();      // of every thread", "// of every thread"
+    ),
+    "no_barrier_between_stages": Mistake("gradients.cuh", "sync_cta();  // the stage is there", "// the stage"),
+    "no_barrier_before_pairs": Mistake("gradients.cuh", "sync_cta();  // the last stage is not", "// the last"),
+    "no_barrier_after_pairs": Mistake("gradients.cuh", "store_pairs(matrices);\n      sync_cta();",
+                                      "store_pairs(matrices);"),
+    "no_barrier_before_sums": Mistake("gradients.cuh", "sync_cta();  // the sums are there", "// the sums"),
+    "no_barrier_after_sums": Mistake("gradients.cuh", "sync_cta();  // the last head's sums", "// the last"),
+    # asynchronous copies
+    "stage_is_not_waited_for": Mistake("gradients.cuh", "copy_wait<0>();", "copy_wait<1>();"),
+    "outputs_are_not_waited_for": Mistake(
+        "gradient_chain.cuh", "copy_wait<1>();  // dO of this step", "copy_wait<2>();  // dO"
+    ),
+    # addresses
+    "prepared_steps_in_the_wrong_order": Mistake("chain.cuh", "Pass::kDirection > 0 ? kStepsPerChunk - 1 : 0", "1"),
+    "states_after_half_a_chunk": Mistake("states.cuh", "begins_chunk = stage == 0", "begins_chunk = stage == 1"),
+    "gradients_after_half_a_chunk": Mistake(
+        "gradient_chain.cuh", "ends_chunk = step % kStepsPerChunk == 0", "ends_chunk = step % kStepsPerChunk == 1"
+    ),
+    "snapshots_are_transposed": Mistake(
+        "chain.cuh", "(2 * i + h % 2) * (p.key_dim / 8) + 2 * kk + h / 2",
+        "(2 * i + h / 2) * (p.key_dim / 8) + 2 * kk + h % 2",
+    ),
+    # ends of sequences
+    "values_past_the_end_are_read": Mistake(
+        "gradients.cuh", "valid = r < rows && first + packet * kPacketColumns < p.value_dim",
+        "valid = (r < rows || rows) && first + packet * kPacketColumns < p.value_dim",
+    ),
+    "vectors_of_a_step_without_tokens": Mistake("gradients.cuh", "is_there = step == 0 || both", "is_there = true"),
+    "tokens_of_no_sequence_are_left": Mistake("gradients.cuh", "return zero_rows();", "return;"),
+    "sums_of_no_chunk_are_left": Mistake("gate_gradients.cuh", "if (!p.head_sums) return;",
+                                         "if (!p.head_sums || at.rows <= 0) return;"),
+    # numbers
+    "values_lose_a_small_beta": Mistake(
+        "gradient_chain.cuh", "if (stores_unscaled(beta.x)) beta.x = 1;", ""
+    ),
+    "pairs_of_small_betas_are_not_scaled": Mistake(
+        "gradients.cuh", "pack<Elem>(pending * first, pending * second)", "pack<Elem>(first, second)"
+    ),
+    "pairs_with_their_diagonal": Mistake("gradients.cuh", "first = c < r ?", "first = c <= r ?"),
+    "steps_of_a_chunk_do_not_decay": Mistake(
+        "gradients.cuh", "pair_tile >= 2 && J < 2 ? first_end : 0.0f", "0.0f"
+    ),
+    "reads_of_the_second_step_do_not_decay": Mistake(
+        "gradients.cuh", "exp2_approx(step == 0 ? log : log + first_end)", "exp2_approx(log)"
+    ),
+    "gates_pass_their_own_write": Mistake("gate_gradients.cuh", "float sum = shuffle_up(x, 1);", "float sum = x;"),
+    "no_projection": Mistake("gradients.cuh", "-r * r * sum_of(which, row(i, h))", "0"),
+    "queries_do_not_move_the_gradient": Mistake("gradient_chain.cuh", "this->add_to_state(outputs, Q);", ""),
+}  # fmt: skip
+
+MISTAKES = {**FORWARD, **BACKWARD}
+
 
 def main() -> int:
-    if sys.argv[1:] == ["--names"]:
-        print(";".join(MISTAKES), end="")
+    if sys.argv[1:] in (["--forward"], ["--backward"]):
+        print(";".join(FORWARD if sys.argv[1] == "--forward" else BACKWARD), end="")
         return 0
     name, source, target = sys.argv[1:]
     mistake = MISTAKES[name]

@@ -35,7 +35,7 @@ inline Specs cross(const Specs& a, const Specs& b) {
   return all;
 }
 
-// The kernels under test. gpu_portable is gpu_forward with the portable ones forced.
+// The kernels under test. gpu_portable is gpu_forward and gpu_backward with the portable ones forced.
 #ifdef GD_TEST_PORTABLE
 constexpr gd_isa kForcedIsa = GD_ISA_CUDA_PORTABLE;
 #else

@@ -230,8 +230,7 @@ TEST(Cli, RefusesCudaDevicesThatNothingRunsOn) {
   const std::vector<gatedelta::cli::Gpu> gpus = {{"T4", 7, 5}, {"A100", 8, 0}, {"H200", 9, 0}};
   EXPECT_EQ(refusal(0, {}), "there is no CUDA device here");
   EXPECT_EQ(refusal(3, gpus), "there is no such CUDA device, the last is cuda:2");
-  EXPECT_EQ(refusal(0, gpus),
-            "T4 has compute capability 7.5, but the library needs 8.0, and for the chunked backward 9.0");
+  EXPECT_EQ(refusal(0, gpus), "T4 has compute capability 7.5, but the library needs 8.0, and for summaries 9.0");
   EXPECT_EQ(refusal(1, gpus) + refusal(2, gpus), "");  // an A100 decodes
 }
 
@@ -247,7 +246,8 @@ TEST(Cli, Cuda) {
   for (const char* text : {"ok     fwd        cuda:0", "ok     bwd        cuda:0", "ok     rec        cuda:0",
                            "3 calls checked, 0 failed"})
     EXPECT_NE(check.output.find(text), std::string::npos) << text << " in\n" << check.output;
-  const Result refused = gatedelta("check --device cuda T=70 K=64 V=64 dtype=bf16");
+  EXPECT_EQ(gatedelta("check --device cuda T=70 K=64 V=64 dtype=bf16").status, 0);
+  const Result refused = gatedelta("check --device cuda T=70 K=64 V=64 dtype=bf16 segment=1");
   EXPECT_EQ(refused.status, 1);
   EXPECT_NE(refused.output.find("K is 64, must be 128 on CUDA"), std::string::npos) << refused.output;
   EXPECT_EQ(gatedelta("check --device cuda").status, 0);

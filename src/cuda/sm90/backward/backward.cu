@@ -5,6 +5,7 @@
 #include "cuda/host/launch.cuh"
 #include "cuda/host/params.cuh"
 #include "cuda/host/tensor_map.cuh"
+#include "cuda/limits.hpp"
 #include "cuda/schedule/backward_lists.cuh"
 #include "cuda/sm90/backward/grad_chain.cuh"
 #include "cuda/sm90/backward/gradients/kernel.cuh"
@@ -152,6 +153,12 @@ cudaError_t launch_grad_chain(const CallParams& p, bool bf16, int device, cudaSt
 }
 
 Outcome backward(const BackwardProblem& problem, const Context& context) {
+  DeviceFacts facts{};
+  if (Outcome outcome = find_facts(context.device, facts); outcome.status != GD_OK) return outcome;
+  if (facts.major != kHopperDevices.lowest_major && !problem.segment_chunks && !problem.small_workspace) {
+    const Outcome outcome = check_portable_limits(problem);
+    return outcome.status == GD_OK ? portable_backward(problem, context) : outcome;
+  }
   return with_device(context.device, kHopperDevices, [&](int multiprocessors) -> Outcome {
     BackwardParams p = params_of(problem, context.workspace, multiprocessors);
     const bool bf16 = problem.in.q.dtype == GD_BF16;

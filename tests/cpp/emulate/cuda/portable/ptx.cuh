@@ -83,6 +83,8 @@ inline float load_shared(uint32_t from) { return load_from<float>(from); }
 inline float2 load_shared2(uint32_t from) { return load_from<float2>(from); }
 inline float4 load_shared4(uint32_t from) { return load_from<float4>(from); }
 inline uint4 load_shared_words(uint32_t from) { return load_from<uint4>(from); }
+inline uint32_t load_shared_word(uint32_t from) { return load_from<uint32_t>(from); }
+inline void store_shared_word(uint32_t to, uint32_t x) { store_to(to, x); }
 inline void store_shared(uint32_t to, float x) { store_to(to, x); }
 inline void store_shared4(uint32_t to, float a, float b, float c, float d) { store_to(to, float4{a, b, c, d}); }
 inline void store_shared_words(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

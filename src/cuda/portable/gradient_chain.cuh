@@ -1,0 +1,153 @@
+// The second pass of a backward: the gradient G of the state, from the last step of a sequence to the first. The
+// forward kernel with another body: G^T where S^T was, dO where V was, dV where O was, the gradient of the final state
+// where the initial state was. Per step:
+//   dU = P^T dO + delta o (K G)    Z = dU + N^T dU    dV = beta o Z
+//   G <- gamma_L G + K^T (-beta gamma o Z) + Q^T (s gamma o dO)
+// Rows with a small beta leave as Z (stores_unscaled). G after every chunk goes to memory for the gradients.
+#pragma once
+
+#include "cuda/portable/chain.cuh"
+
+namespace gatedelta::cuda::portable {
+
+template <class Config>
+struct GradientChain : Chain<Config> {
+  using Base = Chain<Config>;
+  using Base::kI, Base::kT, Base::lane, Base::p, Base::smem;
+  using typename Base::Operand, typename Base::Place, typename Base::Smem, typename Base::Tokens;
+  using Elem = typename Config::Elem;
+  static constexpr int kRows = Config::kRows;
+
+  uint32_t* snapshot;
+
+  GD_DEVICE GradientChain(const Params& params, int cta, int tid) : Base(params, cta, tid) {}
+
+  GD_DEVICE void run() {
+    const Place at = this->place();
+    if (at.column - this->warp * kRows >= p.value_dim) return;  // the power of two is larger than needed
+    const int length = static_cast<int>(at.span.length);
+    int step = (length + kStep - 1) / kStep - 1;  // the one to come; -1 of an empty sequence
+    int rows = length - step * kStep;             // only the last step may have fewer tokens than others
+    if (step >= 0) {
+      this->set_rows(at, step);
+      snapshot = this->snapshot_at(at, step / kStepsPerChunk);
+      this->load_shared_rows(0, rows);
+      this->next_prepared(step % kStepsPerChunk);
+      copy_commit();
+      this->load_own_values(rows);
+      copy_commit();
+    }
+    this->load_state(at);
+    bool ends_chunk = true;
+#pragma unroll 1
+    for (int stage = 0; step >= 0; --step, stage ^= 1, rows = kStep) {
+      copy_wait<1>();  // the rows of this step; its dO may still be on its way
+      sync_cta();      // of every thread; and the step before, whose stage is overwritten now, is over
+      if (step > 0) {
+        this->load_shared_rows(stage ^ 1, kStep);
+        this->next_prepared((step - 1) % kStepsPerChunk);
+      }
+      copy_commit();
+      advance(stage, rows, ends_chunk, step > 0);
+      ends_chunk = step % kStepsPerChunk == 0;  // the next one does
+    }
+    const Place end = this->place();
+    const int64_t slot = p.final.slot(end.sequence);
+    if (slot >= 0) this->store_state(p.final.data, p.final.dtype, p.final.offset(slot, end.head), end.column);
+  }
+
+  GD_DEVICE void advance(int stage, int rows, bool ends_chunk, bool more) {
+    const uint32_t K = smem + Smem::kK + stage * Config::kTiles * Config::kTileBytes, Q = K + (Smem::kQ - Smem::kK);
+    const uint32_t prep = smem + Smem::kPrepared + stage * Prepared::kBytes;
+    const float end = load_shared(prep + Prepared::kEnd);
+    this->set_thread(opaque(this->tid));
+    Tokens Z;
+    Operand outputs, packed;
+#pragma unroll
+    for (int kk = 0; kk < Config::kKeys / 16; ++kk) {
+      uint32_t s[kI][4];
+      this->pack_state(s, kk);
+      if (ends_chunk) this->keep_state(snapshot, s, kk);
+      this->scale_state(kk, end);
+      this->multiply_rows(Z, s, K, kk);  // (K G)^T
+    }
+    if (ends_chunk) this->next_snapshot(snapshot);
+    copy_wait<1>();  // dO of this step; the rows of the next one may still be on their way
+    sync_warp();
+    load_outputs(outputs);
+    sync_warp();  // all lanes have read dO
+    if (more) this->load_own_values(kStep);
+    copy_commit();
+    this->scale(Z, prep, kTail);
+    this->multiply_transposed_triangle(Z, outputs, prep + Prepared::kP);  // dU
+    solve(Z, packed, prep);
+    scale_operands(packed, outputs, Z, prep);
+    scale_values(Z, prep);
+    this->store_outputs(Z, rows);
+    this->add_to_state(packed, K);
+    this->add_to_state(outputs, Q);
+  }
+
+  // Z = dU + N^T dU, dU being in Z. Where keys resemble each other, rows of dU are alike and rows of Z, their
+  // differences, are far smaller: in bf16 the rounding error of dU is multiplied, too.
+  GD_DEVICE void solve(Tokens& Z, Operand& packed, uint32_t prep) const {
+    Base::pack_tokens(packed, Z);
+    if (std::is_same_v<Elem, Bf16> && load_shared(prep + Prepared::kCarry) > 0) {
+      Operand error;
+#pragma unroll
+      for (int i = 0; i < kI; ++i)
+#pragma unroll
+        for (int n = 0; n < kT; ++n)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float2 two = unpack<Elem>(packed[i][n / 2][n % 2 * 2 + h]);
+            error[i][n / 2][n % 2 * 2 + h] = pack<Elem>(Z[i][n][2 * h] - two.x, Z[i][n][2 * h + 1] - two.y);
+          }
+      this->multiply_transposed_triangle(Z, error, prep + Prepared::kN);
+    }
+    this->multiply_transposed_triangle(Z, packed, prep + Prepared::kN);
+  }
+  // dO^T as a left operand.
+  GD_DEVICE void load_outputs(Operand& to) const {
+#pragma unroll
+    for (int i = 0; i < kI; ++i)
+#pragma unroll
+      for (int J = 0; J < kT / 2; ++J)
+        load_matrices_transposed(
+            to[i][J],
+            this->own_values() + values_offset<kRows>(16 * J + (lane & 7) + (lane >> 4) * 8, 2 * i + (lane >> 3 & 1)));
+  }
+  // What moves G: -beta gamma o Z and s gamma o dO.
+  GD_DEVICE void scale_operands(Operand& packed, Operand& outputs, const Tokens& Z, uint32_t prep) const {
+#pragma unroll
+    for (int n = 0; n < kT; ++n) {
+      const float2 read = this->vector2(prep, kReadKey, n), query = this->vector2(prep, kReadQuery, n);
+#pragma unroll
+      for (int i = 0; i < kI; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int part = n % 2 * 2 + h;
+          packed[i][n / 2][part] = pack<Elem>(-read.x * Z[i][n][2 * h], -read.y * Z[i][n][2 * h + 1]);
+          const float2 two = unpack<Elem>(outputs[i][n / 2][part]);
+          outputs[i][n / 2][part] = pack<Elem>(query.x * two.x, query.y * two.y);
+        }
+    }
+  }
+  GD_DEVICE void scale_values(Tokens& Z, uint32_t prep) const {
+#pragma unroll
+    for (int n = 0; n < kT; ++n) {
+      float2 beta = this->vector2(prep, kBeta, n);
+      if (stores_unscaled(beta.x)) beta.x = 1;
+      if (stores_unscaled(beta.y)) beta.y = 1;
+#pragma unroll
+      for (int i = 0; i < kI; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          Z[i][n][2 * h] *= beta.x;
+          Z[i][n][2 * h + 1] *= beta.y;
+        }
+    }
+  }
+};
+
+}  // namespace gatedelta::cuda::portable

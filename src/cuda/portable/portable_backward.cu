@@ -1,0 +1,69 @@
+// The chunked backward on devices of compute capability 8.0 and later, for all head sizes: four to seven kernels on the
+// caller's stream. No instruction here is newer than 8.0.
+#include "cuda/backend.hpp"
+#include "cuda/host/device.cuh"
+#include "cuda/host/launch.cuh"
+#include "cuda/portable/gate_gradients.cuh"
+#include "cuda/portable/launch.hpp"
+
+namespace gatedelta::cuda {
+
+namespace portable {
+
+namespace {
+
+template <class Elem>
+__global__ void __launch_bounds__(kGateThreads)
+    portable_gate_gradients_kernel(const __grid_constant__ BackwardParams p) {
+  GateGradients<Elem>::run(p, static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x));
+}
+template <class Elem>
+__global__ void __launch_bounds__(kProjectThreads) portable_project_kernel(const __grid_constant__ BackwardParams p) {
+  Project<Elem>::run(p, static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x));
+}
+__global__ void __launch_bounds__(kHeadSumThreads) portable_head_sums_kernel(const __grid_constant__ BackwardParams p) {
+  HeadSums::run(p, static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x));
+}
+
+template <class Elem>
+Outcome launch(const BackwardProblem& problem, const Context& context, int multiprocessors) {
+  const ChainKind kind = chain_kind(problem.in, multiprocessors);
+  const BackwardParams p = params_of(problem, context.workspace, chain_columns(kind));
+  const auto stream = static_cast<cudaStream_t>(context.stream);
+  const int device = context.device;
+  Outcome outcome;
+  const auto ran = [&](cudaError_t error, const char* what) {
+    if (error) outcome = failure(error, what);
+    return !error;
+  };
+  const auto small = [&](auto kernel, int64_t ctas, int threads) {
+    return ctas == 0 ? cudaSuccess : launch_kernel(false, kernel, ctas, threads, 0, stream, p);
+  };
+  const int64_t chain_ctas = (problem.in.sequences.count * problem.in.value_heads) << p.log_parts;
+  const bool all = (problem.saved || ran(launch_prepare(p, prepare_ctas(forward_of(problem)), device, stream),
+                                         "launch the prepare kernel")) &&
+                   ran(launch_states(states_params(p), kind, chain_ctas, device, stream), "launch the states kernel") &&
+                   ran(launch_gradient_chain(gradient_pass_params(p), kind, chain_ctas, device, stream),
+                       "launch the chain of gradients") &&
+                   ran(launch_gradients(p, gradient_ctas(problem), device, stream), "launch the gradients kernel") &&
+                   ran(small(portable_gate_gradients_kernel<Elem>, gate_ctas(problem), kGateThreads),
+                       "launch the gradients of gates") &&
+                   (!p.key_sums || ran(small(portable_project_kernel<Elem>, project_ctas(problem), kProjectThreads),
+                                       "launch the projection of l2norm"));
+  if (all && p.head_sums)
+    ran(small(portable_head_sums_kernel, p.value_heads, kHeadSumThreads), "launch the sums over tokens");
+  return outcome;
+}
+
+}  // namespace
+
+}  // namespace portable
+
+Outcome portable_backward(const BackwardProblem& problem, const Context& context) {
+  return with_device(context.device, kPortableDevices, [&](int multiprocessors) -> Outcome {
+    return problem.in.q.dtype == GD_BF16 ? portable::launch<portable::Bf16>(problem, context, multiprocessors)
+                                         : portable::launch<portable::Fp16>(problem, context, multiprocessors);
+  });
+}
+
+}  // namespace gatedelta::cuda

@@ -1,0 +1,42 @@
+// The portable backward on a CPU: what src/cuda/portable/portable_backward.cu launches, CTA after CTA.
+#pragma once
+
+#include "cuda/portable/gate_gradients.cuh"
+#include "cuda/portable/gradient_chain.cuh"
+#include "cuda/portable/gradients.cuh"
+#include "cuda/portable/states.cuh"
+#include "forward.hpp"
+
+namespace gatedelta::testing::emulated {
+
+template <class Pass, class Config>
+using WithPass = cuda::portable::ChainConfig<Pass, typename Config::Elem, Config::kKeys, Config::kRows, Config::kWarps,
+                                             Config::kCtasPerSm>;
+
+// Config: any pass of the chains' instance.
+template <class Config>
+void run_kernels(const BackwardProblem& problem, char* workspace, const Options& options) {
+  using namespace cuda::portable;
+  using Elem = typename Config::Elem;
+  using Forward = WithPass<StatesPass, Config>;
+  using Backward = WithPass<GradientPass, Config>;
+  using Rows = GradientsConfig<Elem, Config::kKeys == 64 ? 64 : 128>;
+  const BackwardParams p = params_of(problem, workspace, Config::kColumns);
+  if (!problem.saved) run_prepare<Elem, Config::kKeys>(p, prepare_ctas(forward_of(problem)), options);
+  const Params states = states_params(p), gradients = gradient_pass_params(p);
+  launch(chain_ctas(problem.in, p), Forward::kThreads, Forward::Smem::kBytes, options,
+         [&](int cta, int tid) { States<Forward>(states, cta, tid).run(); });
+  launch(chain_ctas(problem.in, p), Backward::kThreads, Backward::Smem::kBytes, options,
+         [&](int cta, int tid) { GradientChain<Backward>(gradients, cta, tid).run(); });
+  launch(gradient_ctas(problem), Rows::kThreads, Rows::Smem::kBytes, options,
+         [&](int cta, int tid) { Gradients<Rows>(p, tid).run(cta); });
+  launch(gate_ctas(problem), kGateThreads, 0, options,
+         [&](int cta, int tid) { GateGradients<Elem>::run(p, cta, tid); });
+  if (p.key_sums)
+    launch(project_ctas(problem), kProjectThreads, 0, options,
+           [&](int cta, int tid) { Project<Elem>::run(p, cta, tid); });
+  if (p.head_sums)
+    launch(problem.in.value_heads, kHeadSumThreads, 0, options, [&](int cta, int tid) { HeadSums::run(p, cta, tid); });
+}
+
+}  // namespace gatedelta::testing::emulated

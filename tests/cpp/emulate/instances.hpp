@@ -1,0 +1,22 @@
+// A call by the instance of the kernels that the device's size and the head sizes ask for.
+#pragma once
+
+#include "backward.hpp"
+
+namespace gatedelta::testing::emulated {
+
+template <class Elem, class Problem>
+void run_instance(const Problem& problem, char* workspace, const Options& options) {
+  using namespace cuda::portable;
+  with_chain<ForwardPass, Elem>(chain_kind(problem.in, options.multiprocessors),
+                                [&](auto config) { run_kernels<decltype(config)>(problem, workspace, options); });
+}
+template <class Args>
+std::string run(const Args& args, const Options& options) {
+  return with_workspace(args, [&](const auto& problem, char* workspace) {
+    problem.in.q.dtype == GD_BF16 ? run_instance<cuda::portable::Bf16>(problem, workspace, options)
+                                  : run_instance<cuda::portable::Fp16>(problem, workspace, options);
+  });
+}
+
+}  // namespace gatedelta::testing::emulated
