@@ -34,6 +34,9 @@ struct Context {
 // Launch the kernels on the stream and return: they wait for nothing, allocate nothing and read nothing back.
 Outcome forward(const ForwardProblem&, const Context&);  // by the portable kernels where the device is not a Hopper
 Outcome portable_forward(const ForwardProblem&, const Context&);
+// Of fp32 q, k, v, on every device from compute capability 8.0 on.
+Outcome fp32_forward(const ForwardProblem&, const Context&);
+Outcome fp32_backward(const BackwardProblem&, const Context&);
 Outcome backward(const BackwardProblem&, const Context&);
 Outcome summary(const SummaryProblem&, const Context&);
 Outcome backward_summary(const BackwardSummaryProblem&, const Context&);
