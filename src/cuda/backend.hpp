@@ -9,7 +9,9 @@ namespace gatedelta::cuda {
 
 extern const Backend<ForwardProblem> sm90_forward_backend;
 extern const Backend<ForwardProblem> portable_forward_backend;
+extern const Backend<ForwardProblem> fp32_forward_backend;
 extern const Backend<BackwardProblem> sm90_backward_backend;
+extern const Backend<BackwardProblem> fp32_backward_backend;
 extern const Backend<SummaryProblem> sm90_summary_backend;
 extern const Backend<BackwardSummaryProblem> sm90_backward_summary_backend;
 extern const Backend<FoldProblem> fold_backend;
@@ -34,9 +36,8 @@ struct Context {
 // Launch the kernels on the stream and return: they wait for nothing, allocate nothing and read nothing back.
 Outcome forward(const ForwardProblem&, const Context&);  // by the portable kernels where the device is not a Hopper
 Outcome portable_forward(const ForwardProblem&, const Context&);
-// Of fp32 q, k, v, on every device from compute capability 8.0 on.
-Outcome fp32_forward(const ForwardProblem&, const Context&);
-Outcome fp32_backward(const BackwardProblem&, const Context&);
+Outcome fp32_forward(const ForwardProblem&, const Context&);    // of fp32 q, k, v
+Outcome fp32_backward(const BackwardProblem&, const Context&);  // likewise
 Outcome backward(const BackwardProblem&, const Context&);
 Outcome summary(const SummaryProblem&, const Context&);
 Outcome backward_summary(const BackwardSummaryProblem&, const Context&);

@@ -9,6 +9,8 @@ namespace gatedelta::cuda {
 Outcome check_limits(const ForwardProblem& problem);  // of Hopper's kernels
 Outcome check_portable_limits(const ForwardProblem& problem);
 Outcome check_limits(const BackwardProblem& problem);
+Outcome check_fp32_limits(const ForwardProblem& problem);  // of kernels for fp32 q, k, v
+Outcome check_fp32_limits(const BackwardProblem& problem);
 Outcome check_limits(const SummaryProblem& problem);
 Outcome check_limits(const BackwardSummaryProblem& problem);
 Outcome check_limits(const RecurrentProblem& problem);

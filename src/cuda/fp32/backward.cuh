@@ -1,27 +1,24 @@
-// The two loops of the backward that follow the errors' (forward.cuh). S_t is the state after token t, G_t the gradient
-// of S_t with what o_t says in it:
-//   from the last token to the first      G <- G + s q do^T      du = G^T k      G <- gamma (G - k (beta du)^T)
-//   from the first to the last            dq = s S_t do          dk = G_t u - gamma S_(t-1) (beta du)
-// with u = beta e. Only the first of them waits for its own results. dq and dk are those of normalised q and k.
+// The two loops of the backward that follow the reads' (forward.cuh). S_t is the state after token t, G_t its gradient,
+// G of what later tokens say alone, u = beta e with e = v - gamma S_(t-1)^T k:
+//   from the last token to the first   du = G^T k + s (q.k) do    G_t = G + s q do^T    G <- gamma (G_t - k (beta
+//   du)^T)
+//                                      dk = G_t u
+//   from the first to the last         dq = gamma s S_(t-1) do    dk += -gamma S_(t-1) (beta du)    S_t as in the
+//   forward
+// finish.cuh adds s k (u.do) to dq. Only the first of them waits for its own results. dq and dk are those of normalised
+// q and k. Everything that was read from S_(t-1) or G is there before the token's own share is added: the gradients of
+// gates are made of it, and with strong gates it is small against that share.
 #pragma once
 
 #include "cuda/fp32/loop.cuh"
 
 namespace gatedelta::cuda::fp32 {
 
-template <int kKeys>
-struct GradientConfig {
-  using Shape = fp32::Shape<kKeys>;
-  using Stage = fp32::Stage<Shape, 2, 2>;  // k, q; do, e
-  static constexpr int kSums = kStages * Stage::kBytes;
-  static constexpr int kBytes = kSums + Shape::kSumBytes;
-};
-
 template <class Config>
 struct GradientLoop : Loop<typename Config::Shape, typename Config::Stage> {
   using Base = Loop<typename Config::Shape, typename Config::Stage>;
+  using Base::p, Base::S, Base::span, Base::head, Base::smem, Base::kColumns, Base::kPerLane;
   using typename Base::Shape, typename Base::Stage;
-  using Base::p, Base::S, Base::span, Base::n, Base::head, Base::smem, Base::kColumns, Base::kPerLane;
   static constexpr int kRowBytes = Shape::kKeys * 4, kColumnBytes = Shape::kCtaColumns * 4;
 
   GD_DEVICE GradientLoop(const Params& params, int cta, int tid) : Base(params, cta, tid) {}
@@ -43,7 +40,7 @@ struct GradientLoop : Loop<typename Config::Shape, typename Config::Stage> {
       }
       advance_stage(stage);
     }
-    if (const int64_t slot = p.d_initial.slot(n); slot >= 0) this->store_state(p.d_initial, slot);
+    if (const int64_t slot = p.d_initial.slot(this->sequence()); slot >= 0) this->store_state(p.d_initial, slot);
   }
 
   GD_DEVICE void load_stage(int stage) const {
@@ -52,7 +49,8 @@ struct GradientLoop : Loop<typename Config::Shape, typename Config::Stage> {
     this->load_keys(to, p.k, stage, count);
     this->load_keys(to + Stage::kKeyBytes, p.q, stage, count);
     this->load_tensor(to + Stage::kValues, p.d_o, stage, count);
-    this->load_entries(to + Stage::kValues + Stage::kValueBytes, p.errors, stage, count);
+    this->load_tensor(to + Stage::kValues + Stage::kValueBytes, p.v, stage, count);
+    this->load_entries(to + Stage::kValues + 2 * Stage::kValueBytes, p.reads, stage, count);
     this->load_factors(to + Stage::kFactors, stage, count);
   }
 
@@ -74,52 +72,49 @@ struct GradientLoop : Loop<typename Config::Shape, typename Config::Stage> {
 
   GD_DEVICE void advance_token(int stage, int row, uint32_t sums) {
     const uint32_t from = this->stage_at(stage % kStages), values = from + Stage::kValues + row * kColumnBytes;
-    const Factors f = Base::load_factors(from + Stage::kFactors + row * 16);
-    float x[kPerLane], y[kColumns], e[kColumns];
-    this->read_keys(x, from + Stage::kKeyBytes + row * kRowBytes);  // q
-    this->read_columns(y, values);                                  // do
-    const float scale = p.scale * f.r_q;
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) y[c] *= scale;
-    this->advance(1.0f, x, y);
+    const Factors f = Base::factors_of(from, row);
+    float x[kPerLane], y[kColumns], z[kColumns];
     this->read_keys(x, from + row * kRowBytes);  // k
     this->read_state(y, x);
-    this->read_columns(e, values + Stage::kValueBytes);
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) y[c] *= f.r_k;
+    this->store_columns(p.later + this->entry_of(stage, row) * p.value_dim, y);
+    this->read_columns(z, values);  // do
+    const float scale = p.scale * f.r_q;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      y[c] *= f.r_k;
-      e[c] *= f.beta;
+      y[c] = f.beta * fmaf(f.qk, z[c], y[c]);
+      z[c] *= scale;
     }
-    this->store_columns(p.du + this->entry_of(stage, row) * p.value_dim, y);
-    this->sum_columns(e, sums);  // G u
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) y[c] *= f.beta;
     if (p.dv)
       this->store_columns(static_cast<float*>(p.dv.data) + p.dv.offset(span.batch, this->token_of(stage, row), head),
                           y);
+    this->read_keys(x, from + Stage::kKeyBytes + row * kRowBytes);  // q
+    this->advance(1.0f, x, z);
+    read_writes(z, values, f.beta);
+    this->sum_columns(z, sums);  // G u
     const float write = -f.gamma * f.r_k;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) y[c] *= write;
+    this->read_keys(x, from + row * kRowBytes);
     this->advance(f.gamma, x, y);
   }
-};
-
-template <int kKeys>
-struct KeyConfig {
-  using Shape = fp32::Shape<kKeys>;
-  using Stage = fp32::Stage<Shape, 1, 3>;  // k; do, e, du
-  static constexpr int kQuerySums = kStages * Stage::kBytes;
-  static constexpr int kKeySums = kQuerySums + Shape::kSumBytes;
-  static constexpr int kProducts = kKeySums + Shape::kSumBytes;  // [warp]
-  static constexpr int kBytes = kProducts + kWarps * 4;
+  // beta (v - reads).
+  GD_DEVICE void read_writes(float (&u)[kColumns], uint32_t values, float beta) const {
+    float reads[kColumns];
+    this->read_columns(u, values + Stage::kValueBytes);
+    this->read_columns(reads, values + 2 * Stage::kValueBytes);
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) u[c] = beta * (u[c] - reads[c]);
+  }
 };
 
 // The loop from the first token to the last.
 template <class Config>
 struct KeyLoop : Loop<typename Config::Shape, typename Config::Stage> {
   using Base = Loop<typename Config::Shape, typename Config::Stage>;
+  using Base::p, Base::S, Base::span, Base::head, Base::smem, Base::kColumns, Base::kPerLane;
   using typename Base::Shape, typename Base::Stage;
-  using Base::p, Base::S, Base::span, Base::n, Base::head, Base::smem, Base::kColumns, Base::kPerLane;
   static constexpr int kRowBytes = Shape::kKeys * 4, kColumnBytes = Shape::kCtaColumns * 4;
 
   GD_DEVICE KeyLoop(const Params& params, int cta, int tid) : Base(params, cta, tid) {}
@@ -145,8 +140,9 @@ struct KeyLoop : Loop<typename Config::Shape, typename Config::Stage> {
     const int count = this->rows_of_stage(stage);
     this->load_keys(to, p.k, stage, count);
     this->load_tensor(values, p.d_o, stage, count);
-    this->load_entries(values + Stage::kValueBytes, p.errors, stage, count);
-    this->load_entries(values + 2 * Stage::kValueBytes, p.du, stage, count);
+    this->load_tensor(values + Stage::kValueBytes, p.v, stage, count);
+    this->load_entries(values + 2 * Stage::kValueBytes, p.reads, stage, count);
+    this->load_entries(values + 3 * Stage::kValueBytes, p.later, stage, count);
     this->load_factors(to + Stage::kFactors, stage, count);
   }
 
@@ -169,29 +165,32 @@ struct KeyLoop : Loop<typename Config::Shape, typename Config::Stage> {
 
   GD_DEVICE void advance_token(int stage, int row, uint32_t query_sums, uint32_t key_sums) {
     const uint32_t from = this->stage_at(stage % kStages), values = from + Stage::kValues + row * kColumnBytes;
-    const Factors f = Base::load_factors(from + Stage::kFactors + row * 16);
-    float k[kPerLane], x[kColumns];
-    this->read_columns(x, values + 2 * Stage::kValueBytes);  // du
-    const float read = -f.gamma * f.beta, write = f.beta * f.r_k;
+    const Factors f = Base::factors_of(from, row);
+    float k[kPerLane], x[kColumns], y[kColumns];
+    this->read_columns(x, values);                           // do
+    this->read_columns(y, values + 3 * Stage::kValueBytes);  // later
+    const float of_query = f.gamma * p.scale, of_key = -f.gamma * f.beta;
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) x[c] *= read;
-    this->sum_columns(x, key_sums);
-    this->read_keys(k, from + row * kRowBytes);
-    this->read_columns(x, values + Stage::kValueBytes);  // e
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) x[c] *= write;
-    this->advance(f.gamma, k, x);
-    this->read_columns(x, values);  // do
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) x[c] *= p.scale;
+    for (int c = 0; c < kColumns; ++c) {
+      y[c] = of_key * fmaf(f.qk, x[c], y[c]);
+      x[c] *= of_query;
+    }
     this->sum_columns(x, query_sums);
+    this->sum_columns(y, key_sums);
+    this->read_keys(k, from + row * kRowBytes);
+    this->read_columns(x, values + Stage::kValueBytes);      // v
+    this->read_columns(y, values + 2 * Stage::kValueBytes);  // reads
+    const float write = f.beta * f.r_k;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) x[c] = write * (x[c] - y[c]);
+    this->advance(f.gamma, k, x);
   }
 
   // <G, S> after the stage, of the columns of this CTA.
   GD_DEVICE void multiply_gradient(int stage) {
     const float* const G = this->gradient_of(stage);
     float sum = 0;
-    this->each_number(p.value_dim, 1, [&](float& x, int i) { sum += x * G[i]; });
+    this->each_number(p.value_dim, 1, [&](float& x, int i) { sum = fmaf(x, G[i], sum); });
     sum = sum_warp(sum);
     if (this->lane == 0) store_shared(smem + Config::kProducts + this->warp * 4, sum);
     sync_cta();

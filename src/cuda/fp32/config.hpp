@@ -12,7 +12,8 @@
 
 namespace gatedelta::cuda::fp32 {
 
-// ---- how a CTA holds a state -----------------------------------------------------------------------------------------
+// ---- how a CTA holds a state
+// -----------------------------------------------------------------------------------------
 
 // A warp has all key dimensions of some value columns: eight lanes along K, four along V, 64 numbers of the state each.
 constexpr int kKeyLanes = 8, kColumnLanes = 4;
@@ -28,11 +29,11 @@ static_assert(kStageTokens % kSumTokens == 0 && kChunkTokens % kStageTokens == 0
 template <int kKeysOf>
 struct Shape {
   static constexpr int kKeys = kKeysOf;
-  static constexpr int kCtasPerSm = kKeys == 256 ? 2 : 3;          // nothing spills at these
-  static constexpr int kPerLane = kKeys / kKeyLanes;               // key dimensions of a thread
-  static constexpr int kColumns = kStateNumbers / kPerLane;        // value columns of a thread
-  static constexpr int kWarpColumns = kColumnLanes * kColumns;     // 32, 16 or 8
-  static constexpr int kCtaColumns = kWarps * kWarpColumns;        // 128, 64 or 32
+  static constexpr int kCtasPerSm = kKeys == 256 ? 2 : 3;            // nothing spills at these
+  static constexpr int kPerLane = kKeys / kKeyLanes;                 // key dimensions of a thread
+  static constexpr int kColumns = kStateNumbers / kPerLane;          // value columns of a thread
+  static constexpr int kWarpColumns = kColumnLanes * kColumns;       // 32, 16 or 8
+  static constexpr int kCtaColumns = kWarps * kWarpColumns;          // 128, 64 or 32
   static constexpr int kSumBytes = kSumTokens * kWarps * kKeys * 4;  // [token][warp][K], one sum over columns
 };
 inline int cta_columns(int key_dim) { return 8192 / portable::compiled_keys(key_dim); }
@@ -44,8 +45,10 @@ inline int parts_of(const Layer& in) {  // CTAs of a head
 // What prepare leaves for a token and value head. Without l2norm r_k and r_q are 1.
 struct Factors {
   float gamma, beta, r_k, r_q;
+  float qk;  // s times the product of q and k, both normalised
+  float unused[3];
 };
-static_assert(sizeof(Factors) == portable::kPacketBytes);
+static_assert(sizeof(Factors) == 2 * portable::kPacketBytes);
 
 // A stage in shared memory: rows [token][kKeys], rows [token][kCtaColumns], factors [token].
 template <class Shape, int kKeyRows, int kValueRows>
@@ -57,7 +60,42 @@ struct Stage {
   static constexpr int kBytes = kFactors + kStageTokens * static_cast<int>(sizeof(Factors));
 };
 
-// ---- what kernels are told -------------------------------------------------------------------------------------------
+// ---- instances
+// -------------------------------------------------------------------------------------------------------
+
+constexpr int kMostShared = 99 << 10;  // what a CTA can have on every device from 8.0 on
+
+template <int kKeys, bool kOutputsOf>
+struct ForwardConfig {
+  using Shape = fp32::Shape<kKeys>;
+  static constexpr bool kOutputs = kOutputsOf;
+  using Stage = fp32::Stage<Shape, kOutputs ? 2 : 1, 1>;
+  static constexpr int kBytes = kStages * Stage::kBytes;
+  static_assert(kBytes <= kMostShared);
+};
+
+template <int kKeys>
+struct GradientConfig {
+  using Shape = fp32::Shape<kKeys>;
+  using Stage = fp32::Stage<Shape, 2, 3>;  // k, q; do, v, reads
+  static constexpr int kSums = kStages * Stage::kBytes;
+  static constexpr int kBytes = kSums + Shape::kSumBytes;
+  static_assert(kBytes <= kMostShared);
+};
+
+template <int kKeys>
+struct KeyConfig {
+  using Shape = fp32::Shape<kKeys>;
+  using Stage = fp32::Stage<Shape, 1, 4>;  // k; do, v, reads, later
+  static constexpr int kQuerySums = kStages * Stage::kBytes;
+  static constexpr int kKeySums = kQuerySums + Shape::kSumBytes;
+  static constexpr int kProducts = kKeySums + Shape::kSumBytes;  // [warp]
+  static constexpr int kBytes = kProducts + kWarps * 4;
+  static_assert(kBytes <= kMostShared);
+};
+
+// ---- what kernels are told
+// -------------------------------------------------------------------------------------------
 
 // Passed by value: a graph that captures a call holds all of it.
 struct Params {
@@ -75,18 +113,18 @@ struct Params {
   IndexRows checkpoint_offsets;
   int64_t* first_checkpoint;  // [N] number of its first checkpoint, of packed sequences
   Factors* factors;           // [B T][Hv]
-  float* errors;              // [B T][Hv][V], e of each token; null in a forward that saves nothing
+  float* reads;               // [B T][Hv][V], gamma S^T k of each token; null in a forward that saves nothing
 
   // Of the backward.
   TokenRows d_o, dq, dk, dv, dg, dbeta;
   HeadVector dA_log, d_dt_bias;
   StateRows d_final, d_initial;
-  float* du;            // [B T][Hv][V]
+  float* later;              // [B T][Hv][V], of du what later tokens say
   float *dq_sums, *dk_sums;  // [B T][Hv][parts][K], of the value columns of a CTA; of normalised q and k
-  float* token_sums;    // [B T][Hv][2]: q.dq - v.dv, e.du
-  float* gradients;     // [chunks][Hv][K][V], of the state after the chunk
-  float* products;      // [chunks][Hv][parts], the inner product of that with the state
-  float* head_sums;     // [chunks][Hv][2], for dA_log and d_dt_bias; null = not wanted
+  float* token_sums;         // [B T][Hv][2]: D_t - D_(t+1) of finish.cuh, e.du
+  float* gradients;          // [chunks][Hv][K][V], of the state after the chunk
+  float* products;           // [chunks][Hv][parts], the inner product of that with the state
+  float* head_sums;          // [chunks][Hv][2], for dA_log and d_dt_bias; null = not wanted
 
   GD_HOST_DEVICE bool is_padding(int n) const {
     if (n == sequences.count) return true;
@@ -98,7 +136,8 @@ struct Params {
   }
 };
 
-// ---- memory ----------------------------------------------------------------------------------------------------------
+// ---- memory
+// ----------------------------------------------------------------------------------------------------------
 
 inline bool counts_checkpoints(const ForwardProblem& p) { return p.checkpoint_every && p.in.sequences.offsets; }
 // CTAs of prepare, and of the last kernels of the backward: a chunk and key head each.
@@ -117,13 +156,13 @@ struct Memory {
 };
 // What a forward saves for its backward.
 struct SavedLayout {
-  size_t factors = 0, errors = 0, bytes = 0;
+  size_t factors = 0, reads = 0, bytes = 0;
 };
 inline SavedLayout saved_layout(const Layer& in) {
   Memory memory;
   SavedLayout s;
   s.factors = memory.take(token_heads(in) * int64_t{sizeof(Factors)});
-  s.errors = memory.take(token_heads(in) * in.value_dim * 4);
+  s.reads = memory.take(token_heads(in) * in.value_dim * 4);
   s.bytes = memory.bytes;
   return s;
 }
@@ -140,7 +179,7 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p) {
 }
 struct BackwardWorkspace {
   SavedLayout recomputed;  // of a backward without `saved`
-  size_t du = 0, dq_sums = 0, dk_sums = 0, token_sums = 0, gradients = 0, products = 0, head_sums = 0, bytes = 0;
+  size_t later = 0, dq_sums = 0, dk_sums = 0, token_sums = 0, gradients = 0, products = 0, head_sums = 0, bytes = 0;
 };
 inline BackwardWorkspace backward_layout(const BackwardProblem& p) {
   const Layer& in = p.in;
@@ -149,7 +188,7 @@ inline BackwardWorkspace backward_layout(const BackwardProblem& p) {
   BackwardWorkspace w;
   w.recomputed = saved_layout(in);
   if (!p.saved) memory.bytes = w.recomputed.bytes;
-  w.du = memory.take(entries * in.value_dim * 4);
+  w.later = memory.take(entries * in.value_dim * 4);
   w.dq_sums = memory.take(entries * parts_of(in) * in.key_dim * 4);
   w.dk_sums = memory.take(entries * parts_of(in) * in.key_dim * 4);
   w.token_sums = memory.take(entries * 8);
@@ -178,7 +217,7 @@ inline Params params_of(const Layer& in) {
 inline void set_saved(Params& p, const Layer& in, char* memory) {
   const SavedLayout parts = saved_layout(in);
   p.factors = reinterpret_cast<Factors*>(memory + parts.factors);
-  p.errors = reinterpret_cast<float*>(memory + parts.errors);
+  p.reads = reinterpret_cast<float*>(memory + parts.reads);
 }
 inline Params params_of(const ForwardProblem& problem, char* workspace) {
   const ForwardWorkspace layout = forward_layout(problem);
@@ -199,7 +238,7 @@ inline Params params_of(const BackwardProblem& problem, char* workspace) {
   p.d_o = problem.d_o, p.dq = problem.dq, p.dk = problem.dk, p.dv = problem.dv;
   p.dg = problem.dg, p.dbeta = problem.dbeta, p.dA_log = problem.dA_log, p.d_dt_bias = problem.d_dt_bias;
   p.d_final = problem.d_final, p.d_initial = problem.d_initial;
-  p.du = at(layout.du), p.dq_sums = at(layout.dq_sums), p.dk_sums = at(layout.dk_sums);
+  p.later = at(layout.later), p.dq_sums = at(layout.dq_sums), p.dk_sums = at(layout.dk_sums);
   p.token_sums = at(layout.token_sums), p.gradients = at(layout.gradients), p.products = at(layout.products);
   if (problem.dA_log || problem.d_dt_bias) p.head_sums = at(layout.head_sums);
   return p;

@@ -1,10 +1,12 @@
-// What follows the loops of the backward: sums over the CTAs of a head and the heads of a group, the gradient of l2norm,
-// and gradients of gates and betas.
+// What follows the loops of the backward: sums over the CTAs of a head and the heads of a group, the gradient of
+// l2norm, and gradients of gates and betas.
 //
-// With D_t = <G_(t-1), S_(t-1)>, gradients and states between two tokens, the gradient of log gamma_t is D_t, and
-//   D_t = D_(t+1) + q_t.dq_t - v_t.dv_t
-// A chunk begins its sum with the inner product at its end, which the loops left: no error goes from chunk to chunk.
-// Where gamma_t is 0 so is D_t.
+// The gradient of log gamma_t is D_t, the inner product of the state before token t and its gradient. With G as in
+// backward.cuh
+//   D_t = D_(t+1) - (G^T k).u + gamma s q^T S_(t-1) do - (gamma S_(t-1)^T k).dv
+// where no term is larger than gates allow: D_(t+1) + q.dq - v.dv is the same, but with strong gates the difference of
+// two large numbers. A chunk begins its sum with the inner product at its end, which the loops left: no error goes from
+// chunk to chunk. Where gamma_t is 0 so is D_t.
 #pragma once
 
 #include "cuda/fp32/prepare.cuh"
@@ -55,18 +57,35 @@ struct Finish {
     for (int v = 0; v < p.group; ++v) {
       const int head = key_head * p.group + v;
       const int64_t entry = p.entry(batch, token, head);
-      Row a, b, du;
-      sum_parts(p, a, p.dq_sums, entry, lane);
-      const float q_dq = dot(q, a);
-      add(dq, a);
-      sum_parts(p, a, p.dk_sums, entry, lane);
-      add(dk, a);
-      load(du, p.du + entry * p.value_dim, p.value_dim, lane);
-      load(a, row_of(p.v, batch, token, head), p.value_dim, lane);
-      load(b, p.errors + entry * p.value_dim, p.value_dim, lane);
-      const float v_du = dot(a, du), e_du = dot(b, du);
+      const Factors f = p.factors[entry];
+      Row x, d_o, later, reads, e;
+      load(d_o, row_of(p.d_o, batch, token, head), p.value_dim, lane);
+      load(later, p.later + entry * p.value_dim, p.value_dim, lane);
+      load(reads, p.reads + entry * p.value_dim, p.value_dim, lane);
+      load(e, row_of(p.v, batch, token, head), p.value_dim, lane);
+      float difference = 0, e_du = 0, u_do = 0;
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        e[i] -= reads[i];
+        const float du = fmaf(f.qk, d_o[i], later[i]);
+        difference = fmaf(later[i], e[i], fmaf(reads[i], du, difference));
+        e_du = fmaf(e[i], du, e_du);
+        u_do = fmaf(e[i], d_o[i], u_do);
+      }
+      u_do = f.beta * sum_warp(u_do);
+      difference *= -f.beta;
+      e_du = sum_warp(e_du);
+      sum_parts(p, x, p.dq_sums, entry, lane);
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        difference = fmaf(q[i], x[i], difference);
+        dq[i] += fmaf(p.scale * u_do, k[i], x[i]);
+      }
+      sum_parts(p, x, p.dk_sums, entry, lane);
+      add(dk, x);
+      difference = sum_warp(difference);
       if (lane == 0) {
-        p.token_sums[2 * entry] = q_dq - p.factors[entry].beta * v_du;
+        p.token_sums[2 * entry] = difference;
         p.token_sums[2 * entry + 1] = e_du;
       }
     }
@@ -105,7 +124,7 @@ struct Finish {
   GD_DEVICE static float dot(const Row& a, const Row& b) {
     float sum = 0;
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) sum += a[i] * b[i];
+    for (int i = 0; i < kMost; ++i) sum = fmaf(a[i], b[i], sum);
     return sum_warp(sum);
   }
   GD_DEVICE static void store(const TokenRows& rows, const Row& x, int batch, int token, int head, int count,

@@ -1,33 +1,25 @@
 // The forward loop, token by token, with the state in registers from the first to the last:
 //   e = v - gamma S^T k      S <- gamma S + k (beta e)^T      o = s S^T q
 // q and k are those in memory; their norms are factors of what is computed with them. kOutputs: otherwise the loop
-// leaves errors e alone, for a backward.
+// leaves reads gamma S^T k alone, for a backward.
 #pragma once
 
 #include "cuda/fp32/loop.cuh"
 
 namespace gatedelta::cuda::fp32 {
 
-template <int kKeys, bool kOutputsOf>
-struct ForwardConfig {
-  using Shape = fp32::Shape<kKeys>;
-  static constexpr bool kOutputs = kOutputsOf;
-  using Stage = fp32::Stage<Shape, kOutputs ? 2 : 1, 1>;
-  static constexpr int kBytes = kStages * Stage::kBytes;
-};
-
 template <class Config>
 struct Forward : Loop<typename Config::Shape, typename Config::Stage> {
   using Base = Loop<typename Config::Shape, typename Config::Stage>;
+  using Base::p, Base::S, Base::span, Base::head, Base::kColumns, Base::kPerLane;
   using typename Base::Shape, typename Base::Stage;
-  using Base::p, Base::S, Base::span, Base::n, Base::head, Base::kColumns, Base::kPerLane;
   static constexpr bool kOutputs = Config::kOutputs;
   static constexpr int kRowBytes = Shape::kKeys * 4, kColumnBytes = Shape::kCtaColumns * 4;
 
   GD_DEVICE Forward(const Params& params, int cta, int tid) : Base(params, cta, tid) {}
 
   GD_DEVICE void run() {
-    if (kOutputs && p.is_padding(n)) return;  // prepare has zeroed its outputs
+    if (kOutputs && p.is_padding(this->sequence())) return;  // prepare has zeroed its outputs
     const int stages = this->stages();
     if (stages > 0) load_stage(0);
     copy_commit();
@@ -45,7 +37,7 @@ struct Forward : Loop<typename Config::Shape, typename Config::Stage> {
       if (kOutputs && p.checkpoints) store_checkpoint(stage, rows);
     }
     if (!kOutputs) return;
-    if (const int64_t slot = p.final.slot(n); slot >= 0) this->store_state(p.final, slot);
+    if (const int64_t slot = p.final.slot(this->sequence()); slot >= 0) this->store_state(p.final, slot);
   }
 
   GD_DEVICE void load_stage(int stage) const {
@@ -59,19 +51,19 @@ struct Forward : Loop<typename Config::Shape, typename Config::Stage> {
 
   GD_DEVICE void advance_token(int stage, int row) {
     const uint32_t from = this->stage_at(stage % kStages);
-    const Factors f = Base::load_factors(from + Stage::kFactors + row * 16);
-    float k[kPerLane], e[kColumns], y[kColumns], w[kColumns];
+    const Factors f = Base::factors_of(from, row);
+    float k[kPerLane], v[kColumns], y[kColumns];
     this->read_keys(k, from + row * kRowBytes);
-    this->read_columns(e, from + Stage::kValues + row * kColumnBytes);
+    this->read_columns(v, from + Stage::kValues + row * kColumnBytes);
     this->read_state(y, k);
     const float read = f.gamma * f.r_k, write = f.beta * f.r_k;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      e[c] -= read * y[c];
-      w[c] = write * e[c];
+      y[c] *= read;
+      v[c] = write * (v[c] - y[c]);
     }
-    this->advance(f.gamma, k, w);
-    if (p.errors) this->store_columns(p.errors + this->entry_of(stage, row) * p.value_dim, e);
+    if (p.reads) this->store_columns(p.reads + this->entry_of(stage, row) * p.value_dim, y);
+    this->advance(f.gamma, k, v);
     if constexpr (kOutputs) {
       float q[kPerLane];
       this->read_keys(q, from + Stage::kKeyBytes + row * kRowBytes);
@@ -80,13 +72,14 @@ struct Forward : Loop<typename Config::Shape, typename Config::Stage> {
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) y[c] *= scale;
       if (p.o)
-        this->store_columns(
-            static_cast<float*>(p.o.data) + p.o.offset(span.batch, this->token_of(stage, row), head), y);
+        this->store_columns(static_cast<float*>(p.o.data) + p.o.offset(span.batch, this->token_of(stage, row), head),
+                            y);
     }
   }
 
   // Checkpoints are after whole chunks, so after whole stages.
   GD_DEVICE void store_checkpoint(int stage, int rows) {
+    const int n = this->sequence();
     const int64_t done = stage * kStageTokens + rows;
     int64_t slot = -1;
     if (p.checkpoint_offsets) {

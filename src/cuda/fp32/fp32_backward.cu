@@ -27,14 +27,13 @@ Outcome launch_all(const Params& p, bool has_saved, int device, cudaStream_t str
   };
   const int64_t chunks = p.sequences.workspace_chunks();
   const bool recomputed = has_saved || (ran(launch_prepare(p, stream), "launch the prepare kernel") &&
-                                        ran(launch_errors(p, device, stream), "launch the loop of errors"));
+                                        ran(launch_reads(p, device, stream), "launch the loop of reads"));
   if (recomputed &&
       ran(launch_instance<GradientConfig, GradientLoop>(p, device, stream), "launch the loop of gradients") &&
       ran(launch_instance<KeyConfig, KeyLoop>(p, device, stream), "launch the loop of keys and queries") &&
       ran(launch_chunks<Finish>(p, chunks * p.key_heads, stream), "launch the sums over heads") &&
       ran(launch_chunks<GateGradients>(p, chunks, stream), "launch the gradients of gates") && p.head_sums)
-    ran(launch_chunks<HeadSums>(p, (p.value_heads + kWarps - 1) / kWarps, stream),
-        "launch the sums over tokens");
+    ran(launch_chunks<HeadSums>(p, (p.value_heads + kWarps - 1) / kWarps, stream), "launch the sums over tokens");
   return outcome;
 }
 

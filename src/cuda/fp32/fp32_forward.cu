@@ -23,7 +23,7 @@ cudaError_t launch_forward(const Params& p, int device, cudaStream_t stream) {
 cudaError_t launch_prepare(const Params& p, cudaStream_t stream) {
   return launch_chunks<Prepare>(p, p.sequences.workspace_chunks() * p.key_heads, stream);
 }
-cudaError_t launch_errors(const Params& p, int device, cudaStream_t stream) {
+cudaError_t launch_reads(const Params& p, int device, cudaStream_t stream) {
   return launch_forward<false>(p, device, stream);
 }
 
@@ -33,8 +33,7 @@ Outcome fp32_forward(const ForwardProblem& problem, const Context& context) {
   return with_device(context.device, fp32::kDevices, [&](int) -> Outcome {
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const fp32::Params p = fp32::params_of(problem, context.workspace);
-    if (const cudaError_t error = fp32::launch_prepare(p, stream))
-      return failure(error, "launch the prepare kernel");
+    if (const cudaError_t error = fp32::launch_prepare(p, stream)) return failure(error, "launch the prepare kernel");
     if (const cudaError_t error = fp32::launch_forward<true>(p, context.device, stream))
       return failure(error, "launch the forward kernel");
     return {};

@@ -39,6 +39,6 @@ cudaError_t launch_chunks(const Params& p, int64_t ctas, cudaStream_t stream) {
 }
 
 cudaError_t launch_prepare(const Params& p, cudaStream_t stream);
-cudaError_t launch_errors(const Params& p, int device, cudaStream_t stream);  // the forward loop without outputs
+cudaError_t launch_reads(const Params& p, int device, cudaStream_t stream);  // the forward loop without outputs
 
 }  // namespace gatedelta::cuda::fp32

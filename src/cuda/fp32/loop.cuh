@@ -1,9 +1,9 @@
 // What the loops over tokens share: places, loads, a state in registers, sums.
 //
 // A thread has kPerLane key dimensions, four by four, of kColumns neighbouring value columns. Sums over key dimensions
-// are those of eight neighbouring lanes. Sums over value columns are those of four lanes and of all warps, which meet in
-// shared memory, and of all CTAs of a head, which finish.cuh adds up. Every sum has one order, so results repeat bit for
-// bit.
+// are those of eight neighbouring lanes. Sums over value columns are those of four lanes and of all warps, which meet
+// in shared memory, and of all CTAs of a head, which finish.cuh adds up. Every sum has one order, so results repeat bit
+// for bit. Products are fused with sums by name, so that a CPU that runs this text rounds alike.
 #pragma once
 
 #include "cuda/fp32/prepare.cuh"
@@ -19,29 +19,31 @@ struct Loop {
 
   const Params& p;
   const uint32_t smem;
-  const int tid, lane, warp, key_lane, column_lane;
-  int n, head, part;
+  const int cta, tid, lane, warp, key_lane, column_lane;
+  int head, part;
   struct {
     int batch, begin, length;
   } span;
   State S;
 
-  GD_DEVICE Loop(const Params& params, int cta, int tid_)
+  GD_DEVICE Loop(const Params& params, int cta_, int tid_)
       : p(params),
         smem(shared_base()),
+        cta(cta_),
         tid(tid_),
         lane(tid_ & 31),
         warp(shuffle(tid_ >> 5, 0)),
         key_lane(tid_ & (kKeyLanes - 1)),
         column_lane((tid_ & 31) / kKeyLanes) {
     const int pair = cta / p.parts;
-    n = pair / p.value_heads, head = pair - n * p.value_heads, part = cta - pair * p.parts;
-    const auto [batch, begin, length] = p.sequences[n];
+    head = pair % p.value_heads, part = cta - pair * p.parts;
+    const auto [batch, begin, length] = p.sequences[sequence()];
     span = {static_cast<int>(batch), static_cast<int>(begin), static_cast<int>(length)};
   }
 
+  GD_DEVICE int sequence() const { return opaque(cta) / p.parts / p.value_heads; }
   GD_DEVICE int first_column() const { return part * Shape::kCtaColumns; }  // of the CTA
-  GD_DEVICE int own_column() const {                                       // of this thread, in the CTA
+  GD_DEVICE int own_column() const {                                        // of this thread, in the CTA
     return warp * Shape::kWarpColumns + column_lane * kColumns;
   }
   // V is a multiple of 16, so a thread has all of its columns or none. Warps without columns only meet the others.
@@ -56,7 +58,8 @@ struct Loop {
   // Number i of a thread along K. Four lie side by side, and those of the eight lanes.
   GD_DEVICE static int key_of(int i, int key_lane) { return (i / 4 * kKeyLanes + key_lane) * 4 + i % 4; }
 
-  // ---- loads ---------------------------------------------------------------------------------------------------------
+  // ---- loads
+  // ---------------------------------------------------------------------------------------------------------
 
   GD_DEVICE uint32_t stage_at(int buffer) const { return smem + buffer * Stage::kBytes; }
   // Rows of q or k. Columns past K are zero.
@@ -83,39 +86,42 @@ struct Loop {
   GD_DEVICE void load_tensor(uint32_t to, const TokenRows& rows, int stage, int count) const {
     load_values(to, row_of(rows, span.batch, token_of(stage, 0), head) + first_column(), rows.token_stride, count);
   }
-  GD_DEVICE int64_t entry_of(int stage, int row) const {
-    return p.entry(span.batch, token_of(stage, row), head);
-  }
-  // Of what lies in memory as `errors` does.
+  GD_DEVICE int64_t entry_of(int stage, int row) const { return p.entry(span.batch, token_of(stage, row), head); }
+  // Of what lies in memory as `reads` does.
   GD_DEVICE void load_entries(uint32_t to, const float* entries, int stage, int count) const {
     load_values(to, entries + entry_of(stage, 0) * p.value_dim + first_column(), int64_t{p.value_heads} * p.value_dim,
                 count);
   }
   GD_DEVICE void load_factors(uint32_t to, int stage, int count) const {
-    if (tid < count) copy_async(to + tid * 16, p.factors + entry_of(stage, tid), true);
+    const int row = tid / 2, packet = tid % 2;
+    if (row < count)
+      copy_async(to + tid * 16, reinterpret_cast<const float4*>(p.factors + entry_of(stage, row)) + packet, true);
   }
 
-  // ---- states --------------------------------------------------------------------------------------------------------
+  // ---- states
+  // --------------------------------------------------------------------------------------------------------
 
   // Calls f with every number and its distance from the matrix' first; f is not called for padded ones.
   template <class F>
   GD_DEVICE void each_number(int key_stride, int value_stride, const F& f) {
     if (!has_columns()) return;
-    const int first = opaque(key_lane * 4 * key_stride + (first_column() + own_column()) * value_stride);
+    // Opaque: otherwise all distances are in registers at once, or even while tokens go by.
+    int at = opaque(key_lane) * 4 * key_stride + (first_column() + own_column()) * value_stride;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      if (key_of(i, key_lane) >= p.key_dim) continue;
+      if (key_of(i, key_lane) < p.key_dim)
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) f(S[c][i], first + key_of(i, 0) * key_stride + c * value_stride);
+        for (int c = 0; c < kColumns; ++c) f(S[c][i], at + c * value_stride);
+      at = opaque(at + (i % 4 == 3 ? 4 * kKeyLanes - 3 : 1) * key_stride);
     }
   }
-  // State n of `states`, or zeros where it has none.
+  // The sequence's state of `states`, or zeros where it has none.
   GD_DEVICE void load_state(const StateRows& states) {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c)
 #pragma unroll
       for (float& x : S[c]) x = 0;
-    const int64_t slot = states.slot(n);
+    const int64_t slot = states.slot(sequence());
     if (slot < 0) return;
     with_stored(states.dtype, [&](auto stored) {
       using Stored = decltype(stored);
@@ -132,7 +138,7 @@ struct Loop {
   }
   // The matrix of this head among those of the chunk that a stage belongs to.
   GD_DEVICE int64_t chunk_entry(int stage) const {
-    const int64_t chunk = p.sequences.first_chunk_index(n) + stage / (kChunkTokens / kStageTokens);
+    const int64_t chunk = p.sequences.first_chunk_index(sequence()) + stage / (kChunkTokens / kStageTokens);
     return chunk * p.value_heads + head;
   }
   GD_DEVICE float* gradient_of(int stage) const { return p.gradients + chunk_entry(stage) * p.key_dim * p.value_dim; }
@@ -140,11 +146,13 @@ struct Loop {
     return (stage + 1) % (kChunkTokens / kStageTokens) == 0 || stage + 1 == stages();
   }
 
-  // ---- tokens --------------------------------------------------------------------------------------------------------
+  // ---- tokens
+  // --------------------------------------------------------------------------------------------------------
 
-  GD_DEVICE static Factors load_factors(uint32_t from) {
+  GD_DEVICE static Factors factors_of(uint32_t stage, int row) {
+    const uint32_t from = stage + Stage::kFactors + row * static_cast<int>(sizeof(Factors));
     const float4 x = load_shared4(from);
-    return {x.x, x.y, x.z, x.w};
+    return {x.x, x.y, x.z, x.w, load_shared(from + 16), {}};
   }
   // This thread's numbers of a row of q or k.
   GD_DEVICE void read_keys(float (&x)[kPerLane], uint32_t row) const {
@@ -176,12 +184,12 @@ struct Loop {
       *reinterpret_cast<float2*>(to) = {x[0], x[1]};
     } else {
 #pragma unroll
-      for (int c = 0; c < kColumns; c += 4)
-        *reinterpret_cast<float4*>(to + c) = {x[c], x[c + 1], x[c + 2], x[c + 3]};
+      for (int c = 0; c < kColumns; c += 4) *reinterpret_cast<float4*>(to + c) = {x[c], x[c + 1], x[c + 2], x[c + 3]};
     }
   }
 
-  // ---- sums ----------------------------------------------------------------------------------------------------------
+  // ---- sums
+  // ----------------------------------------------------------------------------------------------------------
 
   // S^T x: sums over K, in all lanes of a column.
   GD_DEVICE void read_state(float (&y)[kColumns], const float (&x)[kPerLane]) const {
@@ -189,7 +197,7 @@ struct Loop {
     for (int c = 0; c < kColumns; ++c) {
       y[c] = 0;
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) y[c] += S[c][i] * x[i];
+      for (int i = 0; i < kPerLane; ++i) y[c] = fmaf(S[c][i], x[i], y[c]);
     }
     sum_key_lanes(y);
   }
@@ -204,7 +212,7 @@ struct Loop {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c)
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) S[c][i] = gamma * S[c][i] + k[i] * w[c];
+      for (int i = 0; i < kPerLane; ++i) S[c][i] = fmaf(k[i], w[c], gamma * S[c][i]);
   }
 
   // S x, summed over the columns of this warp, to `to` [K]. Lanes halve what they have twice: each ends with a quarter.
@@ -215,7 +223,7 @@ struct Loop {
     for (int i = 0; i < kPerLane; ++i) {
       y[i] = 0;
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) y[i] += S[c][i] * x[c];
+      for (int c = 0; c < kColumns; ++c) y[i] = fmaf(S[c][i], x[c], y[i]);
     }
     const bool second = column_lane & 1, last = column_lane & 2;
 #pragma unroll

@@ -1,4 +1,4 @@
-// Prepare: gates, betas and norms of every token. One CTA per (chunk, key head); a warp has every fourth token.
+// Prepare: gates, betas, norms and q.k of every token. One CTA per (chunk, key head); a warp has every fourth token.
 #pragma once
 
 #include "cuda/fp32/config.hpp"
@@ -36,10 +36,10 @@ GD_DEVICE float sum_warp(float x) {
 GD_DEVICE const float* row_of(const TokenRows& rows, int64_t batch, int64_t token, int head) {
   return static_cast<const float*>(rows.data) + rows.offset(batch, token, head);
 }
-GD_DEVICE float inverse_norm(const float* row, int count, int lane) {
+GD_DEVICE float dot_of_rows(const float* a, const float* b, int count, int lane) {
   float sum = 0;
-  for (int i = lane; i < count; i += 32) sum += row[i] * row[i];
-  return 1.0f / sqrtf(sum_warp(sum) + 1e-6f);
+  for (int i = lane; i < count; i += 32) sum = fmaf(a[i], b[i], sum);
+  return sum_warp(sum);
 }
 
 struct Prepare {
@@ -76,11 +76,13 @@ struct Prepare {
   }
 
   GD_DEVICE static void find_factors(const Params& p, int batch, int token, int key_head, int lane) {
+    const float *const k = row_of(p.k, batch, token, key_head), *const q = row_of(p.q, batch, token, key_head);
     float r_k = 1, r_q = 1;
     if (p.l2norm) {
-      r_k = inverse_norm(row_of(p.k, batch, token, key_head), p.key_dim, lane);
-      r_q = inverse_norm(row_of(p.q, batch, token, key_head), p.key_dim, lane);
+      r_k = 1.0f / sqrtf(dot_of_rows(k, k, p.key_dim, lane) + 1e-6f);
+      r_q = 1.0f / sqrtf(dot_of_rows(q, q, p.key_dim, lane) + 1e-6f);
     }
+    const float qk = dot_of_rows(q, k, p.key_dim, lane) * r_q * r_k * p.scale;
     for (int v = lane; v < p.group; v += 32) {
       const int head = key_head * p.group + v;
       float g = load_number(p.g.data, p.g.dtype, p.g.offset(batch, token, head));
@@ -91,7 +93,7 @@ struct Prepare {
       }
       if (p.beta_kind != GD_BETA_VALUE) beta = sigmoid_of(beta);
       if (p.beta_kind == GD_BETA_LOGIT_DOUBLED) beta *= 2;
-      p.factors[p.entry(batch, token, head)] = {expf(g), beta, r_k, r_q};
+      p.factors[p.entry(batch, token, head)] = {expf(g), beta, r_k, r_q, qk, {}};
     }
   }
 };

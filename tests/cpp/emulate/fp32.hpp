@@ -117,8 +117,7 @@ inline std::string run(const gd_forward_args& args, const Options& options) {
   const AlignedRows aligned(args);
   const ForwardProblem problem = emulated::problem_of(aligned.args);
   const std::string error = with_memory(forward_layout(problem).bytes, [&](char* workspace) {
-    with_keys(problem.in.key_dim,
-              [&](auto keys) { run_forward<keys>(params_of(problem, workspace), options, true); });
+    with_keys(problem.in.key_dim, [&](auto keys) { run_forward<keys>(params_of(problem, workspace), options, true); });
   });
   const std::string damage = aligned.give_back();
   return error.empty() ? damage : error;
@@ -126,8 +125,7 @@ inline std::string run(const gd_forward_args& args, const Options& options) {
 // from_saved: after a forward that saves.
 inline std::string run(const gd_backward_args& host, const Options& options, bool from_saved) {
   gd_backward_args args = host;
-  const AlignedTensors aligned(
-      {&args.in.q, &args.in.k, &args.in.v, &args.d_o, &args.dq, &args.dk, &args.dv});
+  const AlignedTensors aligned({&args.in.q, &args.in.k, &args.in.v, &args.d_o, &args.dq, &args.dk, &args.dv});
   BackwardProblem problem = problem_of(args);
   const Buffer saved(from_saved ? saved_layout(problem.in).bytes : 0);
   std::string error;

@@ -3,9 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include <cstdio>
-#include <cstdlib>
-#include <map>
+#include <algorithm>
 
 #include "testing/judge.hpp"
 
@@ -27,8 +25,8 @@ void check_forward(const Specs& specs) {
   for (const std::string& spec : specs) {
     Judge judge(parse_case(spec));
     const emulated::Options options{1, ++seed % 2 == 0, seed};
-    const Judgement judgement = judge.forward(
-        Compute::fp32, [&](const gd_forward_args& args) { return emulated::fp32::run(args, options); });
+    const Judgement judgement =
+        judge.forward(Compute::fp32, [&](const gd_forward_args& args) { return emulated::fp32::run(args, options); });
     EXPECT_TRUE(judgement.ok()) << spec << "\n" << judgement.text();
   }
 }
@@ -38,9 +36,8 @@ void check_backward(const Specs& specs) {
   for (const std::string& spec : specs) {
     Judge judge(parse_case(spec));
     const emulated::Options options{1, ++seed % 2 == 0, seed};
-    const Judgement judgement = judge.backward(Compute::fp32, [&](const gd_backward_args& args) {
-      return emulated::fp32::run(args, options, seed % 4 < 2);
-    });
+    const Judgement judgement = judge.backward(
+        Compute::fp32, [&](const gd_backward_args& args) { return emulated::fp32::run(args, options, seed % 4 < 2); });
     EXPECT_TRUE(judgement.ok()) << spec << "\n" << judgement.text();
   }
 }
@@ -59,8 +56,8 @@ TEST(EmulatedFp32, HeadSizes) {
 }
 
 TEST(EmulatedFp32, Lengths) {
-  check(cross({"B=2 T=0", "T=1", "T=4", "T=5", "T=7", "B=2 T=8", "T=9", "T=63", "T=64", "T=65", "T=129"},
-              {"K=16 V=32"}));
+  check(
+      cross({"B=2 T=0", "T=1", "T=4", "T=5", "T=7", "B=2 T=8", "T=9", "T=63", "T=64", "T=65", "T=129"}, {"K=16 V=32"}));
 }
 
 TEST(EmulatedFp32, Packs) {
@@ -92,16 +89,16 @@ TEST(EmulatedFp32, Keys) {
 }
 
 TEST(EmulatedFp32, States) {
-  check(cross(
-      cross({"lengths=30+0+1+10 pad=4 Hk=1 Hv=2 K=32 V=16"}, {"state=fp32", "state=bf16", "state=fp16"}),
-      {"layout=kv", "layout=vk pool i64 strided", "pool first_slot=1 inplace", "layout=vk h0=0", "ht=0 dht=0"}));
+  check(
+      cross(cross({"lengths=30+0+1+10 pad=4 Hk=1 Hv=2 K=32 V=16"}, {"state=fp32", "state=bf16", "state=fp16"}),
+            {"layout=kv", "layout=vk pool i64 strided", "pool first_slot=1 inplace", "layout=vk h0=0", "ht=0 dht=0"}));
 }
 
 TEST(EmulatedFp32, Checkpoints) {
-  check_forward(cross({"B=2 T=200 Hk=1 Hv=2 every=64", "lengths=64+63+0+200+130+128 pad=3 every=64",
-                       "lengths=64+0+200 every=128", "T=60 every=64", "B=3 T=130 offsets",
-                       "lengths=64+63+0+200+130 offsets"},
-                      {"K=16 V=16", "K=16 V=16 state=bf16 layout=vk pool"}));
+  check_forward(
+      cross({"B=2 T=200 Hk=1 Hv=2 every=64", "lengths=64+63+0+200+130+128 pad=3 every=64", "lengths=64+0+200 every=128",
+             "T=60 every=64", "B=3 T=130 offsets", "lengths=64+63+0+200+130 offsets"},
+            {"K=16 V=16", "K=16 V=16 state=bf16 layout=vk pool"}));
 }
 
 TEST(EmulatedFp32, StridesAndScale) {
@@ -128,6 +125,50 @@ TEST(EmulatedFp32, BitsDependOnTheInputsAlone) {
     if (first.empty()) first = all;
     EXPECT_EQ(first, all);
   }
+}
+
+// Each gradient alone is the gradient among all.
+TEST(EmulatedFp32, GradientsAreIndependentOfEachOther) {
+  const Case spec = parse_case("lengths=20+0+9 pad=2 Hk=1 Hv=2 K=16 V=16 gate=raw l2norm beta=logit");
+  Problem all(spec), one(spec);
+  ASSERT_EQ(emulated::fp32::run(all.backward, {1, true, 1}, false), "");
+  constexpr gd_tensor gd_backward_args::*kOutputs[] = {
+      &gd_backward_args::dq,        &gd_backward_args::dk,
+      &gd_backward_args::dv,        &gd_backward_args::dg,
+      &gd_backward_args::dbeta,     &gd_backward_args::dA_log,
+      &gd_backward_args::d_dt_bias, &gd_backward_args::d_initial_state};
+  for (const auto wanted : kOutputs) {
+    one.reset();
+    gd_backward_args args = one.backward;
+    for (const auto other : kOutputs)
+      if (other != wanted) args.*other = {};
+    ASSERT_EQ(emulated::fp32::run(args, {1, true, 1}, false), "");
+    EXPECT_EQ(to_doubles(args.*wanted), to_doubles(all.backward.*wanted));
+  }
+}
+
+// Rows of the gradients of states, found by indices: sequence 0 reads row 1 and leaves row 1, sequence 1 reads nothing
+// and leaves row 0.
+TEST(EmulatedFp32, RowsOfGradientsOfStates) {
+  Problem problem(parse_case("lengths=20+9 Hk=1 Hv=2 K=16 V=16"));
+  constexpr int64_t kRow = 2 * 16 * 16;
+  gd_backward_args args = problem.backward;
+  int32_t from[] = {1, -1}, to[] = {1, 0};
+  const auto indices = [](int32_t* data) {
+    gd_tensor t{data, GD_I32, 1, {2}, {1}};
+    return t;
+  };
+  args.d_final_indices = indices(from), args.d_initial_indices = indices(to);
+  ASSERT_EQ(emulated::fp32::run(args, {1, true, 1}, false), "");
+  const std::vector<double> by_indices = to_doubles(args.d_initial_state);
+  problem.reset();
+  auto* const rows = static_cast<float*>(problem.backward.d_final_state.data);
+  std::copy(rows + kRow, rows + 2 * kRow, rows);
+  std::fill(rows + kRow, rows + 2 * kRow, 0.0f);
+  ASSERT_EQ(emulated::fp32::run(problem.backward, {1, true, 1}, false), "");
+  std::vector<double> plain = to_doubles(problem.backward.d_initial_state);
+  std::rotate(plain.begin(), plain.begin() + kRow, plain.end());
+  EXPECT_EQ(by_indices, plain);
 }
 
 }  // namespace

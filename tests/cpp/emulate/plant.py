@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Plants a mistake in a copy of the portable kernels, for a test that must find it.
+"""Plants a mistake in a copy of a kernel folder's file, for a test that must find it.
 
 usage: plant.py NAME SOURCE_FOLDER TARGET_FOLDER    writes the changed file
        plant.py --names
@@ -61,6 +61,33 @@ MISTAKES = {
         "prepare.cuh", "most <= 4 * least && alike > 0.75f * least", "most > 0"
     ),
     "norms_left_out_of_writes": Mistake("prepare.cuh", "exp2_approx(end - log) * rk;", "exp2_approx(end - log);"),
+    # ---- of src/cuda/fp32 ----
+    # barriers and asynchronous copies
+    "fp32_no_barrier_between_stages": Mistake(
+        "forward.cuh", "sync_cta();      // of every thread", "// of every thread"
+    ),
+    "fp32_stage_is_not_waited_for": Mistake("forward.cuh", "copy_wait<0>();  // this stage", "copy_wait<1>();"),
+    "fp32_sums_are_read_too_early": Mistake(
+        "backward.cuh", "sync_cta();  // the sums of all warps are there\n      this->template store_sums<false>(sums",
+        "this->template store_sums<false>(sums",
+    ),
+    "fp32_sums_are_overwritten": Mistake("backward.cuh", "if (first > 0) sync_cta();", ""),
+    # addresses and ends of sequences
+    "fp32_rows_past_the_end_are_read": Mistake(
+        "loop.cuh", "valid = row < count && column < columns", "valid = row <= count && column < columns"
+    ),
+    "fp32_sums_without_the_last_warp": Mistake("loop.cuh", "w < warps; ++w", "w < warps - 1; ++w"),
+    "fp32_one_part_for_all_ctas": Mistake("loop.cuh", "* p.parts + part) * p.key_dim", "* p.parts) * p.key_dim"),
+    "fp32_one_place_for_all_checkpoints": Mistake("forward.cuh", "first + done / p.checkpoint_every - 1", "first"),
+    "fp32_halves_are_not_traded": Mistake(
+        "loop.cuh", "shuffle_xor(second ? y[i] : y[kHalf + i]", "shuffle_xor(second ? y[kHalf + i] : y[i]"
+    ),
+    # numbers
+    "fp32_state_is_read_before_it_decays": Mistake("forward.cuh", "read = f.gamma * f.r_k", "read = f.r_k"),
+    "fp32_own_output_left_out_of_du": Mistake("backward.cuh", "f.beta * (y[c] + f.qk * z[c])", "f.beta * y[c]"),
+    "fp32_length_is_kept": Mistake("finish.cuh", "r * (d[i] - along * unit[i])", "r * d[i]"),
+    "fp32_chunks_begin_with_nothing": Mistake("finish.cuh", "D += p.products[", "D += 0 * p.products["),
+    "fp32_resets_are_forgotten": Mistake("finish.cuh", "f.gamma == 0 ? 0 : D +", "D +"),
 }  # fmt: skip
 
 
