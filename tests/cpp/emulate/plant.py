@@ -73,9 +73,7 @@ MISTAKES = {
     ),
     "fp32_sums_are_overwritten": Mistake("backward.cuh", "if (first > 0) sync_cta();", ""),
     # addresses and ends of sequences
-    "fp32_rows_past_the_end_are_read": Mistake(
-        "loop.cuh", "valid = row < count && column < columns", "valid = row <= count && column < columns"
-    ),
+    "fp32_keys_are_not_padded": Mistake("loop.cuh", "valid = row < count && column < p.key_dim", "valid = row < count"),
     "fp32_sums_without_the_last_warp": Mistake("loop.cuh", "w < warps; ++w", "w < warps - 1; ++w"),
     "fp32_one_part_for_all_ctas": Mistake("loop.cuh", "* p.parts + part) * p.key_dim", "* p.parts) * p.key_dim"),
     "fp32_one_place_for_all_checkpoints": Mistake("forward.cuh", "first + done / p.checkpoint_every - 1", "first"),
@@ -84,10 +82,10 @@ MISTAKES = {
     ),
     # numbers
     "fp32_state_is_read_before_it_decays": Mistake("forward.cuh", "read = f.gamma * f.r_k", "read = f.r_k"),
-    "fp32_own_output_left_out_of_du": Mistake("backward.cuh", "f.beta * (y[c] + f.qk * z[c])", "f.beta * y[c]"),
+    "fp32_own_output_left_out_of_du": Mistake("backward.cuh", "f.beta * fmaf(f.qk, z[c], y[c])", "f.beta * y[c]"),
     "fp32_length_is_kept": Mistake("finish.cuh", "r * (d[i] - along * unit[i])", "r * d[i]"),
     "fp32_chunks_begin_with_nothing": Mistake("finish.cuh", "D += p.products[", "D += 0 * p.products["),
-    "fp32_resets_are_forgotten": Mistake("finish.cuh", "f.gamma == 0 ? 0 : D +", "D +"),
+    "fp32_one_head_of_a_group": Mistake("finish.cuh", "add(dk, x);", "if (v == 0) add(dk, x);"),
 }  # fmt: skip
 
 
