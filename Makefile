@@ -81,7 +81,8 @@ ctest = mkdir -p $(REPORTS); rm -f $(REPORTS)/$(1).xml; \
 run_programs = rm -f $(REPORTS)/$(1).xml; \
                $(QUICK) python3 tools/run_programs.py $(2) $(REPORTS)/$(1).xml --jobs $(JOBS) --without $(SLOW)
 TOTAL := python3 tools/sum_reports.py
-GPU_TESTS := gpu_forward gpu_portable gpu_backward gpu_recurrent gpu_engine gpu_conv1d gpu_gated_norm gpu_layer_step
+GPU_TESTS := gpu_forward gpu_portable gpu_backward gpu_fp32 gpu_recurrent gpu_engine gpu_conv1d gpu_gated_norm \
+             gpu_layer_step
 
 help: ## this list
 	grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16

@@ -158,8 +158,8 @@ Device chosen_device(const Options& options, const std::vector<std::string>& cpu
 testing::Judgement judge_on(const Device& device, Op op, testing::Judge& judge) {
   const auto run = [&](const auto& host) { return run_on(device, host); };
   if (op == Op::recurrent) return judge.recurrent(run);
-  if (op == Op::backward) return judge.backward(testing::Compute::tensor_cores, run);
-  return judge.forward(testing::Compute::tensor_cores, run);
+  const testing::Compute compute = testing::cuda_compute(judge.problem().spec.dtype);
+  return op == Op::backward ? judge.backward(compute, run) : judge.forward(compute, run);
 }
 
 Timing time_on(const Device& device, Op op, const testing::Problem& problem, double seconds) {

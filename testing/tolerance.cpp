@@ -82,6 +82,8 @@ Compute chunk_compute(gd_dtype inputs, gd_isa isa) {
   return inputs == GD_BF16 && bf16_products ? Compute::bf16 : Compute::fp32;
 }
 
+Compute cuda_compute(gd_dtype inputs) { return inputs == GD_F32 ? Compute::fp32 : Compute::tensor_cores; }
+
 InputClass class_of(const Case& c) {
   switch (c.gate) {
     case GateKind::strong:

@@ -33,9 +33,10 @@ bool quantity_from(const std::string& name, Quantity& quantity);
 
 // What the products inside a call are computed in: bf16 in the chunked forms of bf16 inputs on an ISA that has bf16
 // products, otherwise (and in recurrent calls always) fp32. The CUDA kernels' products are of 16-bit operands too, of
-// more of them.
+// more of them, but for fp32 inputs.
 enum class Compute { fp32, bf16, tensor_cores };
 Compute chunk_compute(gd_dtype inputs, gd_isa isa);  // GD_ISA_AUTO: the loosest, bf16 for bf16 inputs
+Compute cuda_compute(gd_dtype inputs);
 
 // How hard the inputs of a case are.
 enum class InputClass {

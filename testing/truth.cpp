@@ -121,8 +121,8 @@ int gdt_tolerance(const char* quantity, int32_t dtype, int32_t isa, int32_t stor
       last_error = std::string("no quantity is called ") + quantity;
       return -1;
     }
-    const auto compute =
-        isa == GDT_CUDA ? Compute::tensor_cores : chunk_compute(static_cast<gd_dtype>(dtype), static_cast<gd_isa>(isa));
+    const auto inputs = static_cast<gd_dtype>(dtype);
+    const auto compute = isa == GDT_CUDA ? cuda_compute(inputs) : chunk_compute(inputs, static_cast<gd_isa>(isa));
     const auto bound = tolerance(which, compute, static_cast<gd_dtype>(stored), parse_case(spec));
     *relative = bound.relative;
     *absolute = bound.absolute;

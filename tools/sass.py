@@ -50,8 +50,9 @@ REQUIRED = {
     "portable_states_kernel": ("HMMA", "LDSM", "LDGSTS"),
     "portable_gradient_chain_kernel": ("HMMA", "LDSM", "LDGSTS"),
     "portable_gradients_kernel": ("HMMA", "LDSM", "LDGSTS"),
+    "fp32_loop_kernel": ("LDGSTS",),
 }
-PORTABLE = "portable_"  # the beginning of the names of kernels that every architecture has
+PORTABLE = ("portable_", "fp32_")  # how the names of kernels begin that every architecture has
 RECORDED = 90  # the architecture whose code is printed and compared
 
 FATBIN = struct.pack("<I", 0xBA55ED50)

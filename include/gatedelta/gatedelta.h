@@ -15,8 +15,8 @@
  *   - Outputs overlap neither each other nor inputs. State pools are the documented exception.
  *   - On CUDA a call launches kernels on the stream and returns; it waits for nothing and can be captured in a graph.
  *     Tensors and workspace are device memory. The contents of cu_seqlens and index tensors are not validated; bad
- *     values are undefined behaviour. gd_forward, gd_backward and the two summaries need compute capability 9.0,
- *     K = V = 128 and bf16 or fp16; gd_recurrent, gd_gated_norm* and gd_fold 8.0 or later (docs/api.md).
+ *     values are undefined behaviour. gd_backward and the two summaries of bf16 and fp16 need compute capability
+ *     9.0 and K = V = 128; everything else 8.0 or later. Summaries take no fp32 (docs/api.md).
  *   - Strides are in elements. A tensor is absent when its dtype is GD_DTYPE_NONE (all-zero struct).
  *   - Results do not depend on the thread count and repeat bit for bit.
  */
@@ -59,7 +59,8 @@ typedef enum gd_device { GD_CPU = 0, GD_CUDA = 1 } gd_device;
 
 /* CPU instruction sets. GD_ISA_AUTO picks the best the machine has; any other value forces one, or is refused. On CUDA
  * GD_ISA_AUTO picks the kernels made for the device, and GD_ISA_CUDA_PORTABLE the ones that every device from compute
- * capability 8.0 on has (gd_forward and gd_backward; summaries have none of these, other operations no others). */
+ * capability 8.0 on has (gd_forward and gd_backward of bf16 and fp16; summaries have none of these, fp32 and other
+ * operations no others). */
 typedef enum gd_isa {
   GD_ISA_AUTO = 0,
   GD_ISA_GENERIC = 1,

@@ -67,17 +67,18 @@ def _plan_chunk(
         return f"chunk_size is {chunk_size}, FLA has {_CHUNK_SIZES}"
     if not q.dtype == k.dtype == v.dtype:
         return f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}"
-    reason = refusals.cuda_refusal(q, (9, 0))
+    sm90 = _by_sm90(q)
+    reason = refusals.cuda_refusal(q, (9, 0) if sm90 else (8, 0))
     if reason:
         return reason
-    if q.is_cuda and q.dtype == torch.float32:
-        return "q, k and v are float32; the chunked kernels take bfloat16 and float16 on CUDA"
-    if q.is_cuda and v.shape[2] > _MAX_CUDA_GROUP * q.shape[2]:
+    if q.is_cuda and not sm90 and cp_context is not None:
+        return "cp_context with q, k and v in float32; on CUDA bfloat16 and float16 are taken"
+    if sm90 and v.shape[2] > _MAX_CUDA_GROUP * q.shape[2]:
         return f"more than {_MAX_CUDA_GROUP} value heads for a key head"
     return _plan(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias,
-        max_dim=_CUDA_HEAD_DIM if q.is_cuda else _MAX_HEAD_DIM, cp_context=cp_context, **more,
+        max_dim=_CUDA_HEAD_DIM if sm90 else _MAX_HEAD_DIM, cp_context=cp_context, **more,
     )  # fmt: skip
 
 
@@ -164,7 +165,7 @@ def _run(function: Callable, call: dict[str, Any], chunked: bool) -> tuple[Tenso
     if not q.dtype == k.dtype == dtype:  # recurrent alone. No number loses digits.
         wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), dtype)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
-    sizes = _kernel_sizes(key_dim, value_dim, chunked and q.is_cuda)
+    sizes = _kernel_sizes(key_dim, value_dim, chunked and _by_sm90(q))
     q, k, v = _rows(q, sizes[0]), _rows(k, sizes[0]), _rows(v, sizes[1])
     if chunked and q.is_cuda:
         q, k, v = _aligned(q), _aligned(k), _aligned(v)
@@ -183,6 +184,11 @@ def _run(function: Callable, call: dict[str, Any], chunked: bool) -> tuple[Tenso
             rows, columns = (value_dim, key_dim) if state_v_first else (key_dim, value_dim)
             final = final[..., :rows, :columns].contiguous()
     return o.to(dtype), final
+
+
+def _by_sm90(q: Tensor) -> bool:
+    """Whether a call in chunks runs by Hopper's kernels: float32 has kernels of its own, for every GPU and size."""
+    return q.is_cuda and q.dtype != torch.float32
 
 
 def _kernel_sizes(key_dim: int, value_dim: int, sm90: bool) -> tuple[int, int]:

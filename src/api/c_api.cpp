@@ -18,13 +18,14 @@ constexpr const char* kIsaNames[] = {"auto", "generic", "avx2", "avx512", "avx51
 static_assert(std::size(kIsaNames) == GD_ISA_COUNT);
 
 // The backends of each operation. Those of one device are listed from the most specialised to the most general.
-const Backend<ForwardProblem>* const kForwardBackends[] = {&cpu::forward_backend, &cuda::sm90_forward_backend,
-                                                           &cuda::portable_forward_backend};
+const Backend<ForwardProblem>* const kForwardBackends[] = {
+    &cpu::forward_backend, &cuda::sm90_forward_backend, &cuda::portable_forward_backend, &cuda::fp32_forward_backend};
 const Backend<Conv1dProblem>* const kConv1dBackends[] = {&cpu::conv1d_backend, &cuda::conv1d_backend};
 const Backend<Conv1dBackwardProblem>* const kConv1dBackwardBackends[] = {&cpu::conv1d_backward_backend,
                                                                          &cuda::conv1d_backward_backend};
 const Backend<BackwardProblem>* const kBackwardBackends[] = {&cpu::backward_backend, &cuda::sm90_backward_backend,
-                                                             &cuda::portable_backward_backend};
+                                                             &cuda::portable_backward_backend,
+                                                             &cuda::fp32_backward_backend};
 const Backend<RecurrentProblem>* const kRecurrentBackends[] = {&cpu::recurrent_backend, &cuda::recurrent_backend};
 const Backend<SummaryProblem>* const kSummaryBackends[] = {&cpu::summary_backend, &cuda::sm90_summary_backend};
 const Backend<BackwardSummaryProblem>* const kBackwardSummaryBackends[] = {&cpu::backward_summary_backend,

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cuda/conv1d/config.hpp"
+#include "cuda/fp32/config.hpp"
 #include "cuda/gated_norm/config.hpp"
 #include "cuda/layer/config.hpp"
 #include "cuda/limits.hpp"
@@ -93,6 +94,31 @@ const Backend<BackwardProblem> portable_backward_backend = {
     [](const BackwardProblem& p) { return portable::saved_bytes(p.in); },
     [](const BackwardProblem& p, const gd_exec& exec, char* workspace) {
       return portable_backward(p, context_of(exec, workspace));
+    },
+};
+
+// These are the last of their device: of other types than fp32 the refusal is that of the backend before.
+const Backend<ForwardProblem> fp32_forward_backend = {
+    GD_CUDA,
+    [](const ForwardProblem& p, const gd_exec& exec) {
+      return p.in.q.dtype == GD_F32 ? check_fp32_limits(p) : portable_forward_backend.supports(p, exec);
+    },
+    [](const ForwardProblem& p, const gd_exec&) { return fp32::forward_layout(p).bytes; },
+    [](const ForwardProblem& p) { return fp32::saved_layout(p.in).bytes; },
+    [](const ForwardProblem& p, const gd_exec& exec, char* workspace) {
+      return fp32_forward(p, context_of(exec, workspace));
+    },
+};
+
+const Backend<BackwardProblem> fp32_backward_backend = {
+    GD_CUDA,
+    [](const BackwardProblem& p, const gd_exec& exec) {
+      return p.in.q.dtype == GD_F32 ? check_fp32_limits(p) : portable_backward_backend.supports(p, exec);
+    },
+    [](const BackwardProblem& p, const gd_exec&) { return fp32::backward_layout(p).bytes; },
+    [](const BackwardProblem& p) { return fp32::saved_layout(p.in).bytes; },
+    [](const BackwardProblem& p, const gd_exec& exec, char* workspace) {
+      return fp32_backward(p, context_of(exec, workspace));
     },
 };
 
@@ -191,6 +217,8 @@ bool is_compiled() { return false; }
 int usable_devices() { return 0; }
 Outcome forward(const ForwardProblem&, const Context&) { return not_compiled(); }
 Outcome portable_forward(const ForwardProblem&, const Context&) { return not_compiled(); }
+Outcome fp32_forward(const ForwardProblem&, const Context&) { return not_compiled(); }
+Outcome fp32_backward(const BackwardProblem&, const Context&) { return not_compiled(); }
 Outcome backward(const BackwardProblem&, const Context&) { return not_compiled(); }
 Outcome portable_backward(const BackwardProblem&, const Context&) { return not_compiled(); }
 Outcome summary(const SummaryProblem&, const Context&) { return not_compiled(); }

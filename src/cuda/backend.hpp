@@ -9,8 +9,10 @@ namespace gatedelta::cuda {
 
 extern const Backend<ForwardProblem> sm90_forward_backend;
 extern const Backend<ForwardProblem> portable_forward_backend;
+extern const Backend<ForwardProblem> fp32_forward_backend;
 extern const Backend<BackwardProblem> sm90_backward_backend;
 extern const Backend<BackwardProblem> portable_backward_backend;
+extern const Backend<BackwardProblem> fp32_backward_backend;
 extern const Backend<SummaryProblem> sm90_summary_backend;
 extern const Backend<BackwardSummaryProblem> sm90_backward_summary_backend;
 extern const Backend<FoldProblem> fold_backend;
@@ -37,6 +39,8 @@ Outcome forward(const ForwardProblem&, const Context&);  // by the portable kern
 Outcome portable_forward(const ForwardProblem&, const Context&);
 Outcome backward(const BackwardProblem&, const Context&);  // likewise
 Outcome portable_backward(const BackwardProblem&, const Context&);
+Outcome fp32_forward(const ForwardProblem&, const Context&);  // of fp32 q, k, v
+Outcome fp32_backward(const BackwardProblem&, const Context&);
 Outcome summary(const SummaryProblem&, const Context&);
 Outcome backward_summary(const BackwardSummaryProblem&, const Context&);
 Outcome fold(const FoldProblem&, const Context&);

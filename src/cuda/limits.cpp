@@ -6,6 +6,7 @@
 
 #include "core/names.hpp"
 #include "cuda/decode/config.hpp"
+#include "cuda/fp32/config.hpp"
 #include "cuda/gated_norm/config.hpp"
 #include "cuda/portable/backward_config.hpp"
 #include "cuda/workspace/backward.hpp"
@@ -18,10 +19,8 @@ namespace {
 #define GD_CHECK(rule) \
   if (const Outcome outcome_ = (rule); outcome_.status != GD_OK) return outcome_
 
-// What no chunked kernel takes.
-Outcome check_inputs(const Layer& in) {
-  if (in.q.dtype != GD_BF16 && in.q.dtype != GD_F16)
-    return refusal(GD_UNSUPPORTED, "q, k and v are %s, must be bfloat16 or float16 on CUDA", dtype_name(in.q.dtype));
+// What no kernel for whole sequences takes.
+Outcome check_sequences(const Layer& in) {
   if (in.tiled)
     return refusal(GD_UNSUPPORTED,
                    "key_head_order is tiled with Hk = %" PRId64 " and Hv = %" PRId64
@@ -30,6 +29,13 @@ Outcome check_inputs(const Layer& in) {
   if (const int64_t tokens = in.sequences.tokens; tokens > kMaxTokens)
     return refusal(GD_UNSUPPORTED, "T is %" PRId64 ", must be at most %" PRId64 " on CUDA", tokens, kMaxTokens);
   return {};
+}
+// What no kernel for chunks takes.
+Outcome check_inputs(const Layer& in) {
+  if (in.q.dtype != GD_BF16 && in.q.dtype != GD_F16)
+    return refusal(GD_UNSUPPORTED, "q, k and v are %s, must be bfloat16 or float16 in a summary on CUDA",
+                   dtype_name(in.q.dtype));
+  return check_sequences(in);
 }
 Outcome check_seq_heads(const Layer& in, int64_t most) {
   if (in.sequences.count <= most / in.value_heads) return {};
@@ -81,11 +87,10 @@ Outcome check_rows(const char* name, const TokenRows* rows, const Layer& in, boo
                    static_cast<int>(kRowAlign));
   const int64_t strides[] = {rows->batch_stride, rows->token_stride, rows->head_stride};
   for (int d = 0; d < 3; ++d) {
-    constexpr int64_t kElementBytes = 2;  // bf16 or fp16, as checked above
-    const int64_t bytes = strides[d] * kElementBytes;
+    const int64_t element_bytes = dtype_bytes(rows->dtype), bytes = strides[d] * element_bytes;
     if (bytes % kRowAlign)
       return refusal(GD_UNSUPPORTED, "%s: stride[%d] is %" PRId64 ", must be a multiple of %d (%d bytes) on CUDA", name,
-                     d, strides[d], static_cast<int>(kRowAlign / kElementBytes), static_cast<int>(kRowAlign));
+                     d, strides[d], static_cast<int>(kRowAlign / element_bytes), static_cast<int>(kRowAlign));
     if (by_tma && bytes >= kMaxStrideBytes)
       return refusal(GD_UNSUPPORTED, "%s: stride[%d] is %" PRId64 ", must be less than 2^39 on CUDA", name, d,
                      strides[d]);
@@ -187,6 +192,42 @@ Outcome check_limits(const BackwardProblem& p) {
        {std::pair("q", &p.in.q), std::pair("k", &p.in.k), std::pair("v", &p.in.v), std::pair("d_o", &p.d_o),
         std::pair("dq", &p.dq), std::pair("dk", &p.dk), std::pair("dv", &p.dv)})
     GD_CHECK(check_rows(name, rows, p.in));
+  return {};
+}
+
+namespace {
+Outcome check_fp32_layer(const Layer& in, int64_t segment_chunks) {
+  if (segment_chunks)
+    return refusal(GD_UNSUPPORTED, "segment_chunks is %" PRId64 ": the CUDA kernels for float32 cut no sequence",
+                   segment_chunks);
+  GD_CHECK(check_sequences(in));
+  GD_CHECK(check_seq_heads(in, portable::kMaxSeqHeads));
+  return check_chunks(fp32::chunk_ctas(in), portable::kMaxCtas, 0);
+}
+}  // namespace
+
+Outcome check_fp32_limits(const ForwardProblem& p) {
+  const Layer& in = p.in;
+  if (p.prepared)
+    return refusal(GD_UNSUPPORTED, "prepared is set, but there is no summary of float32 q, k and v on CUDA");
+  // A padded row would leave gaps in `saved`, and the host does not know which rows are padded.
+  if (p.saved && in.initial.indices && p.final.indices)
+    return refusal(GD_UNSUPPORTED, "saved is given, but on CUDA not together with initial_indices and final_indices");
+  GD_CHECK(check_fp32_layer(in, p.segment_chunks));
+  for (const auto& [name, rows] :
+       {std::pair("q", &in.q), std::pair("k", &in.k), std::pair("v", &in.v), std::pair("o", &p.o)})
+    GD_CHECK(check_rows(name, rows, in, false));
+  return {};
+}
+
+Outcome check_fp32_limits(const BackwardProblem& p) {
+  if (p.small_workspace)
+    return refusal(GD_UNSUPPORTED, "small_workspace is set, but the CUDA kernels for float32 have one size of it");
+  GD_CHECK(check_fp32_layer(p.in, p.segment_chunks));
+  for (const auto& [name, rows] :
+       {std::pair("q", &p.in.q), std::pair("k", &p.in.k), std::pair("v", &p.in.v), std::pair("d_o", &p.d_o),
+        std::pair("dq", &p.dq), std::pair("dk", &p.dk), std::pair("dv", &p.dv)})
+    GD_CHECK(check_rows(name, rows, p.in, false));
   return {};
 }
 

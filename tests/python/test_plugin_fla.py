@@ -102,7 +102,7 @@ def test_cuda_refusals(monkeypatch):
         assert rule.chunk_refusal(**inputs(K=144, dtype=torch.bfloat16, device="cuda")) == (
             "K is 144, at most 128 is taken on cuda"
         )
-        assert "float32" in rule.chunk_refusal(**inputs(device="cuda"))
+        assert rule.chunk_refusal(**inputs(K=256, V=144, Hk=1, Hv=257, device="cuda")) is None  # float32
         assert isinstance(rule._plan_recurrent(**inputs(K=256, device="cuda")), dict)
         assert "more than 256 value heads" in rule.chunk_refusal(
             **inputs(Hk=1, Hv=257, dtype=torch.bfloat16, device="cuda")

@@ -144,6 +144,22 @@ def test_gradients(spec, recompute):
     check_gradients(case, leaves, gradients)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("spec", [
+    "B=2 T=150 Hk=2 Hv=4 K=128 V=128 dtype=fp32",
+    "lengths=0+17+0+100+64 pad=5 Hk=1 Hv=3 K=48 V=80 dtype=fp32 gate=raw beta=logit l2norm=1 layout=vk",
+])  # fmt: skip
+def test_float32(spec, recompute):
+    """By kernels of its own, for all head sizes, within the bounds of fp32."""
+    case = Case(spec)
+    tensors = on_gpu(case)
+    leaves = leaves_of(tensors)
+    outputs = gd.chunk_gated_delta_rule(**tensors, output_final_state=True, recompute=recompute)
+    check(case, *outputs)
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), [case.do.cuda(), case.dht.cuda()])
+    check_gradients(case, leaves, gradients)
+
+
 def test_one_gradient_alone():
     """The others cost nothing and change nothing; dv is where the kernels keep what they need, wanted or not."""
     case = Case("B=2 T=130 Hk=1 Hv=2 K=128 V=128 dtype=bf16 dht=0")
@@ -436,8 +452,6 @@ def test_what_is_missing_is_refused():
     tensors = on_gpu(Case(CASES[0]))
     inputs = [tensors[name] for name in ("q", "k", "v", "g", "beta")]
     d_o = torch.zeros_like(tensors["v"])
-    with pytest.raises(RuntimeError, match="q, k and v are float32, must be bfloat16 or float16 on CUDA"):
-        gd.chunk_gated_delta_rule(*(x.float() for x in inputs))
     with pytest.raises(RuntimeError, match="gatedelta: do: dtype is float16, must be bfloat16 as that of q on CUDA"):
         gd.chunk_gated_delta_rule_bwd(*inputs, None, d_o.half())
     with pytest.raises(RuntimeError, match="saved has 64 bytes, needs"):

@@ -35,9 +35,6 @@ SUITES = (
                 ("cpu",),
             ),
         ),
-        differences=(
-            Rule("float32 on CUDA: the chunked kernels take bf16 and fp16", ("*::test_chunk*float32*",), ("cuda",)),
-        ),
     ),
     Suite(
         name="fla_layers",

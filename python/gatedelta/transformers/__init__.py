@@ -24,7 +24,7 @@ def patch() -> tuple[str, ...]:
     """Lets the models' layers run on GateDelta: convolution, rule, decode step and gated norm. Returns their names.
 
     Replaces functions and forwards of transformers' modeling modules; models that exist already follow, too. What the
-    library cannot run (float32 on CUDA, other devices, ...) stays with transformers, with a warning that says why, and
+    library cannot run (float64, other devices, ...) stays with transformers, with a warning that says why, and
     so does what torch.export and torch.jit read. Packed sequences are kept apart, however they are announced. A second
     call changes nothing.
     """

@@ -32,12 +32,10 @@ def why_not(device: torch.device, dtype: torch.dtype, *, chunked: bool, k: int =
     if device.type != "cuda" or not CUDA:
         return f"device {device.type} (this build runs on {'cpu and cuda' if CUDA else 'cpu'})"
     capability = _capability(device.index)
-    if not chunked:
+    if not chunked or dtype == torch.float32:
         return None if capability >= (8, 0) else f"compute capability {capability} (8.0 and later can be run)"
     if capability != (9, 0):
         return f"compute capability {capability} (whole sequences run on 9.0)"
-    if dtype == torch.float32:
-        return "float32 on cuda (whole sequences run in bfloat16 and float16)"
     return None if k == v == 128 else f"heads of {k} and {v} channels on cuda (whole sequences run with 128)"
 
 

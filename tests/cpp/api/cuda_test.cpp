@@ -461,14 +461,59 @@ TEST_F(CudaGradients, SavedIsForTheSameKernels) {
 
 TYPED_TEST(CudaRules, Types) {
   auto& c = this->c;
-  this->set_type(GD_F32);
-  EXPECT_TRUE(c.unsupported("q, k and v are float32, must be bfloat16 or float16 on CUDA"));
-  this->set_type(GD_F16);
-  for (const auto& [name, t] : c.typed_as_q()) {
-    t->dtype = GD_BF16;
-    EXPECT_TRUE(c.unsupported(std::string(name) + ": dtype is bfloat16, must be float16 as that of q on CUDA"));
-    t->dtype = GD_F16;
+  for (const auto& [type, type_name] : {std::pair(GD_F16, "float16"), std::pair(GD_F32, "float32")}) {
+    this->set_type(type);
+    for (const auto& [name, t] : c.typed_as_q()) {
+      t->dtype = GD_BF16;
+      EXPECT_TRUE(
+          c.unsupported(std::string(name) + ": dtype is bfloat16, must be " + type_name + " as that of q on CUDA"));
+      t->dtype = type;
+    }
   }
+}
+
+// fp32 has kernels of its own, on every device, for all head sizes.
+TYPED_TEST(CudaRules, Float32) {
+  auto& c = this->c;
+  this->set_type(GD_F32);
+  size_t bytes = 0;
+  for (const int isa : {GD_ISA_AUTO, GD_ISA_CUDA_PORTABLE}) {
+    c.exec.isa = isa;
+    EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
+    EXPECT_GT(bytes, 0u);
+  }
+  c.exec.isa = GD_ISA_AUTO;
+  c.segment_chunks = 2;
+  EXPECT_TRUE(c.unsupported("segment_chunks is 2: the CUDA kernels for float32 cut no sequence"));
+  c.segment_chunks = 0;
+  c.in.key_head_order = GD_KEY_HEADS_TILED;
+  EXPECT_TRUE(c.unsupported("key_head_order is tiled with Hk = "));
+  c.in.key_head_order = GD_KEY_HEADS_GROUPED;
+  c.in.k.stride[1] += 2;
+  EXPECT_TRUE(c.unsupported("k: stride[1] is 258, must be a multiple of 4 (16 bytes) on CUDA"));
+  c.in.k.stride[1] -= 2;
+  c.set_heads(1, 257);
+  this->set_type(GD_F32);
+  EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
+}
+TEST_F(Cuda, Float32IsSaved) {
+  for (gd_tensor* t : {&c.in.q, &c.in.k, &c.in.v, &c.o}) t->dtype = GD_F32;
+  size_t bytes = 0;
+  ASSERT_EQ(gd_forward_saved_size(&c, &bytes), GD_OK) << gd_last_error();
+  EXPECT_EQ(bytes, size_t{kB * kT * kHv * (kD * 4 + 32)});
+  c.saved = c.place();
+  c.saved_bytes = bytes;
+  c.prepared = 1;
+  EXPECT_TRUE(c.unsupported("prepared is set, but there is no summary of float32 q, k and v on CUDA"));
+  c.prepared = 0;
+  c.in.initial_state = c.made_up(GD_F32, {kB, kHv, kD, kD}), c.final_state = c.made_up(GD_F32, {kB, kHv, kD, kD});
+  c.in.initial_indices = c.made_up(GD_I32, {kB}), c.final_indices = c.made_up(GD_I32, {kB});
+  EXPECT_TRUE(c.unsupported("saved is given, but on CUDA not together with initial_indices and final_indices"));
+}
+TEST_F(CudaGradients, Float32HasOneSizeOfWorkspace) {
+  for (const NamedTensor& each : c.rows()) each.tensor->dtype = GD_F32;
+  c.small_workspace = 1;
+  EXPECT_TRUE(c.unsupported("small_workspace is set, but the CUDA kernels for float32 have one size of it"));
 }
 
 // What Hopper's kernels cannot do, the portable ones take.

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Plants a mistake in a copy of the portable kernels, for a test that must find it.
+"""Plants a mistake in a copy of a kernel folder's file, for a test that must find it.
 
 usage: plant.py NAME SOURCE_FOLDER TARGET_FOLDER    writes the changed file
-       plant.py --forward | --backward              prints the names
+       plant.py --forward | --backward | --fp32     prints the names
 """
 
 import sys
@@ -120,15 +120,42 @@ BACKWARD = {
     "queries_do_not_move_the_gradient": Mistake("gradient_chain.cuh", "this->add_to_state(outputs, Q);", ""),
 }  # fmt: skip
 
-MISTAKES = {**FORWARD, **BACKWARD}
+FP32 = {
+    # barriers and asynchronous copies
+    "fp32_no_barrier_between_stages": Mistake(
+        "forward.cuh", "sync_cta();      // of every thread", "// of every thread"
+    ),
+    "fp32_stage_is_not_waited_for": Mistake("forward.cuh", "copy_wait<0>();  // this stage", "copy_wait<1>();"),
+    "fp32_sums_are_read_too_early": Mistake(
+        "backward.cuh", "sync_cta();  // the sums of all warps are there\n      this->template store_sums<false>(sums",
+        "this->template store_sums<false>(sums",
+    ),
+    "fp32_sums_are_overwritten": Mistake("backward.cuh", "if (first > 0) sync_cta();", ""),
+    # addresses and ends of sequences
+    "fp32_keys_are_not_padded": Mistake("loop.cuh", "valid = row < count && column < p.key_dim", "valid = row < count"),
+    "fp32_sums_without_the_last_warp": Mistake("loop.cuh", "w < warps; ++w", "w < warps - 1; ++w"),
+    "fp32_one_part_for_all_ctas": Mistake("loop.cuh", "* p.parts + part) * p.key_dim", "* p.parts) * p.key_dim"),
+    "fp32_one_place_for_all_checkpoints": Mistake("forward.cuh", "first + done / p.checkpoint_every - 1", "first"),
+    "fp32_halves_are_not_traded": Mistake(
+        "loop.cuh", "shuffle_xor(second ? y[i] : y[kHalf + i]", "shuffle_xor(second ? y[kHalf + i] : y[i]"
+    ),
+    # numbers
+    "fp32_state_is_read_before_it_decays": Mistake("forward.cuh", "read = f.gamma * f.r_k", "read = f.r_k"),
+    "fp32_own_output_left_out_of_du": Mistake("backward.cuh", "f.beta * fmaf(f.qk, z[c], y[c])", "f.beta * y[c]"),
+    "fp32_length_is_kept": Mistake("finish.cuh", "r * (d[i] - along * unit[i])", "r * d[i]"),
+    "fp32_chunks_begin_with_nothing": Mistake("finish.cuh", "D += p.products[", "D += 0 * p.products["),
+    "fp32_one_head_of_a_group": Mistake("finish.cuh", "add(dk, x);", "if (v == 0) add(dk, x);"),
+}  # fmt: skip
+
+MISTAKES = {"--forward": FORWARD, "--backward": BACKWARD, "--fp32": FP32}
 
 
 def main() -> int:
-    if sys.argv[1:] in (["--forward"], ["--backward"]):
-        print(";".join(FORWARD if sys.argv[1] == "--forward" else BACKWARD), end="")
+    if len(sys.argv) == 2 and sys.argv[1] in MISTAKES:
+        print(";".join(MISTAKES[sys.argv[1]]), end="")
         return 0
     name, source, target = sys.argv[1:]
-    mistake = MISTAKES[name]
+    mistake = (FORWARD | BACKWARD | FP32)[name]
     text = (Path(source) / mistake.file).read_text()
     if text.count(mistake.right) != 1:
         print(f"plant: {mistake.file} has {text.count(mistake.right)} times: {mistake.right!r}")

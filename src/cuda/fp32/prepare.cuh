@@ -1,0 +1,101 @@
+// Prepare: gates, betas, norms and q.k of every token. One CTA per (chunk, key head); a warp has every fourth token.
+#pragma once
+
+#include "cuda/fp32/config.hpp"
+#include "cuda/portable/lengths.cuh"
+#include "cuda/portable/numbers.cuh"
+
+namespace gatedelta::cuda::fp32 {
+
+using portable::compiled_keys, portable::copy_async, portable::copy_commit, portable::copy_wait, portable::load_number,
+    portable::load_shared, portable::load_shared2, portable::load_shared4, portable::locate_chunk, portable::opaque,
+    portable::shared_base, portable::shuffle, portable::shuffle_xor, portable::store_shared, portable::store_shared4,
+    portable::sync_cta, portable::with_stored;
+
+GD_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
+
+GD_DEVICE float softplus_of(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+GD_DEVICE float sigmoid_of(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// What a raw gate is made of; of log gates nothing.
+struct RawGate {
+  float decay, bias;  // -exp(A_log), dt_bias
+
+  GD_DEVICE RawGate(const Params& p, int head) : decay(0), bias(0) {
+    if (p.gate != GD_GATE_RAW) return;
+    decay = -expf(load_number(p.A_log.data, p.A_log.dtype, head * p.A_log.stride));
+    if (p.dt_bias) bias = load_number(p.dt_bias.data, p.dt_bias.dtype, head * p.dt_bias.stride);
+  }
+};
+
+GD_DEVICE float sum_warp(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += shuffle_xor(x, step);
+  return x;
+}
+GD_DEVICE const float* row_of(const TokenRows& rows, int64_t batch, int64_t token, int head) {
+  return static_cast<const float*>(rows.data) + rows.offset(batch, token, head);
+}
+GD_DEVICE float dot_of_rows(const float* a, const float* b, int count, int lane) {
+  float sum = 0;
+  for (int i = lane; i < count; i += 32) sum = fmaf(a[i], b[i], sum);
+  return sum_warp(sum);
+}
+
+struct Prepare {
+  GD_DEVICE static void run(const Params& p, int cta, int tid) {
+    const int lane = tid & 31, warp = shuffle(tid >> 5, 0);
+    const int chunk_index = cta / p.key_heads, key_head = cta - chunk_index * p.key_heads;
+    if (cta == 0 && p.first_checkpoint && tid == 0) count_checkpoints(p);
+    const auto [n, batch, first, rows] = locate_chunk(p.sequences, chunk_index, lane);
+#pragma unroll 1
+    for (int row = warp; row < rows; row += kWarps) {
+      if (p.is_padding(n)) {
+        zero_outputs(p, batch, first + row, key_head, lane);
+      } else {
+        find_factors(p, batch, first + row, key_head, lane);
+      }
+    }
+  }
+
+  GD_DEVICE static void count_checkpoints(const Params& p) {
+    int64_t total = 0;
+    for (int n = 0; n < p.sequences.count; ++n) {
+      p.first_checkpoint[n] = total;
+      total += p.sequences[n].length / p.checkpoint_every;
+    }
+  }
+
+  GD_DEVICE static void zero_outputs(const Params& p, int batch, int token, int key_head, int lane) {
+    if (!p.o) return;
+    for (int i = lane; i < p.group * p.value_dim; i += 32) {
+      const int v = i / p.value_dim;
+      auto* const row = static_cast<float*>(p.o.data) + p.o.offset(batch, token, key_head * p.group + v);
+      row[i - v * p.value_dim] = 0;
+    }
+  }
+
+  GD_DEVICE static void find_factors(const Params& p, int batch, int token, int key_head, int lane) {
+    const float *const k = row_of(p.k, batch, token, key_head), *const q = row_of(p.q, batch, token, key_head);
+    float r_k = 1, r_q = 1;
+    if (p.l2norm) {
+      r_k = 1.0f / sqrtf(dot_of_rows(k, k, p.key_dim, lane) + 1e-6f);
+      r_q = 1.0f / sqrtf(dot_of_rows(q, q, p.key_dim, lane) + 1e-6f);
+    }
+    const float qk = dot_of_rows(q, k, p.key_dim, lane) * r_q * r_k * p.scale;
+    for (int v = lane; v < p.group; v += 32) {
+      const int head = key_head * p.group + v;
+      float g = load_number(p.g.data, p.g.dtype, p.g.offset(batch, token, head));
+      float beta = load_number(p.beta.data, p.beta.dtype, p.beta.offset(batch, token, head));
+      if (p.gate == GD_GATE_RAW) {
+        const RawGate raw(p, head);
+        g = raw.decay * softplus_of(g + raw.bias);
+      }
+      if (p.beta_kind != GD_BETA_VALUE) beta = sigmoid_of(beta);
+      if (p.beta_kind == GD_BETA_LOGIT_DOUBLED) beta *= 2;
+      p.factors[p.entry(batch, token, head)] = {expf(g), beta, r_k, r_q, qk, {}};
+    }
+  }
+};
+
+}  // namespace gatedelta::cuda::fp32
