@@ -129,6 +129,9 @@ def test_nvcc_error_is_passed_on():
     assert run("nvcc_checked.py", "false", "-o", "k.o").returncode == 1
 
 
+PORTABLE = ("prepare", "forward", "states", "gradient_chain", "gradients")
+
+
 def sass_kernels(**changes: dict[str, int]):
     """What sass.py finds in a good library, with other opcode counts for some kernels."""
     import sass
@@ -140,7 +143,10 @@ def sass_kernels(**changes: dict[str, int]):
               "gradients_kernel<bf16>": {"HGMMA": 112, "UTMALDG": 10, "LDL": 0, "STL": 0},
               "portable_prepare_kernel<64>": {"HMMA": 40, "LDSM": 19, "LDGSTS": 8, "LDL": 0, "STL": 0},
               "portable_forward_kernel<64>": {"HMMA": 60, "LDSM": 32, "LDGSTS": 16, "LDL": 0, "STL": 0},
-              "fp32_loop_kernel<64>": {"LDGSTS": 16, "LDL": 0, "STL": 0}}  # fmt: skip
+              "fp32_loop_kernel<64>": {"LDGSTS": 16, "LDL": 0, "STL": 0},
+              "portable_states_kernel<64>": {"HMMA": 40, "LDSM": 24, "LDGSTS": 14, "LDL": 0, "STL": 0},
+              "portable_gradient_chain_kernel<64>": {"HMMA": 60, "LDSM": 40, "LDGSTS": 16, "LDL": 0, "STL": 0},
+              "portable_gradients_kernel<64>": {"HMMA": 90, "LDSM": 60, "LDGSTS": 20, "LDL": 0, "STL": 0}}  # fmt: skip
     return {
         name: sass.Kernel(name[0] * 16, 128, 100, census | changes.get(name[:7], {})) for name, census in counts.items()
     }
@@ -160,7 +166,7 @@ def sass_kernels(**changes: dict[str, int]):
         ({"backwar": {"UTMASTG": 0}}, ["backward_chain_kernel<bf16>: no UTMASTG"]),
         ({"gradien": {"HGMMA": 0}}, ["gradients_kernel<bf16>: no HGMMA"]),
         ({"fp32_lo": {"LDGSTS": 0}}, ["fp32_loop_kernel<64>: no LDGSTS"]),
-        ({"portabl": {"LDGSTS": 0}}, ["portable_prepare_kernel<64>: no LDGSTS", "portable_forward_kernel<64>: no"]),
+        ({"portabl": {"LDGSTS": 0}}, [f"portable_{name}_kernel<64>: no LDGSTS" for name in PORTABLE]),
     ],
 )
 def test_sass_rules(changes, problems):
@@ -199,7 +205,7 @@ def test_sass_comparison_tells_and_never_fails(monkeypatch, capsys, tmp_path, re
     monkeypatch.setattr(sys, "argv", ["sass.py", __file__, "--compare", str(path), "--json", str(tmp_path / "k.json")])
     assert sass.main() == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("sass:")]
-    assert len(lines) == 8 and lines[0].endswith(f", {forward}") and lines[1].endswith(f", {prepare}")
+    assert len(lines) == 11 and lines[0].endswith(f", {forward}") and lines[1].endswith(f", {prepare}")
     assert json.loads((tmp_path / "k.json").read_text())["prepare_kernel<bf16>"]["digest"] == "p" * 16
 
 

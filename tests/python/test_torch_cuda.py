@@ -32,6 +32,7 @@ CASES = [
     "T=200 Hk=2 Hv=8 K=128 V=128 dtype=bf16 gate=raw beta=logit l2norm=1",
     "lengths=3x64+0+130+1 pad=37 Hk=2 Hv=4 K=128 V=128 dtype=bf16",
     "lengths=0+17+0+200+64 pad=5 Hk=1 Hv=2 K=128 V=128 dtype=bf16 i64=1 layout=vk",
+    "lengths=70+0+65 pad=3 Hk=1 Hv=2 K=64 V=96 dtype=bf16 gate=raw l2norm=1",  # by the portable kernels
 ]
 
 

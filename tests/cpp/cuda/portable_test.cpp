@@ -3,7 +3,7 @@
 
 #include <set>
 
-#include "cuda/portable/config.hpp"
+#include "cuda/portable/backward_config.hpp"
 
 namespace gatedelta::cuda::portable {
 namespace {
@@ -90,6 +90,39 @@ TEST(Portable, PartsOfAHeadAreAPowerOfTwo) {
       EXPECT_GE(parts * columns, V);
       EXPECT_TRUE(parts == 1 || parts / 2 * columns < V);
     }
+  }
+}
+
+BackwardProblem backward_of(const ForwardProblem& forward) {
+  BackwardProblem p;
+  p.in = forward.in;
+  p.dv.dtype = GD_BF16;
+  return p;
+}
+
+// docs/kernels/portable.md.
+TEST(Portable, BackwardWorkspace) {
+  constexpr size_t kChunkHeads = 2 * 10 * 4, kPrepared = 7200 + 512 + 512;  // one value head a key head
+  BackwardProblem p = backward_of(problem_of(2, 640, 4, 128, 128));
+  EXPECT_EQ(backward_layout(p).bytes, kChunkHeads * (kPrepared + 65536 + 16384 + 1040));
+  p.dv = {};
+  EXPECT_EQ(backward_layout(p).bytes, kChunkHeads * (kPrepared + 65536 + 2 * 16384 + 1040));
+  p.dA_log.dtype = GD_F32;
+  p.in.l2norm = true;
+  EXPECT_EQ(backward_layout(p).bytes, kChunkHeads * (kPrepared + 65536 + 2 * 16384 + 1040 + 8));
+  p.saved.present = true;
+  EXPECT_EQ(backward_layout(p).bytes, kChunkHeads * (65536 + 2 * 16384 + 1040 + 8));
+  EXPECT_EQ(saved_bytes(p.in), kChunkHeads * kPrepared);
+  p = backward_of(problem_of(2, 640, 4, 256, 64));
+  EXPECT_EQ(backward_layout(p).bytes, kChunkHeads * (kPrepared + 65536 + 8192 + 2 * 1040));
+  p.in.l2norm = true;
+  EXPECT_EQ(backward_layout(p).bytes, kChunkHeads * (kPrepared + 65536 + 8192 + 2 * 1040 + 512 * 256));
+}
+
+TEST(Portable, PartsOfKeys) {
+  for (int size = 16; size <= 256; size += 16) {
+    EXPECT_GE(part_columns(size) * part_count(size), size);
+    EXPECT_EQ(part_columns(size), compiled_keys(size) == 64 ? 64 : 128);
   }
 }
 
