@@ -2,7 +2,7 @@
 
 Import these in place of FlashQLA's, which need not be installed; or call ``register()``, and an installed flash_qla
 calls them until ``unregister()``. They take what FlashQLA's take and more: float32, the CPU, K and V other than 128 (on
-the CPU), any strides.
+the CPU and in float32), any strides.
 """
 
 from __future__ import annotations

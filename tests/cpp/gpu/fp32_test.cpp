@@ -9,6 +9,7 @@ using Fp32 = Gpu;
 // A forward that saves, and a backward from what it saved.
 std::string from_saved(gd_forward_args forward, gd_backward_args host) {
   gd_forward_args query = forward;
+  query.exec = {};
   query.exec.device = GD_CUDA;
   size_t bytes = 0;
   if (gd_forward_saved_size(&query, &bytes) != GD_OK) return gd_last_error();
