@@ -107,7 +107,7 @@ function(gd_add_cuda target source)
   endif()
   add_custom_command(
     OUTPUT ${object}
-    COMMAND ${nvcc} ${GD_NVCC_FLAGS} ${code} -O3 --no-compress # tools/sass.py reads the code
+    COMMAND ${nvcc} ${GD_NVCC_FLAGS} ${code} -O3 # compresses PTX alone: tools/sass.py reads the rest
             -Xcudafe --signed_chars # nvcc loads a bool as a char: the same code on x86 and Arm
             -Xcompiler=-fPIC,-fvisibility=hidden,-fsigned-char ${warnings}
             -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include -MD -MF ${object}.d -c ${path} -o ${object}

@@ -91,7 +91,7 @@ def cubins_of(fatbin: bytes) -> Iterator[tuple[int, bytes]]:
             at += header_bytes + image_bytes
             if kind == FATBIN_CUBIN:
                 if not image.startswith(b"\x7fELF"):
-                    raise ValueError("the code is compressed: nvcc needs --no-compress")
+                    raise ValueError("the machine code is compressed, as nvcc does it only when told to")
                 yield architecture, image
 
 
