@@ -6,7 +6,7 @@
 #include <random>
 #include <stdexcept>
 
-#if !defined(__x86_64__)
+#if !defined(__x86_64__) && !defined(__aarch64__)
 #include <ucontext.h>
 #endif
 
@@ -18,10 +18,14 @@ constexpr size_t kStackBytes = 128 << 10;
 
 // ---- fibers ---------------------------------------------------------------------------------------------------------
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) || defined(__aarch64__)
 
 // swapcontext() without its system calls: it would be most of the time of a test.
 extern "C" void gd_switch_stacks(void** from, void* to);
+
+#if defined(__x86_64__)
+constexpr int kSavedWords = 8;  // six registers, where to return to, and a word for the alignment
+constexpr int kReturnWord = 6;
 asm(R"(
   .text
   .globl gd_switch_stacks
@@ -44,15 +48,52 @@ gd_switch_stacks:
   ret
   .size gd_switch_stacks, . - gd_switch_stacks
 )");
+#else
+constexpr int kSavedWords = 20;  // x19 to x30, d8 to d15
+constexpr int kReturnWord = 11;  // x30
+asm(R"(
+  .text
+  .globl gd_switch_stacks
+  .type gd_switch_stacks, %function
+gd_switch_stacks:
+  sub sp, sp, #160
+  stp x19, x20, [sp]
+  stp x21, x22, [sp, #16]
+  stp x23, x24, [sp, #32]
+  stp x25, x26, [sp, #48]
+  stp x27, x28, [sp, #64]
+  stp x29, x30, [sp, #80]
+  stp d8, d9, [sp, #96]
+  stp d10, d11, [sp, #112]
+  stp d12, d13, [sp, #128]
+  stp d14, d15, [sp, #144]
+  mov x9, sp
+  str x9, [x0]
+  mov sp, x1
+  ldp x19, x20, [sp]
+  ldp x21, x22, [sp, #16]
+  ldp x23, x24, [sp, #32]
+  ldp x25, x26, [sp, #48]
+  ldp x27, x28, [sp, #64]
+  ldp x29, x30, [sp, #80]
+  ldp d8, d9, [sp, #96]
+  ldp d10, d11, [sp, #112]
+  ldp d12, d13, [sp, #128]
+  ldp d14, d15, [sp, #144]
+  add sp, sp, #160
+  ret
+  .size gd_switch_stacks, . - gd_switch_stacks
+)");
+#endif
 
 struct Context {
   void* stack = nullptr;
 };
+// The stack as gd_switch_stacks() leaves it: registers, and entry() in the place of the return address.
 void make_context(Context& context, char* stack, void (*entry)()) {
-  auto* top = reinterpret_cast<void**>(stack + kStackBytes);  // a multiple of 16
-  *--top = nullptr;                                           // where entry() would return to
-  *--top = reinterpret_cast<void*>(entry);
-  for (int i = 0; i < 6; ++i) *--top = nullptr;
+  void** const top = reinterpret_cast<void**>(stack + kStackBytes) - kSavedWords;  // a multiple of 16 bytes
+  std::fill_n(top, kSavedWords, nullptr);
+  top[kReturnWord] = reinterpret_cast<void*>(entry);
   context.stack = top;
 }
 void switch_context(Context& from, Context& to) { gd_switch_stacks(&from.stack, to.stack); }
