@@ -14,8 +14,8 @@ const Specs kSpecs = {
     "T=300 Hk=2 Hv=4 K=64 V=64 dtype=bf16 every=64",
     "T=300 Hk=2 Hv=6 tiled K=32 V=48 dtype=bf16 every=64",
     "T=200 Hk=1 Hv=2 K=48 V=144 dtype=fp32 gate=raw l2norm beta=logit every=64",
-    "lengths=130+0+64+700+1 pad=3 Hk=1 Hv=2 K=32 V=64 dtype=fp16 every=64",
     "T=1500 Hk=1 Hv=1 K=64 V=96 dtype=bf16 every=128",  // fewer heads than threads
+    "lengths=130+0+64+700+1 pad=3 Hk=1 Hv=2 K=32 V=64 dtype=fp16 every=64",
 };
 
 // Every bit of every output of one operation.
@@ -55,7 +55,7 @@ std::string recurrent_bits(Problem& p, const Exec& exec) {
 }
 
 TEST(Invariance, RunsAndThreadCounts) {
-  for (const std::string& spec : kSpecs) {
+  for (const std::string& spec : selected(kSpecs)) {
     Problem p(parse_case(spec));
     for (const gd_isa isa : usable_isas()) {
       SCOPED_TRACE(std::string(gd_isa_name(isa)) + " " + spec);
