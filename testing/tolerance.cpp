@@ -108,8 +108,11 @@ Tolerance tolerance(Quantity quantity, Compute compute, gd_dtype stored, const C
   const bool of_gate = quantity == Quantity::dg || quantity == Quantity::dA_log || quantity == Quantity::d_dt_bias;
   Tolerance bound;
   const bool transition = quantity == Quantity::transition;
-  bound.relative =
-      bf16 ? column(quantity == Quantity::o ? of_output : state || transition ? of_state : kGradient, inputs) : kFp32;
+  bound.relative = bf16 ? column(quantity == Quantity::o ? of_output
+                                 : state || transition   ? of_state
+                                                         : kGradient,
+                                 inputs)
+                        : kFp32;
   // Tokens add something new to a state, and nothing to M: it is a product over all chunks with the errors of each.
   if (bf16 && transition) bound.relative *= 2;
   // A gradient of one gate or one beta is a sum of K V or V products of order 1 with either sign. Where the sum is

@@ -29,7 +29,7 @@ inline Specs selected(const Specs& all) {
   const char* const text = std::getenv("GATEDELTA_TEST_EVERY");
   const size_t every = text ? std::strtoul(text, nullptr, 10) : 1;
   Specs some;
-  for (size_t i = 0; i < all.size(); i += every > 0 ? every : 1) some.push_back(all[i]);
+  for (size_t i = 0; i<all.size(); i += every> 0 ? every : 1) some.push_back(all[i]);
   return some;
 }
 
