@@ -22,12 +22,13 @@ ROOMS = {
     "src/cuda/backend.hpp": ["src/core"],
     "src/cuda/backend.cpp": [
         "src/cuda/backend.hpp", "src/cuda/limits.hpp", "src/cuda/workspace", "src/cuda/conv1d/config.hpp",
-        "src/cuda/gated_norm/config.hpp", "src/cuda/layer/config.hpp", "src/cuda/portable/config.hpp",
+        "src/cuda/gated_norm/config.hpp", "src/cuda/layer/config.hpp", "src/cuda/portable/backward_config.hpp",
+        "src/cuda/fp32/config.hpp",
     ],
     "src/cuda/limits.hpp": ["src/core"],
     "src/cuda/limits.cpp": [
         "src/core", "src/cuda/limits.hpp", "src/cuda/workspace", "src/cuda/decode/config.hpp",
-        "src/cuda/gated_norm/config.hpp", "src/cuda/portable/config.hpp",
+        "src/cuda/gated_norm/config.hpp", "src/cuda/portable/backward_config.hpp", "src/cuda/fp32/config.hpp",
     ],
     "src/cuda/workspace": [
         "src/core", "src/cuda/tensors.hpp", "src/cuda/schedule", "src/cuda/sm90/prepare/config.hpp",
@@ -67,15 +68,25 @@ ROOMS = {
         "src/cuda/decode", "src/cuda/sm90/chain", "src/cuda/sm90/prepare",
     ],
     "src/cuda/sm90/backward": [
-        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/schedule", "src/cuda/workspace", "src/cuda/params.hpp",
+        "src/cuda/backend.hpp", "src/cuda/limits.hpp", "src/cuda/host", "src/cuda/schedule", "src/cuda/workspace",
+        "src/cuda/params.hpp",
         "src/cuda/sm90", "src/cuda/sm90/tiles.hpp", "src/cuda/sm90/chain", "src/cuda/sm90/prepare",
         "src/cuda/sm90/prepare/config.hpp",
     ],
     # chunked kernels for more devices than sm90, so nothing of it
     "src/cuda/portable/config.hpp": ["src/core", "src/cuda/host_device.hpp", "src/cuda/tensors.hpp"],
+    "src/cuda/portable/backward_config.hpp": ["src/cuda/portable/config.hpp"],
     "src/cuda/portable/ptx.cuh": ["src/cuda/portable/config.hpp"],
     "src/cuda/portable": [
-        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/portable/config.hpp", "src/cuda/portable/ptx.cuh",
+        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/portable/backward_config.hpp",
+        "src/cuda/portable/ptx.cuh",
+    ],
+    # fp32 inputs, for the same devices
+    "src/cuda/fp32/config.hpp": [
+        "src/core", "src/cuda/host_device.hpp", "src/cuda/tensors.hpp", "src/cuda/portable/config.hpp",
+    ],
+    "src/cuda/fp32": [
+        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/portable", "src/cuda/fp32/config.hpp",
     ],
     "src/cuda/sm90/summary": [
         "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/schedule", "src/cuda/workspace", "src/cuda/params.hpp",
@@ -124,10 +135,14 @@ ROOMS = {
     "tests/cpp/gpu": ["testing"],
     "tests/cpp/cuda": [
         "src/cuda/workspace", "src/cuda/schedule", "src/cuda/conv1d/config.hpp", "src/cuda/decode/config.hpp",
-        "src/cuda/gated_norm/config.hpp", "src/cuda/layer/config.hpp", "src/cuda/portable/config.hpp",
-        "src/cuda/sm90/tiles.hpp", "src/cuda/sm90/chain",
+        "src/cuda/gated_norm/config.hpp", "src/cuda/layer/config.hpp",
+        "src/cuda/portable/backward_config.hpp", "src/cuda/fp32/config.hpp", "src/cuda/sm90/tiles.hpp",
+        "src/cuda/sm90/chain",
     ],
-    "tests/cpp/emulate": ["testing", "src/cuda/portable", "src/cuda/portable/config.hpp"],
+    "tests/cpp/emulate": [
+        "testing", "src/cuda/portable", "src/cuda/portable/config.hpp", "src/cuda/portable/backward_config.hpp",
+        "src/cuda/fp32",
+    ],
     "tests/fuzz": [PUBLIC],
 }  # fmt: skip
 
