@@ -84,6 +84,15 @@ struct Case {
 // Changes `c` by "key=value ..." (a bare key means key=1). Throws std::invalid_argument with a message.
 void apply_spec(Case& c, std::string_view spec);
 Case parse_case(std::string_view spec);
+
+// Cases as text, and every element of a with every element of b.
+using Specs = std::vector<std::string>;
+inline Specs cross(const Specs& a, const Specs& b) {
+  Specs all;
+  for (const std::string& x : a)
+    for (const std::string& y : b) all.push_back(x + " " + y);
+  return all;
+}
 std::string describe(const Case& c);  // the shortest spec that gives this case
 // Names of the keys with their values, for usage texts.
 const std::vector<std::pair<const char*, const char*>>& case_keys();

@@ -94,8 +94,7 @@ struct KeyConfig {
   static_assert(kBytes <= kMostShared);
 };
 
-// ---- what kernels are told
-// -------------------------------------------------------------------------------------------
+// ---- what kernels are told ------------------------------------------------------------------------------------------
 
 // Passed by value: a graph that captures a call holds all of it.
 struct Params {

@@ -10,15 +10,6 @@
 namespace gatedelta::testing {
 namespace {
 
-using Specs = std::vector<std::string>;
-
-Specs cross(const Specs& a, const Specs& b) {
-  Specs all;
-  for (const std::string& x : a)
-    for (const std::string& y : b) all.push_back(x + " " + y);
-  return all;
-}
-
 // Copies come at once in every other case, and as late as they may in the others.
 void check_forward(const Specs& specs) {
   unsigned seed = 0;

@@ -22,18 +22,8 @@ class Gpu : public ::testing::Test {
   }
 };
 
-using Specs = std::vector<std::string>;
-
 // Every case runs with both row types, at the only head size.
 inline const Specs kTypes = {"K=128 V=128 dtype=bf16", "K=128 V=128 dtype=fp16"};
-
-inline Specs cross(const Specs& a, const Specs& b) {
-  Specs all;
-  for (const std::string& x : a) {
-    for (const std::string& y : b) all.push_back(x + " " + y);
-  }
-  return all;
-}
 
 // The kernels under test. gpu_portable is gpu_forward and gpu_backward with the portable ones forced.
 #ifdef GD_TEST_PORTABLE

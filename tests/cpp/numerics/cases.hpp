@@ -9,20 +9,9 @@
 
 namespace gatedelta::testing {
 
-using Specs = std::vector<std::string>;
-
 inline std::string num(int64_t value) { return std::to_string(value); }
 
 inline const Specs kDtypeSpecs = {"dtype=fp32", "dtype=bf16", "dtype=fp16"};
-
-// Every element of a with every element of b.
-inline Specs cross(const Specs& a, const Specs& b) {
-  Specs all;
-  for (const std::string& x : a) {
-    for (const std::string& y : b) all.push_back(x + " " + y);
-  }
-  return all;
-}
 
 // All of them, or with GATEDELTA_TEST_EVERY=n in the environment every n-th: emulators and sanitizers are slow.
 inline Specs selected(const Specs& all) {
