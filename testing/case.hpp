@@ -90,7 +90,11 @@ using Specs = std::vector<std::string>;
 inline Specs cross(const Specs& a, const Specs& b) {
   Specs all;
   for (const std::string& x : a)
-    for (const std::string& y : b) all.push_back(x + " " + y);
+    for (const std::string& y : b) {
+      std::string& both = all.emplace_back(x);
+      both += ' ';
+      both += y;
+    }
   return all;
 }
 std::string describe(const Case& c);  // the shortest spec that gives this case
