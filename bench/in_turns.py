@@ -1,4 +1,4 @@
-"""Compares builds of the library, and FlashInfer where that can be imported, replay by replay in turns.
+"""Compares builds of the library, and FlashInfer and FLA where they can be imported, replay by replay in turns.
 
 The clock of a GPU under load depends on what ran before, by more than the differences between two builds: only calls
 that take turns can be compared. Inputs and rows are those of bench/gpu.py, and packs of many ragged sequences. The
@@ -6,7 +6,7 @@ first library is what the others are divided by; errors are relative L2 distance
 forces the portable kernels of a library. results/SCHEMA.md describes the output.
 
 Usage: python bench/in_turns.py [NAME=]LIBRARY[:portable]... [--kinds fwd,bwd,ragged] [--only 16/64] [--seq 8192x4]
-                                [--head-sizes 64,256] [--peers all] [--repeats N] [--output FILE]
+                                [--head-sizes 64,256] [--peers flashinfer,fla] [--repeats N] [--output FILE]
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import ctypes
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import gpu  # first: finds the package
@@ -113,36 +114,42 @@ def captured(call: Callable[[], object], stream: torch.cuda.Stream) -> torch.cud
     return graph
 
 
-def replays_in_turns(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+def replays_in_turns(
+    calls: dict[str, Callable[[], object]], stream: torch.cuda.Stream, repeats: int
+) -> dict[str, float]:
     """The median time of each call in ms. Every round begins with another call."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
     times = {name: [] for name in calls}
-    with torch.no_grad(), torch.cuda.stream(stream):
-        graphs = list({name: captured(call, stream) for name, call in calls.items()}.items())
-        for i in range(repeats + WARM_UP):
-            for name, graph in graphs[i % len(graphs) :] + graphs[: i % len(graphs)]:
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record(stream)
-                graph.replay()
-                end.record(stream)
-                end.synchronize()
-                if i >= WARM_UP:
-                    times[name].append(begin.elapsed_time(end))
+    graphs = list({name: captured(call, stream) for name, call in calls.items()}.items())
+    for i in range(repeats + WARM_UP):
+        for name, graph in graphs[i % len(graphs) :] + graphs[: i % len(graphs)]:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            if i >= WARM_UP:
+                times[name].append(begin.elapsed_time(end))
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def peer_calls(row: dict, adapters: list) -> dict[str, Callable[[], object]]:
-    if not adapters:
-        return {}
-    pack = packs.Pack(row, 1)
+def calls_of_peer(adapter, row: dict, inputs: dict[str, torch.Tensor]) -> dict[str, Callable[[], object]]:
+    if row["kind"] == "bwd":
+        make = getattr(adapter, "backward_calls", None)
+        return make(inputs, gpu.make_gradients(inputs), gpu.LEAVES) if make else {}
+    if hasattr(adapter, "forward_calls"):
+        return adapter.forward_calls(inputs)
+    return {name: partial(call, 0) for name, call in adapter.pack_calls(packs.Pack(row, 1)).items()}
+
+
+def peer_calls(row: dict, inputs: dict[str, torch.Tensor], adapters: list) -> dict[str, Callable[[], object]]:
+    """Those that succeed. A backward stays on the stream of this first call."""
     found = {}
     for adapter in adapters:
-        for name, call in adapter.pack_calls(pack).items():
+        for name, call in calls_of_peer(adapter, row, inputs).items():
             try:
-                call(0)
+                call()
                 torch.cuda.synchronize()
-                found[name] = lambda call=call: call(0)
+                found[name] = call
             except Exception as error:  # a peer's failure must not end the run
                 print(f"  {name} was not timed: {type(error).__name__}: {str(error)[:200]}", flush=True)
     return found
@@ -155,9 +162,11 @@ def measure(row: dict, libraries: list[Library], adapters: list, repeats: int) -
     for library in libraries:
         make = library.backward if row["kind"] == "bwd" else library.forward
         calls[library.name], results[library.name] = make(inputs)
-    if row["kind"] != "bwd":
-        calls |= peer_calls(row, adapters)
-    times = replays_in_turns(calls, repeats)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(stream):
+        calls |= peer_calls(row, inputs, adapters)
+        times = replays_in_turns(calls, stream, repeats)
     first = results[libraries[0].name]
     errors = {
         library.name: max(gpu.distance(x, y.double()) for x, y in zip(results[library.name], first))
@@ -173,7 +182,7 @@ def main() -> None:
     parser.add_argument("--only", help="head counts, e.g. 16/64; several with commas")
     parser.add_argument("--seq", help="row names, e.g. 8192x4; several with commas")
     parser.add_argument("--head-sizes", default=str(gpu.D), help="K and V, 128; several with commas")
-    parser.add_argument("--peers", choices=["none", "all"], default="none")
+    parser.add_argument("--peers", default="", help="of flashinfer and fla, with commas")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -189,7 +198,8 @@ def main() -> None:
         parser.error("there is no such row")
     if not torch.cuda.is_available():
         sys.exit("bench/in_turns.py needs a GPU")
-    adapters = [a for a in peers.importable() if a.NAME == "flashinfer"] if options.peers == "all" else []
+    wanted = [name for name in options.peers.split(",") if name]
+    adapters = peers.importable(wanted)
     base, results = options.libraries[0].name, []
     for row in rows:
         result = measure(row, options.libraries, adapters, options.repeats)

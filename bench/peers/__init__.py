@@ -17,21 +17,26 @@ have NAME, version() and
                                               on the i-th set of slots and returns o and the tensor with the states,
                                               or None if these were written in place
     pack_calls(pack) -> {name: call}          likewise for a Pack of bench/packs.py
+    forward_calls(inputs) -> {name: call}     (FLA's alone) of bench/in_turns.py, on the inputs of bench/gpu.py
+    backward_calls(inputs, gradients, leaves) -> {name: call}
     compile_in_parallel()                     called in each of several processes that compile kernels for later ones
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from types import ModuleType
 
 SERVING = ("fla_triton", "flashinfer_cute", "sglang_triton")
 
 
-def importable() -> list[ModuleType]:
-    """The adapters of serving packages that are installed here. Prints which are not."""
+def importable(wanted: Iterable[str] | None = None) -> list[ModuleType]:
+    """The adapters of packages that serve and are installed here, or of those wanted. Prints which are not."""
     found = []
     for name in SERVING:
+        if wanted is not None and not name.startswith(tuple(wanted)):
+            continue
         try:
             found.append(importlib.import_module(f"{__name__}.{name}"))
         except Exception as error:  # a package may fail to import in any way it likes
