@@ -25,7 +25,7 @@ PYTHON := .venv/bin/python
 REPORTS := build/reports
 BASE := c++ cmake ninja python
 TORCH ?= torch>=2.10
-TEST_PACKAGES := numpy pytest ml_dtypes matplotlib scikit-build-core ninja \
+TEST_PACKAGES := numpy pytest pytest-xdist ml_dtypes matplotlib scikit-build-core ninja \
                  $(if $(TORCH),'$(TORCH)' torch-abi-audit transformers)
 # Other versions format and warn differently. tools/lint.py refuses them.
 LINT_TOOLS := clang-format-14 clang-tidy-14
@@ -105,7 +105,7 @@ test: ## build and run every test: C++, examples, Python
 	status=0
 	$(call ctest,test) || status=1
 	rm -f $(REPORTS)/pytest.xml
-	$(PYTHON) -m pytest -q --junitxml $(REPORTS)/pytest.xml tests/python || status=1
+	$(PYTHON) -m pytest -q -n $(JOBS) --dist loadfile --junitxml $(REPORTS)/pytest.xml tests/python || status=1
 	$(TOTAL) C++=$(REPORTS)/test.xml Python=$(REPORTS)/pytest.xml || status=1
 	exit $$status
 
@@ -172,7 +172,7 @@ format: ## reformat C, C++ and Python sources in place
 
 wheel: ## build the wheel into dist/ and try it in a fresh virtual environment
 	tools/require $(BASE) -- pip
-	$(PYTHON) tools/check_wheel.py
+	$(PYTHON) tools/check_wheel.py $(if $(filter ON,$(WERROR)),--werror)
 
 peer-tests: ## other libraries' own tests, from checkouts in PEERS, on this library (DEVICE=cpu or cuda)
 	tools/require $(BASE) $(gpu_packages)

@@ -101,16 +101,22 @@ function(gd_add_cuda target source)
   if(GD_WERROR)
     list(APPEND warnings -Werror all-warnings)
   endif()
-  set(nvcc ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/nvcc_checked.py ${GD_NVCC})
+  set(launcher)
+  if(CMAKE_CXX_COMPILER_LAUNCHER MATCHES "ccache$")
+    set(launcher ${CMAKE_CXX_COMPILER_LAUNCHER})
+  endif()
+  set(nvcc ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/nvcc_checked.py ${launcher} ${GD_NVCC})
   if(GD_RACECHECK)
-    set(nvcc ${GD_NVCC} -DGD_EVERY_LANE_ARRIVES) # not checked: there, registers spill
+    set(nvcc ${launcher} ${GD_NVCC} -DGD_EVERY_LANE_ARRIVES) # not checked: there, registers spill
   endif()
   add_custom_command(
     OUTPUT ${object}
     COMMAND ${nvcc} ${GD_NVCC_FLAGS} ${code} -O3 # compresses PTX alone: tools/sass.py reads the rest
             -Xcudafe --signed_chars # nvcc loads a bool as a char: the same code on x86 and Arm
             -Xcompiler=-fPIC,-fvisibility=hidden,-fsigned-char ${warnings}
-            -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include -MD -MF ${object}.d -c ${path} -o ${object}
+            -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include
+            # No path of the build folder: ccache finds what another one compiled.
+            -MD -MT ${name}.o -MF ${name}.o.d -c ${path} -o ${name}.o
     DEPENDS ${path} ${PROJECT_SOURCE_DIR}/tools/nvcc_checked.py
     DEPFILE ${object}.d
     COMMENT "Building CUDA object ${name}.o"

@@ -3,8 +3,11 @@
 
 The package must import without torch and its forward must match the recurrence. What is inside the wheel is tested by
 tests/python/test_wheel.py.
+
+usage: check_wheel.py [--werror]   (warnings of the compilers are errors)
 """
 
+import argparse
 import subprocess
 import sys
 import venv
@@ -47,10 +50,11 @@ def run(*command, **options) -> subprocess.CompletedProcess:
     return subprocess.run([str(part) for part in command], check=True, text=True, **options)
 
 
-def build_wheel() -> Path:
+def build_wheel(werror: bool) -> Path:
     for old in DIST.glob("*.whl"):
         old.unlink()
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", DIST, ROOT)
+    options = ["--config-settings", "cmake.define.GD_WERROR=ON"] if werror else []
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", DIST, *options, ROOT)
     (wheel,) = DIST.glob("*.whl")
     return wheel
 
@@ -63,7 +67,9 @@ def check_fresh_install(wheel: Path) -> None:
 
 
 def main() -> int:
-    wheel = build_wheel()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--werror", action="store_true", help="warnings of the compilers are errors")
+    wheel = build_wheel(parser.parse_args().werror)
     print(f"built {wheel.relative_to(ROOT)}")
     check_fresh_install(wheel)
     return 0
