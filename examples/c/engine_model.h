@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* The layer. The chunked kernels on CUDA are for K = V = 128. */
+/* The layer. Hopper has chunked kernels of its own for K = V = 128. */
 enum { HK = 2, HV = 4, K = 128, V = 128, W = 4, D = 2 * HK * K + HV * V, VOCAB = 32 };
 
 /* Of each token: the convolution's input, the norm's gate, and what decay and beta are made of. */

@@ -15,8 +15,8 @@
  *   - Outputs overlap neither each other nor inputs. State pools are the documented exception.
  *   - On CUDA a call launches kernels on the stream and returns; it waits for nothing and can be captured in a graph.
  *     Tensors and workspace are device memory. The contents of cu_seqlens and index tensors are not validated; bad
- *     values are undefined behaviour. gd_backward and the two summaries of bf16 and fp16 need compute capability
- *     9.0 and K = V = 128; everything else 8.0 or later. Summaries take no fp32 (docs/api.md).
+ *     values are undefined behaviour. The two summaries need compute capability 9.0, K = V = 128 and bf16 or fp16;
+ *     everything else 8.0 or later (docs/api.md).
  *   - Strides are in elements. A tensor is absent when its dtype is GD_DTYPE_NONE (all-zero struct).
  *   - Results do not depend on the thread count and repeat bit for bit.
  */
@@ -451,7 +451,7 @@ typedef struct gd_info {
   int32_t cpu_count;        /* CPUs this process may run on */
   int32_t cuda_compiled;    /* 0: this build has no CUDA backend */
   int32_t cuda_devices;     /* devices of compute capability 9.0, where every operation runs; from 8.0 on all do but
-                               gd_backward and the summaries */
+                               the summaries */
   uint64_t reserved[4];
 } gd_info;
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _fla_refusals as refusals
+from . import _served
 from .torch import _conv1d, _norm, causal_conv1d, rms_norm_gated
 
 _TAPS = (2, 3, 4)
@@ -22,7 +22,7 @@ def conv_refusal(
     if activation not in (None, "silu", "swish"):
         return f"activation is {activation!r}"
     tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "initial_state": initial_state}
-    return refusals.cuda_refusal(x, (8, 0)) or refusals.tensor_refusal(x.device, tensors)
+    return _served.tensors_refusal(x.device, tensors)
 
 
 def conv_fwd(
@@ -99,9 +99,9 @@ def norm_refusal(
         return f"activation is {activation!r}"
     if x.shape[-1] % 16 or x.shape[-1] > _MAX_NORM_DIM:
         return f"D is {x.shape[-1]}, multiples of 16 up to {_MAX_NORM_DIM} are taken"
-    if not refusals.is_float(out_dtype or x.dtype):
+    if out_dtype not in (None, *_served.DTYPES):
         return f"out_dtype is {out_dtype}"
-    return refusals.cuda_refusal(x, (8, 0)) or refusals.tensor_refusal(x.device, {"x": x, "g": g, "weight": weight})
+    return _served.tensors_refusal(x.device, {"x": x, "g": g, "weight": weight})
 
 
 def norm_fwd(

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _fla_refusals as refusals
+from . import _served
 from .torch import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 _CHUNK_SIZES = (16, 32, 64)  # FLA's choices. They change the result by rounding alone, so each is taken as a hint.
-_CUDA_HEAD_DIM = 128  # of the chunked kernels on CUDA
-_MAX_HEAD_DIM = 256
-_MAX_CUDA_GROUP = 256
+# Context parallelism on GPUs has kernels for Hopper alone.
+_CONTEXT_CAPABILITY = (9, 0)
+_CONTEXT_HEAD_DIM = 128
+_MAX_CONTEXT_GROUP = 256
 
 
 def chunk_refusal(*args: Any, **kwargs: Any) -> str | None:
@@ -24,13 +25,13 @@ def chunk_refusal(*args: Any, **kwargs: Any) -> str | None:
 
 def chunk(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """A call that chunk_refusal has nothing against."""
-    return _run(chunk_gated_delta_rule, _plan_chunk(*args, **kwargs), chunked=True)
+    return _run(chunk_gated_delta_rule, _plan_chunk(*args, **kwargs))
 
 
 def recurrent(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None] | str:
     """The results, or why the call is not taken."""
     plan = _plan_recurrent(*args, **kwargs)
-    return plan if isinstance(plan, str) else _run(fused_recurrent_gated_delta_rule, plan, chunked=False)
+    return plan if isinstance(plan, str) else _run(fused_recurrent_gated_delta_rule, plan)
 
 
 def _plan_chunk(
@@ -63,23 +64,30 @@ def _plan_chunk(
             return "cp_context has not the fields of fla.ops.cp's contexts"
         if initial_state is not None or output_final_state:
             return "cp_context with initial_state or output_final_state, which FLA's own kernels do not take either"
+        reason = _context_refusal(q, v) if q.is_cuda else None
+        if reason:
+            return f"cp_context on cuda: {reason}"
     if chunk_size not in _CHUNK_SIZES:
         return f"chunk_size is {chunk_size}, FLA has {_CHUNK_SIZES}"
     if not q.dtype == k.dtype == v.dtype:
         return f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}"
-    sm90 = _by_sm90(q)
-    reason = refusals.cuda_refusal(q, (9, 0) if sm90 else (8, 0))
-    if reason:
-        return reason
-    if q.is_cuda and not sm90 and cp_context is not None:
-        return "cp_context with q, k and v in float32; on CUDA bfloat16 and float16 are taken"
-    if sm90 and v.shape[2] > _MAX_CUDA_GROUP * q.shape[2]:
-        return f"more than {_MAX_CUDA_GROUP} value heads for a key head"
     return _plan(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias,
-        max_dim=_CUDA_HEAD_DIM if sm90 else _MAX_HEAD_DIM, cp_context=cp_context, **more,
+        allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, cp_context=cp_context, **more,
     )  # fmt: skip
+
+
+def _context_refusal(q: Tensor, v: Tensor) -> str | None:
+    if q.dtype == torch.float32:
+        return "q, k and v are float32; bfloat16 and float16 are taken"
+    major, minor = torch.cuda.get_device_capability(q.device.index)
+    if (major, minor) != _CONTEXT_CAPABILITY:
+        return f"compute capability {major}.{minor}, needed is 9.0 (Hopper)"
+    if max(q.shape[-1], v.shape[-1]) > _CONTEXT_HEAD_DIM:
+        return f"K is {q.shape[-1]} and V is {v.shape[-1]}, at most {_CONTEXT_HEAD_DIM} is taken"
+    if v.shape[2] > _MAX_CONTEXT_GROUP * q.shape[2]:
+        return f"more than {_MAX_CONTEXT_GROUP} value heads for a key head"
+    return None
 
 
 def _plan_recurrent(
@@ -107,18 +115,15 @@ def _plan_recurrent(
         return "gk and gv: a gated delta network has one decay a head"
     if beta is not None and beta.dim() != 3:
         return f"beta is of shape {list(beta.shape)}, one for each value channel; one a head is taken, [B, T, Hv]"
-    reason = refusals.cuda_refusal(q, (8, 0))
-    if reason:
-        return reason
     return _plan(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, max_dim=_MAX_HEAD_DIM, **more,
+        allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, **more,
     )  # fmt: skip
 
 
 def _plan(
     q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-    allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, *, max_dim,
+    allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, *,
     transpose_state_layout=None, cp_context=None, **unknown,
 ) -> dict[str, Any] | str:  # fmt: skip
     if unknown:
@@ -131,14 +136,14 @@ def _plan(
         "q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "A_log": A_log,
         "dt_bias": dt_bias,
     }  # fmt: skip
-    reason = refusals.tensor_refusal(q.device, tensors)
+    reason = _served.tensors_refusal(q.device, tensors)
     if reason:
         return reason
     if q.shape[2] != k.shape[2] or v.shape[2] % q.shape[2]:
         return f"heads of q, k and v are {q.shape[2]}, {k.shape[2]} and {v.shape[2]}"
     for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
-        if not 0 < size <= max_dim:
-            return f"{name} is {size}, at most {max_dim} is taken on {q.device.type}"
+        if not 0 < size <= _served.MAX_HEAD_DIM:
+            return f"{name} is {size}, at most {_served.MAX_HEAD_DIM} is taken"
     if cu_seqlens is not None and q.shape[0] != 1:
         return f"B is {q.shape[0]}, must be 1 with cu_seqlens"
     return {
@@ -156,7 +161,7 @@ def _plan(
     }
 
 
-def _run(function: Callable, call: dict[str, Any], chunked: bool) -> tuple[Tensor, Tensor | None]:
+def _run(function: Callable, call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Calls our function with tensors as it needs them: of one dtype, with rows and states as the kernels read them,
     and with K and V filled up with zeros. Columns of zeros change nothing: those of q and k add nothing to a product or
     a norm, those of v nothing to another column, and what they touch of a state stays 0."""
@@ -165,9 +170,9 @@ def _run(function: Callable, call: dict[str, Any], chunked: bool) -> tuple[Tenso
     if not q.dtype == k.dtype == dtype:  # recurrent alone. No number loses digits.
         wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), dtype)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
-    sizes = _kernel_sizes(key_dim, value_dim, chunked and _by_sm90(q))
+    sizes = _kernel_sizes(key_dim, value_dim, q.is_cuda and "cp_context" in call)
     q, k, v = _rows(q, sizes[0]), _rows(k, sizes[0]), _rows(v, sizes[1])
-    if chunked and q.is_cuda:
+    if function is chunk_gated_delta_rule and q.is_cuda:
         q, k, v = _aligned(q), _aligned(k), _aligned(v)
     padded = sizes != (key_dim, value_dim)
     state_v_first = call["state_v_first"] or call["transpose_state_layout"]
@@ -186,16 +191,12 @@ def _run(function: Callable, call: dict[str, Any], chunked: bool) -> tuple[Tenso
     return o.to(dtype), final
 
 
-def _by_sm90(q: Tensor) -> bool:
-    """Whether a call in chunks runs by Hopper's kernels: float32 has kernels of its own, for every GPU and size."""
-    return q.is_cuda and q.dtype != torch.float32
-
-
-def _kernel_sizes(key_dim: int, value_dim: int, sm90: bool) -> tuple[int, int]:
+def _kernel_sizes(key_dim: int, value_dim: int, context_on_gpu: bool) -> tuple[int, int]:
     """K and V of the kernels that serve these sizes."""
-    if sm90:
-        return _CUDA_HEAD_DIM, _CUDA_HEAD_DIM
-    return -(-key_dim // 16) * 16, -(-value_dim // 16) * 16
+    if context_on_gpu:
+        return _CONTEXT_HEAD_DIM, _CONTEXT_HEAD_DIM
+    step = _served.HEAD_STEP
+    return -(-key_dim // step) * step, -(-value_dim // step) * step
 
 
 def _rows(x: Tensor, size: int) -> Tensor:
@@ -206,7 +207,7 @@ def _rows(x: Tensor, size: int) -> Tensor:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x, or a copy where TMA could not read it: its address and strides must be multiples of 16 bytes."""
+    """x, or a copy where the kernels could not read it: its address and strides must be multiples of 16 bytes."""
     if any(stride * x.element_size() % 16 for stride in x.stride()[:-1]):
         x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x

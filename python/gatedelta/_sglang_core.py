@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _served
 from .sglang import WORD, chosen
 from .torch import causal_conv1d, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
@@ -157,15 +158,11 @@ class Backend:
             return f"states are tracked every {self.mamba_chunk_size} tokens, must be {_CHUNK}"
         pool = self.req_to_token_pool.mamba_pool.mamba_cache.temporal
         V, K = pool.shape[-2:]
-        if not pool.is_cuda or not self.gatedelta_extends:
-            return None
-        if torch.cuda.get_device_capability(pool.device) != (9, 0):
-            return "prefill needs a GPU of compute capability 9.0 (Hopper): choose it for decode alone"
-        if (K, V) != (128, 128):
-            return f"head sizes are K = {K}, V = {V}; for prefill on a GPU both must be 128"
-        if model_runner.dtype not in (torch.bfloat16, torch.float16):
-            return f"the model's dtype is {model_runner.dtype}, must be bfloat16 or float16 for prefill on a GPU"
-        return None
+        return (
+            _served.device_refusal(pool.device)
+            or _served.head_refusal(K, V)
+            or _served.dtype_refusal(model_runner.dtype)
+        )
 
     def _convolve_prefill(self, layer, forward_batch, mixed_qkv, conv_states, cache_indices):
         if not self.gatedelta_extends:

@@ -1,8 +1,8 @@
 """FlashQLA's functions, argument for argument as in flash_qla 0.1.3, on GateDelta.
 
 Import these in place of FlashQLA's, which need not be installed; or call ``register()``, and an installed flash_qla
-calls them until ``unregister()``. They take what FlashQLA's take and more: float32, the CPU, K and V other than 128 (on
-the CPU and in float32), any strides.
+calls them until ``unregister()``. They take what FlashQLA's take and more: float32, the CPU, GPUs from compute
+capability 8.0 on, K and V other than 128, any strides.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Import these in place of FlashInfer's, which need not be installed; or call ``register()``, and an installed flashinfer
 calls them until ``unregister()``. None of them has a gradient. States are ``[V, K]``, except in
-``gated_delta_rule_decode``. They take what FlashInfer's take and more: float32, the CPU, K and V below 128 (decode; on
-the CPU prefill, too), states of float16.
+``gated_delta_rule_decode``. They take what FlashInfer's take and more: float32, the CPU, GPUs from compute capability
+8.0 on, K and V other than 128, states of float16.
 """
 
 from __future__ import annotations

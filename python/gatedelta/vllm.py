@@ -167,15 +167,17 @@ def _refusal(tree: Any, layer: Any, vllm_config: Any) -> str | None:
         return f"the convolution has {layer.conv_kernel_size} taps, must have 2 to 4"
     if getattr(vllm_config.cache_config, "use_replayssm", False):
         return "ReplaySSM keeps tokens instead of states, which is not supported: start without it"
-    platform, dtype = tree.current_platform, str(vllm_config.model_config.dtype).removeprefix("torch.")
-    if platform.is_cpu():
-        return None
-    if not platform.is_cuda():
-        return f"it runs on NVIDIA GPUs and CPUs, not on {platform.device_name}"
-    if not platform.is_device_capability(90):
-        return "prefill needs a GPU of compute capability 9.0 (Hopper)"
-    if layer.head_k_dim != 128 or layer.head_v_dim != 128:
-        return f"head sizes are K = {layer.head_k_dim}, V = {layer.head_v_dim}; on a GPU both must be 128"
-    if dtype not in ("bfloat16", "float16"):
-        return f"the model's dtype is {dtype}, must be bfloat16 or float16 on a GPU"
-    return None
+    from . import _served
+
+    platform = tree.current_platform
+    if platform.is_cuda():
+        if not platform.has_device_capability(_served.LEAST_CAPABILITY):
+            return "it needs a GPU of compute capability 8.0 or later"
+        reason = _served.build_refusal()
+    else:
+        reason = None if platform.is_cpu() else f"it runs on NVIDIA GPUs and CPUs, not on {platform.device_name}"
+    return (
+        reason
+        or _served.head_refusal(layer.head_k_dim, layer.head_v_dim)
+        or _served.dtype_refusal(vllm_config.model_config.dtype)
+    )

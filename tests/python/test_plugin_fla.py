@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch")
 
 import gatedelta.fla  # noqa: E402
 from gatedelta import _fla_modules as modules  # noqa: E402
-from gatedelta import _fla_refusals as refusals  # noqa: E402
 from gatedelta import _fla_rule as rule  # noqa: E402
+from gatedelta import _served  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 
@@ -60,7 +60,7 @@ def close(a, b, bound=2e-6):
         ({"head_first": True}, "unknown arguments: head_first"),
         ({"use_gate_in_kernel": True}, "needs g and A_log"),
         ({"v": torch.zeros(2, 20, 4, 16, dtype=torch.float16)}, "differ in dtype"),
-        ({"g": torch.zeros(2, 20, 4, dtype=torch.float64)}, "g is torch.float64"),
+        ({"g": torch.zeros(2, 20, 4, dtype=torch.float64)}, "g: dtype is torch.float64"),
         ({"v": torch.zeros(2, 20, 3, 16)}, "heads of q, k and v are 2, 2 and 3"),
         ({"v": torch.zeros(2, 20, 4, 260)}, "V is 260, at most 256"),
         ({"cu_seqlens": torch.tensor([0, 20])}, "B is 2"),
@@ -91,40 +91,56 @@ def test_other_devices_are_refused():
     assert rule.chunk_refusal(**inputs(device="meta")) == "device is meta; cpu and cuda are taken"
 
 
+def cuda_inputs(**changes):
+    """As on a GPU, without one; inside a FakeTensorMode."""
+    return inputs(**{"dtype": torch.bfloat16, "device": "cuda", **changes})
+
+
 def test_cuda_refusals(monkeypatch):
     with FakeTensorMode():
-        call = inputs(K=64, V=128, dtype=torch.bfloat16, device="cuda")
-        monkeypatch.setattr(refusals, "_device_refusal", lambda index, least: f"needs {least}")
-        assert rule.chunk_refusal(**call) == "needs (9, 0)"
-        assert rule._plan_recurrent(**call) == "needs (8, 0)"
-        monkeypatch.setattr(refusals, "_device_refusal", lambda index, least: None)
-        assert rule.chunk_refusal(**call) is None
-        assert rule.chunk_refusal(**inputs(K=144, dtype=torch.bfloat16, device="cuda")) == (
-            "K is 144, at most 128 is taken on cuda"
-        )
-        assert rule.chunk_refusal(**inputs(K=256, V=144, Hk=1, Hv=257, device="cuda")) is None  # float32
-        assert isinstance(rule._plan_recurrent(**inputs(K=256, device="cuda")), dict)
-        assert "more than 256 value heads" in rule.chunk_refusal(
-            **inputs(Hk=1, Hv=257, dtype=torch.bfloat16, device="cuda")
-        )
+        call = cuda_inputs(K=64, V=128)
+        monkeypatch.setattr(_served, "_gpu_refusal", lambda index: "why not")
+        assert rule.chunk_refusal(**call) == rule._plan_recurrent(**call) == "why not"
+        x = torch.zeros(2, 8, 32, device="cuda")
+        assert modules.conv_refusal(x, torch.zeros(32, 4, device="cuda"), None, None) == "why not"
+        assert modules.norm_refusal(x, x, None, None, is_rms_norm=True) == "why not"
+
+        monkeypatch.setattr(_served, "_gpu_refusal", lambda index: None)
+        for sizes in ({"K": 64, "V": 128}, {"K": 256, "V": 144}, {"K": 50, "V": 100}, {"Hk": 1, "Hv": 257}):
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                call = cuda_inputs(**sizes, dtype=dtype)
+                assert rule.chunk_refusal(**call) is None
+                assert isinstance(rule._plan_recurrent(**call), dict)
+        for plan in (rule.chunk_refusal, rule._plan_recurrent):
+            assert plan(**cuda_inputs(V=272)) == "V is 272, at most 256 is taken"
 
 
-@pytest.mark.parametrize(("capability", "rule_reason", "norm_reason"), [
-    ((9, 0), None, None),
-    ((8, 0), "compute capability 8.0, needed is 9.0 (Hopper)", None),
-    ((10, 0), "compute capability 10.0, needed is 9.0 (Hopper)", None),
-    ((7, 5), "compute capability 7.5, needed is 9.0 (Hopper)", "compute capability 7.5, needed is 8.0 or later"),
-])  # fmt: skip
-def test_devices(monkeypatch, capability, rule_reason, norm_reason):
-    refusals._device_refusal.cache_clear()
+@pytest.mark.parametrize(
+    ("capability", "change", "reason"),
+    [
+        ((9, 0), {}, None),
+        ((9, 0), {"K": 50, "V": 128}, None),
+        ((8, 0), {}, "compute capability 8.0, needed is 9.0 (Hopper)"),
+        ((10, 0), {}, "compute capability 10.0, needed is 9.0 (Hopper)"),
+        ((9, 0), {"dtype": torch.float32}, "q, k and v are float32; bfloat16 and float16 are taken"),
+        ((9, 0), {"K": 144}, "K is 144 and V is 16, at most 128 is taken"),
+        ((9, 0), {"Hk": 1, "Hv": 257}, "more than 256 value heads for a key head"),
+    ],
+)
+def test_contexts_on_cuda(monkeypatch, capability, change, reason):
+    monkeypatch.setattr(_served, "_gpu_refusal", lambda index: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    monkeypatch.setattr(refusals, "info", lambda: {"cuda_compiled": True})
-    assert refusals._device_refusal(0, (9, 0)) == rule_reason
-    assert refusals._device_refusal(0, (8, 0)) == norm_reason
-    refusals._device_refusal.cache_clear()
-    monkeypatch.setattr(refusals, "info", lambda: {"cuda_compiled": False})
-    assert refusals._device_refusal(0, (8, 0)) == "this gatedelta was built without CUDA"
-    refusals._device_refusal.cache_clear()
+    context = types.SimpleNamespace(pre_num_ranks=0)
+    with FakeTensorMode():
+        call = cuda_inputs(**change)
+        assert rule.chunk_refusal(**call, cp_context=context) == (reason and f"cp_context on cuda: {reason}")
+        assert rule.chunk_refusal(**call) is None
+
+
+def test_sizes_of_the_kernels():
+    assert rule._kernel_sizes(64, 256, False) == (64, 256)
+    assert rule._kernel_sizes(50, 100, False) == (64, 112)
+    assert rule._kernel_sizes(50, 128, True) == (128, 128)
 
 
 @pytest.mark.parametrize(
@@ -143,11 +159,11 @@ def test_recurrent_refusals(change, reason):
 def test_module_refusals():
     x, weight = torch.zeros(2, 8, 32), torch.zeros(32, 4)
     assert modules.conv_refusal(x, weight, None, None) is None
-    assert "residual is torch.float64" in modules.conv_refusal(x, weight, None, x.double())
+    assert "residual: dtype is torch.float64" in modules.conv_refusal(x, weight, None, x.double())
     assert "[32, 5]" in modules.conv_refusal(x, torch.zeros(32, 5), None, None)
     assert "weight is None" in modules.conv_refusal(x, None, None, None)
     assert "'relu'" in modules.conv_refusal(x, weight, None, None, activation="relu")
-    assert "x is torch.float64" in modules.conv_refusal(x.double(), weight, None, None)
+    assert "x: dtype is torch.float64" in modules.conv_refusal(x.double(), weight, None, None)
     rows, gate = torch.zeros(6, 32), torch.zeros(6, 32)
     norm = {"weight": None, "bias": None, "is_rms_norm": True}
     assert modules.norm_refusal(rows, gate, **norm) is None
@@ -167,8 +183,8 @@ def test_module_refusals():
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize(("K", "V", "to"), [(60, 44, None), (64, 48, 128), (100, 128, 128), (17, 1, None)])
 def test_padded_sizes_have_the_true_results_and_gradients(monkeypatch, K, V, to, v_first):
-    if to:  # as on CUDA
-        monkeypatch.setattr(rule, "_kernel_sizes", lambda key_dim, value_dim, sm90: (to, to))
+    if to:  # as with a cp_context on CUDA
+        monkeypatch.setattr(rule, "_kernel_sizes", lambda key_dim, value_dim, context_on_gpu: (to, to))
     torch.manual_seed(1)
     call = inputs(K, V)
     state = torch.randn(2, 4, K, V)

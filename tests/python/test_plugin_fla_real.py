@@ -26,11 +26,12 @@ with warnings.catch_warnings():
 
 import gatedelta.fla  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from gatedelta import _served  # noqa: E402
 from test_plugin_fla import close, inputs, recurrence  # noqa: E402
 
 needs_transformers = pytest.mark.skipif(not transformers, reason="FLA's layers and models need transformers")
 DEVICES = ["cpu"]
-if torch.cuda.is_available() and gatedelta.info()["cuda_devices"]:
+if torch.cuda.is_available() and _served.device_refusal(torch.device("cuda", 0)) is None:
     DEVICES.append("cuda")
 
 
@@ -261,7 +262,7 @@ def test_layer_padded_packed_and_short():
 
 @needs_transformers
 @pytest.mark.skipif("cuda" not in DEVICES, reason="no GPU, or none that is supported")
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
 def test_layer_as_with_its_own_kernels(head_dim):
     layer = make_layer("cuda", torch.bfloat16, hidden_size=512, head_dim=head_dim)
     x = torch.randn(2, 300, 512, device="cuda", dtype=torch.bfloat16)

@@ -12,9 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("ml_dtypes")
 
-import gatedelta  # noqa: E402
 import gatedelta.flashinfer as shim  # noqa: E402
 import plugin_signatures  # noqa: E402
+from gatedelta import _served  # noqa: E402
 from truth import Case  # noqa: E402
 
 HOMES = {
@@ -468,21 +468,23 @@ def test_import_needs_no_flashinfer(run_python):
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0, reason="no GPU, or none that is supported"
+    not torch.cuda.is_available() or _served.device_refusal(torch.device("cuda", 0)) is not None,
+    reason="no GPU, or none that is supported",
 )
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 48)])
 @pytest.mark.parametrize("make", [torch.clone, strided], ids=["dense", "strided"])
-def test_a_graph_of_prefill_and_decode(make):
+def test_a_graph_of_prefill_and_decode(make, K, V):
     """Nothing waits for the GPU: a batch with a padded row and an empty sequence is captured."""
     torch.manual_seed(0)
     randn = lambda *shape: torch.randn(*shape, device="cuda").bfloat16()  # noqa: E731
-    q, k, v = (torch.nn.functional.normalize(randn(300, h, 128), dim=-1) for h in (2, 2, 4))
+    q, k, v = (torch.nn.functional.normalize(randn(300, h, size), dim=-1) for h, size in ((2, K), (2, K), (4, V)))
     g, beta = torch.rand(300, 4, device="cuda"), torch.rand(300, 4, device="cuda")
     offsets = torch.tensor([0, 130, 130, 300, 300], dtype=torch.int32, device="cuda")
     slots = torch.tensor([5, 1, 3, -1], device="cuda")
-    one = {"q": randn(4, 1, 2, 128), "k": randn(4, 1, 2, 128), "v": randn(4, 1, 4, 128)}
+    one = {"q": randn(4, 1, 2, K), "k": randn(4, 1, 2, K), "v": randn(4, 1, 4, V)}
     one |= {"a": randn(4, 1, 4), "b": randn(4, 1, 4)}
     one |= {"A_log": torch.randn(4, device="cuda"), "dt_bias": torch.randn(4, device="cuda")}
-    first = make(torch.randn(7, 4, 128, 128, device="cuda"))
+    first = make(torch.randn(7, 4, V, K, device="cuda"))
     pool, target = first.clone(), make(torch.zeros_like(first))
 
     def step():

@@ -11,20 +11,24 @@ import tree as paths
 
 torch = pytest.importorskip("torch")
 
-import gatedelta  # noqa: E402
 import gatedelta.sglang as plugin  # noqa: E402
+from gatedelta import _served  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 STAND_INS = paths.ROOT / "tests" / "python" / "stand_ins"
 sys.path.insert(0, str(STAND_INS))
-from oracle import Shape, Weights  # noqa: E402
+from oracle import Shape, Weights, shape_for  # noqa: E402
 from sglang_engine import Engine, Pool  # noqa: E402
 
 needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0, reason="no GPU, or none that is supported"
+    not torch.cuda.is_available() or _served.device_refusal(torch.device("cuda", 0)) is not None,
+    reason="no GPU, or none that is supported",
 )
 DEVICES = [
     pytest.param("cpu", torch.float32, id="cpu-float32"), pytest.param("cpu", torch.bfloat16, id="cpu-bfloat16"),
     pytest.param("cuda", torch.bfloat16, id="cuda-bfloat16", marks=needs_gpu),
+    pytest.param("cuda", torch.float16, id="cuda-float16", marks=needs_gpu),
+    pytest.param("cuda", torch.float32, id="cuda-float32", marks=needs_gpu),
 ]  # fmt: skip
 LINEAR = "sglang.srt.layers.attention.linear"
 
@@ -60,7 +64,7 @@ def make_runner(shape, dtype=torch.float32, device="cpu", drafts=0, overlap=True
 
 
 def make(package, device="cpu", dtype=torch.float32, drafts=0, overlap=True):
-    shape = Shape() if device == "cpu" else Shape(K=128, V=128)
+    shape = shape_for(device, dtype)
     package.mamba.linear_attn_backend = "gatedelta"
     runner = make_runner(shape, dtype, device, drafts, overlap)
     weights = Weights(shape, dtype, device, torch.Generator().manual_seed(0))
@@ -137,6 +141,12 @@ def test_refusals(engine_package):
         engine_package.wrapper(make_runner(Shape(taps=5)))
     with pytest.raises(ValueError, match="states are tracked every 128 tokens, must be 64"):
         engine_package.wrapper(make_runner(Shape(), chunk=128))
+    with pytest.raises(ValueError, match="head sizes are K = 100, V = 32; multiples of 16 up to 256 are taken"):
+        engine_package.wrapper(make_runner(Shape(K=100)))
+    with pytest.raises(ValueError, match=r"dtype is torch.float64; float32, bfloat16 and float16 are taken"):
+        engine_package.wrapper(make_runner(Shape(), torch.float64))
+    with pytest.raises(ValueError, match="device is meta; cpu and cuda are taken"):
+        engine_package.wrapper(make_runner(Shape(), device="meta"))
     kernel = make(engine_package).backend.kernel_dispatcher.decode_kernel
     x = torch.zeros(1, 3, 2, 32)
     with pytest.raises(NotImplementedError, match="state checkpoints by FlashInfer's plan are not supported"):
@@ -150,6 +160,19 @@ def test_refusals(engine_package):
         kernel.target_verify(x, x, x, x, x, x, x, **verify, retrieve_parent_token=x)
     with pytest.raises(NotImplementedError, match="3 tokens of 2 requests: windows must have one length"):
         kernel.target_verify(x, x, x, x, x, x, x, **verify)
+
+
+@pytest.mark.parametrize("word", ["linear_attn_backend", "linear_attn_decode_backend", "linear_attn_prefill_backend"])
+def test_gpus(engine_package, monkeypatch, word):
+    setattr(engine_package.mamba, word, "gatedelta")
+    with FakeTensorMode():
+        runner = make_runner(Shape(K=64, V=256), torch.bfloat16, "cuda")
+        monkeypatch.setattr(_served, "_gpu_refusal", lambda index: "why not")
+        with pytest.raises(ValueError, match="linear attention backend gatedelta: why not"):
+            engine_package.wrapper(runner)
+        monkeypatch.setattr(_served, "_gpu_refusal", lambda index: None)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            engine_package.wrapper(make_runner(Shape(K=64, V=256), dtype, "cuda"))
 
 
 def test_refuses_versions_it_does_not_know(engine_package, monkeypatch):

@@ -310,8 +310,38 @@ def test_what_the_library_lacks_stays_with_transformers(changes):
         with pytest.warns(UserWarning, match=message):
             got = model(ids, use_cache=False).logits
         assert error(got, want) < 1e-5
-        with pytest.warns(UserWarning, match=r"to transformers: dtype torch.float64 \(float32, bfloat16 and float16"):
+        with pytest.warns(UserWarning, match=r"to transformers: dtype is torch.float64; float32, bfloat16 and"):
             model.double()(ids, use_cache=False)
+
+
+def test_calls_on_gpus(monkeypatch):
+    """Rule, convolution and norm go to the library where it serves the GPU, and the rule where it serves the heads."""
+    from gatedelta import _served
+    from gatedelta.transformers import _functions
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for name in ("chunk_rule", "recurrent_rule", "conv1d", "norm"):
+        monkeypatch.setattr(_functions, name, lambda *args, **kwargs: "ours")
+
+    def chosen(K, V, dtype):
+        def original(*args, **kwargs):
+            return "theirs"
+
+        q, v = (torch.zeros(1, 9, 2, size, dtype=dtype, device="cuda") for size in (K, V))
+        yield _functions.choose_chunk_rule(original, q, q, v)
+        yield _functions.choose_recurrent_rule(original, q, q, v)
+        yield _functions.choose_conv1d(original, q[0], torch.zeros(2, 4, device="cuda"))
+        yield _functions.choose_norm(original, torch.nn.Identity(), v[..., :16], v[..., :16])
+
+    with FakeTensorMode():
+        monkeypatch.setattr(_served, "_gpu_refusal", lambda index: None)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for sizes in ((128, 128), (64, 256), (16, 48)):
+                assert list(chosen(*sizes, dtype)) == ["ours"] * 4
+            for sizes in ((100, 128), (64, 272)):
+                assert list(chosen(*sizes, dtype)) == ["theirs", "theirs", "ours", "ours"]
+        monkeypatch.setattr(_served, "_gpu_refusal", lambda index: "why not")
+        assert list(chosen(128, 128, torch.bfloat16)) == ["theirs"] * 4
 
 
 def test_checkpointed_gradients(patched):

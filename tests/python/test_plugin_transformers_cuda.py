@@ -11,13 +11,14 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.models.qwen4_exp", reason="this transformers lacks the models")
 
-import gatedelta  # noqa: E402
 import gatedelta.transformers as plugin  # noqa: E402
+from gatedelta import _served  # noqa: E402
 from torch.utils._triton import has_triton  # noqa: E402
 from transformers_models import CONFIGS, build, error, packed_mask, tokens  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0, reason="no GPU, or none that is supported"
+    not torch.cuda.is_available() or _served.device_refusal(torch.device("cuda", 0)) is not None,
+    reason="no GPU, or none that is supported",
 )
 
 transformers.logging.set_verbosity_error()
@@ -25,6 +26,7 @@ transformers.logging.set_verbosity_error()
 SIZES = {
     "hidden_size": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts_per_tok": 4,
 }  # fmt: skip
+OTHER_HEADS = {"linear_key_head_dim": 48, "linear_value_head_dim": 64}
 LENGTHS = [50, 3, 97]
 
 
@@ -34,9 +36,9 @@ def undo():
     plugin.unpatch()
 
 
-def pair(family):
+def pair(family, **sizes):
     """A bf16 model on the GPU, and the same weights in float32 on the CPU."""
-    model = build(family, **SIZES).bfloat16()
+    model = build(family, **{**SIZES, **sizes}).bfloat16()
     return copy.deepcopy(model).cuda(), model.float()
 
 
@@ -57,23 +59,25 @@ def run_packed(model, ids, packed):
     return logits.detach().float().cpu(), gradients.cpu()
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_a_training_step(family):
+@pytest.mark.parametrize(("family", "sizes"), [*((family, {}) for family in CONFIGS), ("qwen3_5", OTHER_HEADS)])
+def test_a_training_step(family, sizes):
     """Qwen4-exp's sparse attention compresses across a pack's boundaries: its sequences run one by one."""
-    on_gpu, on_cpu = pair(family)
+    on_gpu, on_cpu = pair(family, **sizes)
     ids = tokens(3, 100)
     want = run_packed(on_cpu, ids, packed=False)
     theirs = run_packed(on_gpu, ids, packed=False)  # by whatever transformers finds on this machine
     plugin.patch()
-    got = run_packed(on_gpu, ids, packed=family != "qwen4_exp")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "gatedelta leaves")
+        got = run_packed(on_gpu, ids, packed=family != "qwen4_exp")
     for ours, other, truth in zip(got, theirs, want):
         assert error(ours, truth) < 2 * error(other, truth) + 1e-3
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_cached_steps(family):
+@pytest.mark.parametrize(("family", "sizes"), [*((family, {}) for family in CONFIGS), ("qwen3_5", OTHER_HEADS)])
+def test_cached_steps(family, sizes):
     """A prompt and single tokens, each with the logits that the whole sequence gives."""
-    on_gpu, on_cpu = pair(family)
+    on_gpu, on_cpu = pair(family, **sizes)
     ids = tokens(2, 80)
     with torch.no_grad():
         want = on_cpu(ids, use_cache=False).logits

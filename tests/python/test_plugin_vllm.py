@@ -10,20 +10,23 @@ import tree as paths
 
 torch = pytest.importorskip("torch")
 
-import gatedelta  # noqa: E402
 import gatedelta.vllm as plugin  # noqa: E402
+from gatedelta import _served  # noqa: E402
 
 STAND_INS = paths.ROOT / "tests" / "python" / "stand_ins"
 sys.path.insert(0, str(STAND_INS))
-from oracle import Shape, Weights  # noqa: E402
+from oracle import Shape, Weights, shape_for  # noqa: E402
 from vllm_engine import Engine, layer_config, load, vllm_config  # noqa: E402
 
 needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0, reason="no GPU, or none that is supported"
+    not torch.cuda.is_available() or _served.device_refusal(torch.device("cuda", 0)) is not None,
+    reason="no GPU, or none that is supported",
 )
 DEVICES = [
     pytest.param("cpu", torch.float32, id="cpu-float32"), pytest.param("cpu", torch.bfloat16, id="cpu-bfloat16"),
     pytest.param("cuda", torch.bfloat16, id="cuda-bfloat16", marks=needs_gpu),
+    pytest.param("cuda", torch.float16, id="cuda-float16", marks=needs_gpu),
+    pytest.param("cuda", torch.float32, id="cuda-float32", marks=needs_gpu),
 ]  # fmt: skip
 
 
@@ -43,9 +46,10 @@ def tree(monkeypatch):
 
 
 def make(tree, device="cpu", dtype=torch.float32, drafts=0, normed=True, **changes):
-    shape = Shape() if device == "cpu" else Shape(K=128, V=128)
+    shape = shape_for(device, dtype)
     if device == "cuda":
-        tree.current_platform.device_name, tree.current_platform.capability = "cuda", 90
+        major, minor = torch.cuda.get_device_capability()
+        tree.current_platform.device_name, tree.current_platform.capability = "cuda", 10 * major + minor
     weights = Weights(shape, dtype, device, torch.Generator().manual_seed(0))
     layer = tree.QwenGatedDeltaNetAttention(layer_config(shape, **changes), vllm_config(dtype), prefix="layer")
     load(layer, weights)
@@ -122,7 +126,7 @@ def test_refuses_layers(tree, changes, message):
         make(tree, **changes)
 
 
-def test_refuses_devices(tree):
+def test_refuses_devices(tree, monkeypatch):
     platform, config = tree.current_platform, vllm_config(torch.float32)
 
     def refused(message):
@@ -132,14 +136,28 @@ def test_refuses_devices(tree):
     K = 128
     platform.device_name = "xpu"
     refused("it runs on NVIDIA GPUs and CPUs, not on xpu")
-    platform.device_name, platform.capability = "cuda", 100
-    refused(r"prefill needs a GPU of compute capability 9.0 \(Hopper\)")
-    platform.capability = 90
-    refused("the model's dtype is float32, must be bfloat16 or float16 on a GPU")
-    K = 64
-    refused("head sizes are K = 64, V = 64; on a GPU both must be 128")
+    platform.device_name, platform.capability = "cuda", 75
+    refused("it needs a GPU of compute capability 8.0 or later")
+    platform.capability = 80
+    monkeypatch.setattr(_served, "build_refusal", lambda: "built without CUDA")
+    refused("built without CUDA")
+    monkeypatch.setattr(_served, "build_refusal", lambda: None)
+    for K in (100, 272):
+        refused(f"head sizes are K = {K}, V = {K}; multiples of 16 up to 256 are taken")
+    K, config.model_config.dtype = 64, torch.float64
+    refused("dtype is torch.float64; float32, bfloat16 and float16 are taken")
     platform.device_name, config.cache_config.use_replayssm = "cpu", True
     refused("ReplaySSM keeps tokens instead of states, which is not supported")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+def test_takes_gpus(tree, monkeypatch, capability, dtype):
+    monkeypatch.setattr(_served, "build_refusal", lambda: None)
+    tree.current_platform.device_name, tree.current_platform.capability = "cuda", capability
+    for K, V in ((128, 128), (64, 256), (16, 48)):
+        config = layer_config(Shape(K=K, V=V))
+        assert tree.QwenGatedDeltaNetAttention(config, vllm_config(dtype)).runs_gatedelta
 
 
 def test_refuses_versions_it_does_not_know(tree, monkeypatch):

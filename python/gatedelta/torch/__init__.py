@@ -10,9 +10,10 @@ these functions refuse themselves raises TypeError, ValueError or NotImplemented
 Derivatives are those of reverse mode (``backward``, ``torch.func.grad``, ``vjp``). Forward mode (``torch.func.jvp``,
 ``jacfwd``, ``linearize``), double backward and ``torch.vmap`` are refused.
 
-CUDA tensors run on torch's current stream: the chunk functions in bfloat16 and float16 from compute capability 8.0 on,
-their gradients on Hopper for K = V = 128. The contents of cu_seqlens and index tensors are not checked there. A forward
-saves some 172 bytes per token and value head for the backward, and nothing with ``recompute``.
+CUDA tensors run on torch's current stream, from compute capability 8.0 on; ``cp_context`` and ``small_workspace`` need
+Hopper, K = V = 128 and bfloat16 or float16 there. The contents of cu_seqlens and index tensors are not checked. A
+forward saves some 172 bytes per token and value head for the backward on Hopper (docs/api.md has the others), and
+nothing with ``recompute``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .. import _lib
+from .. import _served
 from ..torch import (
     causal_conv1d,
     chunk_gated_delta_rule,
@@ -17,31 +17,10 @@ from ..torch import (
 )
 from ._packs import exporting, offsets_of
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CUDA = bool(_lib.get_info().cuda_compiled) and torch.version.hip is None
 
-
-def why_not(device: torch.device, dtype: torch.dtype, *, chunked: bool, k: int = 128, v: int = 128) -> str | None:
-    """Why the library cannot run tensors like these, or None. ``chunked``: by the functions for whole sequences."""
-    if dtype not in _DTYPES:
-        return f"dtype {dtype} (float32, bfloat16 and float16 can be run)"
-    if k % 16 or v % 16 or max(k, v) > 256:
-        return f"heads of {k} and {v} channels (multiples of 16 up to 256 can be run)"
-    if device.type == "cpu":
-        return None
-    if device.type != "cuda" or not CUDA:
-        return f"device {device.type} (this build runs on {'cpu and cuda' if CUDA else 'cpu'})"
-    capability = _capability(device.index)
-    if not chunked or dtype == torch.float32:
-        return None if capability >= (8, 0) else f"compute capability {capability} (8.0 and later can be run)"
-    if capability != (9, 0):
-        return f"compute capability {capability} (whole sequences run on 9.0)"
-    return None if k == v == 128 else f"heads of {k} and {v} channels on cuda (whole sequences run with 128)"
-
-
-@torch.compiler.assume_constant_result  # torch.compile does not look into it
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the library cannot run tensors like these, or None."""
+    return _served.dtype_refusal(dtype) or _served.device_refusal(device)
 
 
 def chunk_rule(
@@ -140,12 +119,12 @@ def norm(module: nn.Module, hidden_states: Tensor, gate: Tensor) -> Tensor:
 
 
 def choose_chunk_rule(original: Callable, query: Tensor, key: Tensor, value: Tensor, *args, **kwargs):
-    rule = chunk_rule if _runs_rule(query, value, chunked=True) else original
+    rule = chunk_rule if _runs_rule(query, value) else original
     return rule(query, key, value, *args, **kwargs)
 
 
 def choose_recurrent_rule(original: Callable, query: Tensor, key: Tensor, value: Tensor, *args, **kwargs):
-    rule = recurrent_rule if _runs_rule(query, value, chunked=False) else original
+    rule = recurrent_rule if _runs_rule(query, value) else original
     return rule(query, key, value, *args, **kwargs)
 
 
@@ -163,15 +142,15 @@ def choose_norm(original: Callable, module: nn.Module, hidden_states: Tensor, ga
     channels = hidden_states.shape[-1]
     runs = not exporting() and channels % 16 == 0 and channels <= 512
     runs = runs and getattr(module, "activation", "silu") in ("silu", "swish", "sigmoid")
-    if runs and why_not(hidden_states.device, hidden_states.dtype, chunked=False) is None:
+    if runs and why_not(hidden_states.device, hidden_states.dtype) is None:
         return norm(module, hidden_states, gate)
     return original(module, hidden_states, gate)
 
 
-def _runs_rule(query: Tensor, value: Tensor, chunked: bool) -> bool:
+def _runs_rule(query: Tensor, value: Tensor) -> bool:
     if exporting() or query.dtype != value.dtype:
         return False
-    return why_not(query.device, query.dtype, chunked=chunked, k=query.shape[-1], v=value.shape[-1]) is None
+    return why_not(query.device, query.dtype) is None and _served.head_refusal(query.shape[-1], value.shape[-1]) is None
 
 
 def _runs_conv1d(
@@ -179,4 +158,4 @@ def _runs_conv1d(
 ) -> bool:
     if exporting() or not 2 <= weight.shape[-1] <= 4 or activation not in (None, "silu", "swish"):
         return False
-    return why_not(x.device, x.dtype, chunked=False) is None
+    return why_not(x.device, x.dtype) is None

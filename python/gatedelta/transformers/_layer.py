@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.integrations.accelerate import force_accelerate_hooks
 
+from .. import _served
 from ..torch import causal_conv1d, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, gated_delta_layer_step
 from ._families import Family
 from ._functions import why_not
@@ -35,7 +36,7 @@ def layer_forward(family: Family, original: Callable[[nn.Module], Callable]) -> 
         attention_mask: Tensor | None = None,
         **kwargs,
     ) -> Tensor:
-        if exporting() or not _can_run(self, family, hidden_states, cache_params):
+        if exporting() or not _can_run(self, family, hidden_states):
             return original(self)(
                 self, hidden_states=hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
             )
@@ -63,11 +64,10 @@ def layer_forward(family: Family, original: Callable[[nn.Module], Callable]) -> 
     return forward
 
 
-def _can_run(layer: nn.Module, family: Family, hidden: Tensor, cache: Cache | None) -> bool:
+def _can_run(layer: nn.Module, family: Family, hidden: Tensor) -> bool:
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    step = cache is not None and hidden.shape[1] == 1 and cache.layers[layer.layer_idx].has_previous_state[0]
-    reason = why_not(hidden.device, dtype, chunked=not step, k=layer.head_k_dim, v=layer.head_v_dim)
+    reason = why_not(hidden.device, dtype) or _served.head_refusal(layer.head_k_dim, layer.head_v_dim)
     if reason is None and not 2 <= layer.conv_kernel_size <= 4:
         reason = f"a convolution of {layer.conv_kernel_size} taps (2 to 4 can be run)"
     if reason is None and layer.activation not in _SILU:

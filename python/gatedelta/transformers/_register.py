@@ -13,6 +13,7 @@ from kernels import CUDAProperties, Device, register_kernel_mapping
 from kernels.layer import globals as kernels_globals
 from torch import nn
 
+from .. import _served
 from . import _functions
 from ._families import FAMILIES
 from ._layer import layer_forward
@@ -59,17 +60,15 @@ def _layer(name: str) -> type[nn.Module]:
 
 CHUNK_RULE = _function(_functions.choose_chunk_rule, _functions.chunk_rule)
 LAYER = _layer("qwen3_5")  # dense and MoE share a name; other families have none for their layers
-# Name in transformers -> class, and the least and the greatest compute capability it is registered for.
+# Name in transformers -> class.
 _CLASSES = {
-    "chunk_gated_delta_rule": (CHUNK_RULE, 90, 90),
-    "fused_recurrent_gated_delta_rule": (
-        _function(_functions.choose_recurrent_rule, _functions.recurrent_rule), 80, sys.maxsize,
-    ),
-    "causal_conv1d_fn": (_function(_functions.choose_conv1d, _functions.conv1d), 80, sys.maxsize),
-    "causal_conv1d_update": (_function(_functions.choose_conv1d_update, _functions.conv1d_update), 80, sys.maxsize),
-    "RMSNormGated": (RMSNormGated, 80, sys.maxsize),
-    "Qwen3_5GatedDeltaNet": (LAYER, 90, 90),
-}  # fmt: skip
+    "chunk_gated_delta_rule": CHUNK_RULE,
+    "fused_recurrent_gated_delta_rule": _function(_functions.choose_recurrent_rule, _functions.recurrent_rule),
+    "causal_conv1d_fn": _function(_functions.choose_conv1d, _functions.conv1d),
+    "causal_conv1d_update": _function(_functions.choose_conv1d_update, _functions.conv1d_update),
+    "RMSNormGated": RMSNormGated,
+    "Qwen3_5GatedDeltaNet": LAYER,
+}
 
 
 class _Entry:
@@ -88,17 +87,16 @@ class _Entry:
         return f"gatedelta, {self.kind.__name__}"
 
 
-_ENTRIES = {name: _Entry(kind) for name, (kind, _, _) in _CLASSES.items()}
+_ENTRIES = {name: _Entry(kind) for name, kind in _CLASSES.items()}
 
 
 def mapping() -> dict[str, dict]:
     """transformers enters its own kernels for GPUs of all capabilities: the narrower range of these wins."""
-    result = {}
-    for name, (_, low, high) in _CLASSES.items():
-        result[name] = {"cpu": _ENTRIES[name]}
-        if _functions.CUDA:
-            result[name][Device("cuda", CUDAProperties(low, high))] = _ENTRIES[name]
-    return result
+    devices: list[str | Device] = ["cpu"]
+    if _served.build_refusal() is None:
+        major, minor = _served.LEAST_CAPABILITY
+        devices.append(Device("cuda", CUDAProperties(10 * major + minor, sys.maxsize)))
+    return {name: dict.fromkeys(devices, entry) for name, entry in _ENTRIES.items()}
 
 
 def register() -> None:

@@ -14,7 +14,7 @@ envs = SimpleNamespace(VLLM_BATCH_INVARIANT=False)
 current_platform = SimpleNamespace(
     device_name="cpu", capability=None, is_cpu=lambda: current_platform.device_name == "cpu",
     is_cuda=lambda: current_platform.device_name == "cuda",
-    is_device_capability=lambda capability: current_platform.capability == capability,
+    has_device_capability=lambda capability: divmod(current_platform.capability, 10) >= capability,
 )  # fmt: skip
 forward_context = SimpleNamespace(attn_metadata=None)
 conv_dim_first = False
