@@ -53,7 +53,8 @@ double microseconds(float cost) { return double{cost} / cuda::Costs::kPerMicrose
 std::string explain_plan(const testing::Case& c, int blocks) {
   const ForwardProblem p = problem_of(c);
   const cuda::ForwardWorkspace workspace = cuda::forward_layout(p);
-  const cuda::Limits limits = {blocks, static_cast<int>(cuda::max_entries(p)), workspace.boundary_count};
+  const cuda::Limits limits = {blocks, static_cast<int>(cuda::max_entries(p)), workspace.boundary_count,
+                               cuda::kMostMergedHalves};
   const auto count = static_cast<int>(p.in.sequences.count), heads = static_cast<int>(c.Hv);
   const cuda::WalkPlan walk = cuda::walk_plan(p);
   std::vector<int> chunks(p.in.sequences.count);

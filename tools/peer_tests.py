@@ -2,7 +2,7 @@
 """Runs the test suites of other libraries on this one, unmodified, and records what passes (see results/SCHEMA.md).
 
 usage: peer_tests.py [--device cpu|cuda] [--peers FOLDER] [--suites NAMES] [--jobs N] [--every N] [--seconds S]
-                     [--output FILE]
+                     [--output FILE] [--append]
 
 FOLDER holds checkouts of the libraries' repositories. A suite that is not there is looked for in a source distribution,
 if there is one with tests. The libraries' packages must be installed in this Python. A suite that cannot be run counts
@@ -45,7 +45,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=1, help="run one test in so many")
     parser.add_argument("--seconds", type=float, default=3600, help="limit for each suite")
     parser.add_argument("--output", type=Path, help="default: results/<device>/peer_tests.json")
+    parser.add_argument("--append", action="store_true", help="keep the file's other suites, with their date and commit")
     arguments = parser.parse_args()
+    arguments.peers = arguments.peers.resolve()  # the tests run elsewhere
     arguments.suites = [name for name in arguments.suites.split(",") if name]
     unknown = set(arguments.suites) - set(peer_suites.suites())
     if unknown:
@@ -229,7 +231,10 @@ def main() -> int:
         for failure in result.get("failed", ())[:SHOWN]:
             print(f"  {failure['test']}: {failure['reason'][:160]}")
         record["suites"].append({"name": name, **result})
-    records.write(output, record)
+    kept = json.loads(output.read_text()) if arguments.append and output.exists() else {"header": {}, "suites": []}
+    of = {key: kept["header"].get(key) for key in ("date", "commit")}
+    others = [of | suite for suite in kept["suites"] if suite["name"] not in arguments.suites]
+    records.write(output, record | {"suites": others + record["suites"]})
     print(f"recorded in {output}")
     ran = sum(suite.get("passed", 0) for suite in record["suites"])
     return 1 if not ran or any(suite.get("failed") for suite in record["suites"]) else 0

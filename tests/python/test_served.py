@@ -27,7 +27,7 @@ def capability(monkeypatch):
 
     def set_to(value, compiled=True):
         clear()
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: value)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: value)
         monkeypatch.setattr(_lib, "get_info", lambda: SimpleNamespace(cuda_compiled=int(compiled)))
 
     yield set_to

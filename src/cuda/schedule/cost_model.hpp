@@ -214,9 +214,7 @@ struct Timeline {
 // Estimated cycles of a cut: its work list, run in list order. Pieces that wait, and those they wait for, have about
 // the same size in all classes and are counted as one.
 constexpr float kNever = 1e30f;
-// Cuts with more rounds of pieces than this are not considered. Halves are for GPUs with idle SMs: both halves read K
-// and Q, and if all SMs do, that costs more than it saves.
-constexpr float kMostRounds = 6, kMostHalves = 0.6f;
+constexpr float kMostRounds = 6;  // cuts with more rounds of pieces than this are not considered
 GD_HOST_DEVICE inline float cycles_of(const Cut& cut, const ClassPieces* classes, int count, int longest,
                                       const Limits& limits) {
   int entries = 0, boundaries = 0, pieces = 0;
@@ -234,8 +232,9 @@ GD_HOST_DEVICE inline float cycles_of(const Cut& cut, const ClassPieces* classes
     if (p.merges.number > 0 && p.merges.size > merges.size) merges.size = p.merges.size;
   }
   const bool is_cut = cut.decaying || cut.persistent;
+  const float most_halves = first.number > 0 ? limits.merged_halves : kMostHalves;
   const bool is_crowded = static_cast<float>(first.number + pieces - waiting.number) >
-                          (cut.halves ? kMostHalves : kMostRounds) * static_cast<float>(limits.blocks);
+                          (cut.halves ? most_halves : kMostRounds) * static_cast<float>(limits.blocks);
   if (is_cut && (entries > limits.entries || boundaries > limits.boundaries || is_crowded)) return kNever;
   if (first.number > 0) {
     first.size = fast_div(first.size, static_cast<float>(first.number));

@@ -111,8 +111,12 @@ struct Schedule {
   int static_items;  // leading entries, assigned by blockIdx
 };
 
+// Halves are for GPUs with idle SMs: both halves read K and Q, and if all SMs do, that costs more than it saves. Merged
+// segments of a forward may fill more of it: most of their halves wait for a state, and begin one after the other.
+constexpr float kMostHalves = 0.6f, kMostMergedHalves = 1.0f;
 struct Limits {
   int blocks, entries, boundaries;
+  float merged_halves = kMostHalves;  // that start at once, in blocks
   GD_HOST_DEVICE bool operator==(const Limits& other) const {
     return blocks == other.blocks && entries == other.entries && boundaries == other.boundaries;
   }

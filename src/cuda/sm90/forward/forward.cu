@@ -76,6 +76,7 @@ Outcome forward(const ForwardProblem& problem, const Context& context) {
     if (plan.which == Walked::kAll) return walk(false);
     CallParams p = call_params(problem, context.workspace, multiprocessors);
     p.may_balance = may_balance(problem, p.limits);
+    if (!problem.saved) p.limits.merged_halves = kMostMergedHalves;
     if (plan.which == Walked::kSome) p.walked_tokens = static_cast<int>(plan.longest);
     const bool bf16 = problem.in.q.dtype == GD_BF16;
     if (p.sequences.batch > 0 && p.sequences.tokens > 0)  // an empty tensor has no map, and no kernel uses one
