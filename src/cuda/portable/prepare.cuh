@@ -242,6 +242,7 @@ struct Prepare {
       const float(&x)[4] = c[r / 2][r];
       if (2 * t < g) store_shared(below + r * Smem::kBelowBytes, x[r % 2 * 2]);
       if (2 * t + 1 < g) store_shared(below + r * Smem::kBelowBytes + 4, x[r % 2 * 2 + 1]);
+      if (t == g / 2) store_shared(smem + Smem::kLengths + (step * kStep + 8 * r + g) * 4, x[r % 2 * 2 + g % 2]);
     }
   }
 
@@ -272,6 +273,7 @@ struct Prepare {
     const uint32_t betas = gates + to_betas, logs = smem + Smem::kLogs + warp * Prepared::kVectorBytes;
     const float beta = load_shared(betas + lane * 4);
     store_vectors(p, out, load_shared(gates + lane * 4), beta, logs, smem, step, lane);
+    if (p.decays) store_decay(p.step_decays(chunk_index, head) + step, beta, logs, smem, step, lane);
     if (p.vectors) {
       float* const to = p.chunk_vectors(chunk_index, head) + step * kStep + lane;
       to[kLogGamma * kChunkTokens] = load_shared(logs + lane * 4);
@@ -329,6 +331,21 @@ struct Prepare {
     vectors[kTail * kStep] = exp2_approx(end - log) * rk;
     if (lane == 0) *reinterpret_cast<float*>(out + Prepared::kEnd) = exp2_approx(end);
     if (lane == 1) *reinterpret_cast<float*>(out + Prepared::kCarry) = load_shared(smem + Smem::kCarry + step * 4);
+  }
+
+  // What the step does to older states, for the lengths of warm-ups. A lane has a token.
+  GD_DEVICE static void store_decay(ChunkDecay* to, float beta, uint32_t logs, uint32_t smem, int step, int lane) {
+    sync_warp();  // the logs of other lanes are there
+    const float end = load_shared(logs + 31 * 4),
+                length = load_shared(smem + Smem::kLengths + (step * kStep + lane) * 4);
+    float written = beta * exp2_approx(end - load_shared(logs + lane * 4));
+    float growth = log2f(fmaxf(fabsf(1.0f - beta * length), 1.0f));
+#pragma unroll
+    for (int by = 16; by > 0; by /= 2) {
+      written += shuffle_xor(written, by);
+      growth += shuffle_xor(growth, by);
+    }
+    if (lane == 0) *to = decay_of(end, growth, written);
   }
 
   // D of the 8 x 8 blocks on the diagonal: lane 8 r + c has column c of block r. Stored by columns, then times beta of
