@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   Transitions<Config>(p, static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x)).run();
 }
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads) portable_fold_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(Config::kThreads, 1) portable_fold_kernel(const __grid_constant__ Params p) {
   Fold<Config>(p, static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x)).run();
 }
 

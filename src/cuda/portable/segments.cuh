@@ -195,7 +195,7 @@ struct Fold {
     const float* const from = p.maps + block_of(segment) * p.key_dim * p.key_dim;
     const uint32_t to = smem + Smem::kMaps + block % Config::kStages * Smem::kStageBytes;
     constexpr int kPackets = kKeys / 4;
-#pragma unroll
+#pragma unroll 1
     for (int i = tid; i < Config::kDepth * kPackets; i += Config::kThreads) {
       const int r = i / kPackets, c = i % kPackets * 4, j = b * Config::kDepth + r;
       const bool valid = j < p.key_dim && c < p.key_dim;
