@@ -4,7 +4,8 @@ shape.
 Inputs and timing are those of bench/gpu.py. The script calls the C ABI because the torch functions cannot force a
 segment length. results/SCHEMA.md describes the output.
 
-Usage: python bench/segments.py [--only 2/8] [--seq 1x32768] [--more] [--plot PICTURE.png] [--output FILE]
+Usage: python bench/segments.py [--only 2/8] [--seq 1x32768] [--more] [--portable] [--plot PICTURE.png]
+                                [--output FILE]
 """
 
 from __future__ import annotations
@@ -55,10 +56,11 @@ def measure(args: _lib.ForwardArgs, repeats: int, context_parallel: int = _lib.C
     return gpu.replay_ms(call, repeats)
 
 
-def measure_all(row: dict, repeats: int) -> dict:
+def measure_all(row: dict, repeats: int, isa: int) -> dict:
     inputs = gpu.make_inputs(row)
     out, final = torch.empty_like(inputs["v"]), torch.empty_like(inputs["initial_state"])
     args = arguments(inputs, out, final)
+    args.exec.isa = isa
 
     def time_of(choice: str | int) -> float | None:
         context_parallel = _lib.CP_OFF if choice == regret.OFF else _lib.CP_AUTO
@@ -78,6 +80,7 @@ def main() -> None:
     parser.add_argument("--only", help="head counts, e.g. 2/8")
     parser.add_argument("--seq", help="one row name, e.g. 1x32768")
     parser.add_argument("--more", action="store_true", help="other head counts, lengths and ragged packs too")
+    parser.add_argument("--portable", action="store_true", help="the portable kernels, which cut in their own way")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--plot", type=Path, help="time against segment length of some rows")
     parser.add_argument("--output", type=Path)
@@ -95,7 +98,7 @@ def main() -> None:
 
     results = []
     for i, row in enumerate(rows):
-        result = measure_all(row, options.repeats)
+        result = measure_all(row, options.repeats, _lib.ISA_CUDA_PORTABLE if options.portable else 0)
         results.append(result)
         best = min(result["forced"], key=result["forced"].get, default=None)
         fastest = "" if best is None else f" fastest forced {result['forced'][best]:.3g} ({best} chunks)"

@@ -34,9 +34,11 @@ size_t saved_bytes(const Problem& p) {
   return enough_for_both<Problem>(p, saved_layout(p.in).bytes,
                                   [](const Problem& of) { return portable::saved_bytes(of.in); });
 }
-// Whether Hopper's kernels alone could do it: then they say why they do not.
-template <class Problem>
-bool asks_for_hoppers(const Problem& p, const gd_exec& exec) {
+// Whether it is for Hopper's kernels: then they say why they do not do it. Of the backwards theirs alone cuts.
+bool asks_for_hoppers(const ForwardProblem& p, const gd_exec& exec) {
+  return exec.isa == GD_ISA_AUTO && (p.segment_chunks || p.saved) && is_hoppers(p.in);
+}
+bool asks_for_hoppers(const BackwardProblem& p, const gd_exec& exec) {
   return exec.isa == GD_ISA_AUTO && (p.segment_chunks || (p.saved && is_hoppers(p.in)));
 }
 
@@ -45,7 +47,9 @@ bool asks_for_hoppers(const Problem& p, const gd_exec& exec) {
 const Backend<ForwardProblem> sm90_forward_backend = {
     GD_CUDA,
     [](const ForwardProblem& p, const gd_exec& exec) {
-      return exec.isa == GD_ISA_CUDA_PORTABLE ? forced("cut forward") : check_limits(p);
+      if (exec.isa == GD_ISA_CUDA_PORTABLE)
+        return refusal(GD_UNSUPPORTED, "isa is portable: Hopper's kernels are left out");
+      return check_limits(p);
     },
     [](const ForwardProblem& p, const gd_exec&) {
       return enough_for_both<ForwardProblem>(

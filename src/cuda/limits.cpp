@@ -128,10 +128,15 @@ bool is_hoppers(const Layer& in) {
 
 namespace {
 
-Outcome check_portable_segments(int64_t segment_chunks) {
-  if (!segment_chunks) return {};
-  return refusal(GD_UNSUPPORTED, "segment_chunks is %" PRId64 ": the portable CUDA kernels cut no sequence",
-                 segment_chunks);
+// The narrowest CTAs of the transitions are 16 a segment and head.
+Outcome check_portable_segments(const ForwardProblem& p) {
+  if (!p.segment_chunks) return {};
+  const int64_t slots = portable::most_slots(p), most = portable::kMaxSeqHeads / 2;
+  if (slots <= most / p.in.value_heads) return {};
+  return refusal(GD_UNSUPPORTED,
+                 "segment_chunks is %" PRId64 ", which may make %" PRId64 " segments, with %" PRId64
+                 " heads more than %" PRId64 " on CUDA",
+                 p.segment_chunks, slots, p.in.value_heads, most);
 }
 Outcome check_portable_rows(const char* name, const TokenRows* rows, const Layer& in) {
   GD_CHECK(check_rows(name, rows, in, false));
@@ -149,7 +154,7 @@ Outcome check_portable_limits(const ForwardProblem& p) {
   // A padded row would leave gaps in `saved`, and the host does not know which rows are padded.
   if (p.saved && in.initial.indices && p.final.indices)
     return refusal(GD_UNSUPPORTED, "saved is given, but on CUDA not together with initial_indices and final_indices");
-  GD_CHECK(check_portable_segments(p.segment_chunks));
+  GD_CHECK(check_portable_segments(p));
   GD_CHECK(check_inputs(in));
   GD_CHECK(check_seq_heads(in, portable::kMaxSeqHeads));
   GD_CHECK(check_chunks(portable::prepare_ctas(p), portable::kMaxCtas, portable::prepare_helpers(p)));
@@ -163,7 +168,9 @@ Outcome check_portable_limits(const BackwardProblem& p) {
   const Layer& in = p.in;
   if (p.small_workspace)
     return refusal(GD_UNSUPPORTED, "small_workspace is set, but the portable CUDA kernels have one size of workspace");
-  GD_CHECK(check_portable_segments(p.segment_chunks));
+  if (p.segment_chunks)
+    return refusal(GD_UNSUPPORTED, "segment_chunks is %" PRId64 ": the portable CUDA backward cuts no sequence",
+                   p.segment_chunks);
   GD_CHECK(check_inputs(in));
   GD_CHECK(check_seq_heads(in, portable::kMaxSeqHeads));
   const ForwardProblem forward = portable::forward_of(p);

@@ -97,6 +97,7 @@ inline ForwardProblem forward_of(const BackwardProblem& p) {
   ForwardProblem forward;
   forward.in = p.in;
   forward.saved = p.saved;
+  forward.context_parallel = false;  // nothing is cut yet
   return forward;
 }
 

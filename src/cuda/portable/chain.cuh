@@ -47,6 +47,17 @@ struct Chain {
     const int n = p.order ? p.order[item] : item;
     return {n, block - item * p.value_heads, column(), p.sequences[n]};
   }
+  // Of a kernel that has segments: this CTA's, and where it is.
+  GD_DEVICE const Segment& segment() const { return p.segments[opaque(cta) >> p.log_parts]; }
+  GD_DEVICE Place place_in(const Segment& segment) const {
+    const int n = segment.sequence;
+    return {n, (opaque(cta) >> p.log_parts) % p.value_heads, column(), p.sequences[n]};
+  }
+  // Tokens of the sequence up to the segment's end.
+  GD_DEVICE static int64_t end_of(const Segment& segment, const Place& at) {
+    const int64_t end = int64_t{segment.chunk + segment.chunks} * kChunkTokens;
+    return end < at.span.length ? end : at.span.length;
+  }
   GD_DEVICE int column() const { return (opaque(cta) & ((1 << p.log_parts) - 1)) * Config::kColumns + warp * kRows; }
   // Value columns from the warp's first one on. A warp with none (0 or less) computes with zeros: a branch around a
   // step would cost registers.
@@ -138,33 +149,56 @@ struct Chain {
   // Calls f with every number of S and its distance from the matrix' first; f is not called for padded ones.
   template <class F>
   GD_DEVICE void each_number(int column, const F& f) {
+    each_number(column, p.value_dim, p.key_state_stride, p.value_state_stride, f);
+  }
+  template <class F>
+  GD_DEVICE void each_number(int column, int columns, int key_stride, int value_stride, const F& f) {
     const int thread = opaque(lane);
-    const int first = thread % 4 * 2 * p.key_state_stride + (column + thread / 4) * p.value_state_stride;
+    const int first = thread % 4 * 2 * key_stride + (column + thread / 4) * value_stride;
 #pragma unroll
     for (int i = 0; i < kI; ++i)
 #pragma unroll
       for (int j = 0; j < kJ; ++j) {
-        if (column + 16 * i >= p.value_dim || 8 * j >= p.key_dim) continue;
+        if (column + 16 * i >= columns || 8 * j >= p.key_dim) continue;
 #pragma unroll
         for (int c = 0; c < 4; ++c)
-          f(S[i][j][c], first + (8 * j + c % 2) * p.key_state_stride + (16 * i + c / 2 * 8) * p.value_state_stride);
+          f(S[i][j][c], first + (8 * j + c % 2) * key_stride + (16 * i + c / 2 * 8) * value_stride);
       }
   }
-  GD_DEVICE void load_state(const Place& at) {
+  GD_DEVICE void zero_state() {
 #pragma unroll
     for (int i = 0; i < kI; ++i)
 #pragma unroll
       for (int j = 0; j < kJ; ++j)
 #pragma unroll
         for (float& x : S[i][j]) x = 0;
-    const int64_t slot = p.initial.slot(at.sequence);
-    if (slot < 0) return;
-    with_stored(p.initial.dtype, [&](auto stored) {
+  }
+  GD_DEVICE void load_matrix(const void* data, gd_dtype dtype, int64_t matrix, int column) {
+    with_stored(dtype, [&](auto stored) {
       using Stored = decltype(stored);
-      const auto* const from =
-          static_cast<const typename Stored::Word*>(p.initial.data) + p.initial.offset(slot, at.head);
-      each_number(at.column, [&](float& x, int i) { x = Stored::widen(from[i]); });
+      const auto* const from = static_cast<const typename Stored::Word*>(data) + matrix;
+      each_number(column, [&](float& x, int i) { x = Stored::widen(from[i]); });
     });
+  }
+  GD_DEVICE void load_state(const Place& at) {
+    zero_state();
+    const int64_t slot = p.initial.slot(at.sequence);
+    if (slot >= 0) load_matrix(p.initial.data, p.initial.dtype, p.initial.offset(slot, at.head), at.column);
+  }
+  // The state a segment begins with, or its warm-up.
+  GD_DEVICE void enter(const Segment& segment, const Place& at) {
+    zero_state();
+    if (segment.warmup == Segment::kFromEntry) {
+      load_matrix(p.entries, GD_F32, (opaque(cta) >> p.log_parts) * p.state_numbers(), at.column);
+    } else if (segment.chunk == 0) {
+      const int64_t slot = p.initial.slot(at.sequence);
+      if (slot < 0) return;
+      const bool is_copied = p.initial_copy;
+      load_matrix(is_copied ? p.initial_copy : p.initial.data, p.initial.dtype,
+                  is_copied ? (int64_t{at.sequence} * p.value_heads + at.head) * p.state_numbers()
+                            : p.initial.offset(slot, at.head),
+                  at.column);
+    }
   }
   GD_DEVICE void store_state(void* data, gd_dtype dtype, int64_t matrix, int column) {
     with_stored(dtype, [&](auto stored) {
@@ -360,6 +394,56 @@ struct Chain {
             error = second - unpack<Elem>(both).y;
           }
         }
+  }
+
+  // ---- steps without outputs ---------------------------------------------------------------------------------------
+
+  GD_DEVICE void advance_state(int stage, int rows) {
+    const uint32_t K = smem + Smem::kK + stage * Config::kTiles * Config::kTileBytes;
+    const uint32_t prep = smem + Smem::kPrepared + stage * Prepared::kBytes;
+    const float end = load_shared(prep + Prepared::kEnd);
+    set_thread(opaque(tid));
+    Tokens W;
+    Operand packed;
+#pragma unroll
+    for (int kk = 0; kk < Config::kKeys / 16; ++kk) {
+      uint32_t s[kI][4];
+      pack_state(s, kk);
+      scale_state(kk, end);
+      multiply_rows(W, s, K, kk);  // (K S)^T
+    }
+    copy_wait<1>();  // V of this step; the rows of the next one may still be on their way
+    sync_warp();
+    find_values(W, prep);
+    pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
+    sync_warp();  // all lanes have read V
+    if (rows > kStep) load_own_values(rows - kStep);
+    copy_commit();
+    multiply_triangle(W, packed, prep + Prepared::kN);  // U = W + N W
+    scale(W, prep, kTail);
+    pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
+    add_to_state(packed, K);
+  }
+
+  // The rows of the first step, `rows` being left from there on.
+  GD_DEVICE void load_first(int rows) {
+    if (rows > 0) {
+      load_shared_rows(0, rows);
+      next_prepared(0);
+    }
+    copy_commit();
+    if (rows > 0) load_own_values(rows);
+    copy_commit();
+  }
+  // Waits for the rows of a step and asks for those of the next one.
+  GD_DEVICE void begin_step(int stage, int rows) {
+    copy_wait<1>();  // the rows of this step; its V may still be on its way
+    sync_cta();      // of every thread; and the step before, whose stage is overwritten now, is over
+    if (rows > kStep) {
+      load_shared_rows(stage ^ 1, rows - kStep);
+      next_prepared(stage ^ 1);
+    }
+    copy_commit();
   }
 
   // ---- outputs -----------------------------------------------------------------------------------------------------

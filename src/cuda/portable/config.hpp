@@ -8,6 +8,7 @@
 
 #include "core/problem.hpp"
 #include "cuda/host_device.hpp"
+#include "cuda/schedule/warmup.hpp"
 #include "cuda/tensors.hpp"
 
 namespace gatedelta::cuda::portable {
@@ -98,7 +99,8 @@ struct PrepareConfig {
     static_assert(kLogs + kThreads / 32 * Prepared::kVectorBytes <= kTilesEnd);
     static constexpr int kNorms = kTilesEnd;                      // r^k, then r^q
     static constexpr int kCarry = kNorms + 2 * kChunkTokens * 4;  // [step] as Prepared::kCarry
-    static constexpr int kGates = kCarry + kPacketBytes;          // [heads][64]: gates in units of log 2; then betas
+    static constexpr int kLengths = kCarry + kPacketBytes;        // [64]: |k|^2, of normalised keys with l2norm
+    static constexpr int kGates = kLengths + kChunkTokens * 4;    // [heads][64]: gates in units of log 2; then betas
     GD_HOST_DEVICE static constexpr int heads(int group) { return group < kHeadsAtOnce ? group : kHeadsAtOnce; }
     GD_HOST_DEVICE static constexpr int allocated(int group) { return kGates + 2 * heads(group) * kChunkTokens * 4; }
   };
@@ -175,10 +177,51 @@ auto with_chain(ChainKind kind, const Run& run) {
   return run(Chain256<Pass, Elem>{});
 }
 
+constexpr int kSegmentThreads = 128;
+constexpr int kFoldColumns = 16;  // value columns of a CTA of the fold
+template <int kKeysOf>
+struct FoldConfig {
+  static constexpr int kKeys = kKeysOf, kColumns = kFoldColumns;
+  static constexpr int kThreads = kKeys / 4 * (kColumns / 2);
+  static constexpr int kDepth = 16, kStages = 4;  // rows of M^T in a stage
+
+  struct Smem {
+    static constexpr int kState = 0;
+    static constexpr int kMaps = kState + kKeys * kColumns * 4;
+    static constexpr int kStageBytes = kDepth * kKeys * 4;
+    static constexpr int kBytes = kMaps + kStages * kStageBytes;
+    static_assert(kBytes <= 99 << 10);
+  };
+};
+
 // Value columns of a CTA.
 inline int chain_columns(ChainKind kind) {
   return with_chain<ForwardPass, Bf16>(kind, [](auto config) { return decltype(config)::kColumns; });
 }
+
+// ---- segments ------------------------------------------------------------------------------------------------------
+
+// Sequences that are cut have segments of equal length, the last one excepted. Segment i of sequence n has the slot
+// first_slot(n) + i: as with chunk indices, slots of different sequences never collide, and some stay empty.
+struct SegmentSlots {
+  int64_t tokens;  // of a segment
+
+  GD_HOST_DEVICE int64_t first_slot(const ChunkedSequences& s, int n) const {
+    return s.offsets ? s.offsets[n] / tokens + n : n * segments(s.tokens);
+  }
+  GD_HOST_DEVICE int64_t segments(int64_t length) const { return (length + tokens - 1) / tokens; }
+  GD_HOST_DEVICE int64_t count(const ChunkedSequences& s) const {
+    return s.offsets ? s.tokens / tokens + s.count : s.count * segments(s.tokens);
+  }
+};
+
+// What a CTA of the cut forward does for a value head.
+struct alignas(16) Segment {
+  static constexpr int kFromEntry = -1;
+  int sequence;       // negative: nothing
+  int chunk, chunks;  // the first one with outputs, and how many they are
+  int warmup;         // chunks before them, from no state; kFromEntry: it begins with the state at its boundary
+};
 
 // ---- what kernels are told -----------------------------------------------------------------------------------------
 
@@ -205,7 +248,21 @@ struct Params {
   uint8_t* snapshots;         // of a pass of the backward: [chunks][value_heads][V][K], see Chain::keep_state
   int* order;                 // [N] sequences, longest first; null = as they come
   int64_t* first_checkpoint;  // [N] number of its first checkpoint, of packed sequences
+  // Of a call that cuts sequences:
+  int segment_chunks;  // 0 = none is cut
+  bool folds;          // segments may begin with states that are found from transitions
+  int map_column;      // of the transitions kernel: the column that stands for the first one of M
+  Segment* segments;   // [slots][value_heads]
+  ChunkDecay* decays;  // [value_heads][chunks][kStepsPerChunk], of the steps
+  void* initial_copy;  // [N][value_heads][K V] as p.initial; null = the initial states stay as they are
+  float* entries;      // [slots][value_heads][K V], states that segments begin with, matrices as the caller's
+  float* maps;         // [slots][value_heads][K][K], M^T of a segment
 
+  GD_HOST_DEVICE SegmentSlots slots() const { return {int64_t{segment_chunks} * kChunkTokens}; }
+  GD_HOST_DEVICE int64_t state_numbers() const { return int64_t{key_dim} * value_dim; }
+  GD_HOST_DEVICE ChunkDecay* step_decays(int64_t chunk_index, int head) const {
+    return decays + (head * sequences.workspace_chunks() + chunk_index) * kStepsPerChunk;
+  }
   GD_HOST_DEVICE bool is_padding(int n) const {
     if (n == sequences.count) return true;
     return initial.indices && final.indices && initial.slot(n) < 0 && final.slot(n) < 0;
@@ -243,9 +300,34 @@ inline int64_t prepare_ctas(const ForwardProblem& p) {
   return sequences_of(p.in).workspace_chunks() * p.in.key_heads + prepare_helpers(p);
 }
 
+// Whether the sequences of a call may be cut on some device. The cut itself is chosen where the device is known
+// (cut.hpp), and takes no more memory than this leaves to it.
+constexpr int64_t kMostCutHeads = 512;  // N * Hv: as many fill every GPU
+constexpr int kLeastSegment = 8;        // chunks
+inline bool may_cut(const ForwardProblem& p) {
+  if (!p.context_parallel || p.batch_invariant) return false;
+  const Sequences& s = p.in.sequences;
+  if (p.segment_chunks) return s.count > 0 && s.tokens > 0;
+  return s.count > 0 && s.tokens > 2 * kLeastSegment * kChunkTokens && s.count <= kMostCutHeads / p.in.value_heads;
+}
+// Slots of the shortest segments that are chosen.
+inline int64_t most_slots(const ForwardProblem& p) {
+  const int64_t chunks = p.segment_chunks ? p.segment_chunks : kLeastSegment;
+  return SegmentSlots{chunks * kChunkTokens}.count(sequences_of(p.in));
+}
+
+// Documented bound of the workspace: bytes per token and value head, plus a constant. States and transitions of
+// segments get what is left below it, or what a forced segment length needs.
+constexpr int64_t kBytesPerToken = 192, kFixedBytes = int64_t{1} << 20;
+constexpr int64_t kMostEntryBytes = int64_t{48} << 20;
+
 struct ForwardWorkspace {
   static constexpr size_t kAlign = 64;  // of every part, and of the memory itself
-  size_t prepared = 0, first_checkpoint = 0, bytes = 0;
+  size_t prepared = 0, first_checkpoint = 0;
+  size_t decays = 0, segments = 0, initial_copy = 0, entries = 0, maps = 0;
+  int64_t segment_slots = 0;  // 0: no sequence may be cut
+  int64_t entry_slots = 0;    // 0: no segment may begin with a state that is found from transitions
+  size_t bytes = 0;
 };
 // Appends a part to memory of so many bytes; returns where it begins.
 inline size_t take_bytes(size_t& bytes, int64_t more) {
@@ -274,7 +356,32 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p, bool for_backwar
   ForwardWorkspace w;
   w.prepared = take_bytes(w.bytes, p.saved ? 0 : static_cast<int64_t>(prepared_layout(p.in, for_backward).bytes));
   w.first_checkpoint = take_bytes(w.bytes, counts_checkpoints(p) ? p.in.sequences.count * int64_t{sizeof(int64_t)} : 0);
-  return w;
+  if (!may_cut(p)) return w;
+  const Layer& in = p.in;
+  ForwardWorkspace cut = w;
+  const auto take = [&](int64_t bytes) { return take_bytes(cut.bytes, bytes); };
+  const int64_t heads = in.value_heads, matrix = int64_t{in.key_dim} * in.value_dim,
+                map = int64_t{in.key_dim} * in.key_dim;
+  cut.segment_slots = most_slots(p);
+  cut.decays = take(sequences_of(in).workspace_chunks() * heads * kStepsPerChunk * int64_t{sizeof(ChunkDecay)});
+  cut.segments = take(cut.segment_slots * heads * int64_t{sizeof(Segment)});
+  cut.initial_copy = take(in.initial ? in.sequences.count * heads * matrix * dtype_bytes(in.initial.dtype) : 0);
+  const int64_t promised = kBytesPerToken * in.sequences.batch * in.sequences.tokens * heads + kFixedBytes;
+  const int64_t left = promised - static_cast<int64_t>(cut.bytes) - 2 * int64_t{ForwardWorkspace::kAlign};
+  if (!p.segment_chunks && left < 0) return w;
+  const int64_t room =
+      (left < kMostEntryBytes ? left : kMostEntryBytes) / ((matrix + map) * heads * int64_t{sizeof(float)});
+  cut.entry_slots = p.segment_chunks || room > cut.segment_slots ? cut.segment_slots : room;
+  cut.entries = take(cut.entry_slots * heads * matrix * int64_t{sizeof(float)});
+  cut.maps = take(cut.entry_slots * heads * map * int64_t{sizeof(float)});
+  return cut;
+}
+
+// CTAs of a chain kernel for columns of a head, as a power of two.
+inline int log_parts(int columns, int cta_columns) {
+  int log = 0;
+  while ((cta_columns << log) < columns) ++log;
+  return log;
 }
 
 // for_backward: prepare leaves what a backward needs, too, as it does with `saved`.
@@ -294,7 +401,7 @@ inline Params params_of(const ForwardProblem& problem, char* workspace, int cta_
   p.group = static_cast<int>(in.group);
   p.key_dim = in.key_dim, p.value_dim = in.value_dim;
   p.prepare_helpers = static_cast<int>(prepare_helpers(problem));
-  while ((cta_columns << p.log_parts) < in.value_dim) ++p.log_parts;
+  p.log_parts = log_parts(in.value_dim, cta_columns);
   p.q_stride = static_cast<uint32_t>(in.q.token_stride), p.k_stride = static_cast<uint32_t>(in.k.token_stride);
   p.v_stride = static_cast<uint32_t>(in.v.token_stride), p.o_stride = static_cast<uint32_t>(problem.o.token_stride);
   p.gate = in.gate, p.beta_kind = in.beta_kind;

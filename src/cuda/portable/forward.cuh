@@ -1,5 +1,5 @@
-// The forward kernel: the state through all steps of a sequence, and outputs. N is Gamma o T without its diagonal, and
-// W has beta in it:
+// The forward kernel: the state through all steps of a sequence or of a segment, and outputs. N is Gamma o T without
+// its diagonal, and W has beta in it:
 //   W = beta o V - beta gamma o (K S)    U = W + N W    O = s gamma o (Q S) + P U    S <- gamma_L S + K^T (delta o U)
 // The identity in T meets no rounding: only N W is a product of 16-bit operands.
 //
@@ -11,7 +11,8 @@
 
 namespace gatedelta::cuda::portable {
 
-template <class Config>
+// kIsCut: a CTA has a segment (segments.cuh), perhaps after steps without outputs.
+template <class Config, bool kIsCut = false>
 struct Forward : Chain<Config> {
   using Base = Chain<Config>;
   using Base::kI, Base::p, Base::smem;
@@ -21,30 +22,41 @@ struct Forward : Chain<Config> {
   GD_DEVICE Forward(const Params& params, int cta, int tid) : Base(params, cta, tid) {}
 
   GD_DEVICE void run() {
-    const Place at = this->place();
-    if (p.is_padding(at.sequence)) return;                      // prepare has zeroed its outputs
-    if (at.column - this->warp * kRows >= p.value_dim) return;  // the power of two is larger than needed
-    this->set_rows(at);
-    int rows = static_cast<int>(at.span.length);
-    if (rows > 0) {
-      this->load_shared_rows(0, rows);
-      this->next_prepared(0);
+    if constexpr (kIsCut) {
+      const Segment& segment = this->segment();
+      if (segment.sequence < 0) return;
+      const Place at = this->place_in(segment);
+      if (at.column - this->warp * kRows >= p.value_dim) return;
+      const int warmup = segment.warmup > 0 ? segment.warmup : 0, first = segment.chunk - warmup;
+      this->set_rows(at, first * kStepsPerChunk);
+      int rows = static_cast<int>(Base::end_of(segment, at)) - first * kChunkTokens;
+      this->load_first(rows);
+      this->enter(segment, at);
+#pragma unroll 1
+      for (int step = 0; step < warmup * kStepsPerChunk; ++step, rows -= kStep) {
+        this->begin_step(step & 1, rows);
+        this->advance_state(step & 1, rows);
+        this->o += Base::step_stride(p.o_stride);
+      }
+      run_outputs(rows);
+    } else {
+      const Place at = this->place();
+      if (p.is_padding(at.sequence)) return;                      // prepare has zeroed its outputs
+      if (at.column - this->warp * kRows >= p.value_dim) return;  // the power of two is larger than needed
+      this->set_rows(at);
+      const int rows = static_cast<int>(at.span.length);
+      this->load_first(rows);
+      this->load_state(at);
+      run_outputs(rows);
     }
-    copy_commit();
-    if (rows > 0) this->load_own_values(rows);
-    copy_commit();
-    this->load_state(at);
+  }
+
+  GD_DEVICE void run_outputs(int rows) {
 #pragma unroll 1
     for (int stage = 0;; stage ^= 1, rows -= kStep) {
       if (rows <= 0 || p.checkpoints) store_states(rows);
       if (rows <= 0) return;
-      copy_wait<1>();  // the rows of this step; its V may still be on its way
-      sync_cta();      // of every thread; and the step before, whose stage is overwritten now, is over
-      if (rows > kStep) {
-        this->load_shared_rows(stage ^ 1, rows - kStep);
-        this->next_prepared(stage ^ 1);
-      }
-      copy_commit();
+      this->begin_step(stage, rows);
       advance(stage, rows);
     }
   }
@@ -83,22 +95,31 @@ struct Forward : Chain<Config> {
 
   // ---- states that are due before a step ---------------------------------------------------------------------------
 
-  // Slot of the checkpoint after all but `rows` tokens; negative = none.
-  GD_DEVICE int64_t checkpoint_slot(const Place& at, int rows) const {
-    const int64_t done = at.span.length - rows;
-    if (!p.checkpoints || rows < 0 || done == 0) return -1;
+  // Slot of the checkpoint after so many tokens of a sequence; negative = none.
+  GD_DEVICE int64_t checkpoint_slot(const Place& at, int64_t done) const {
+    if (!p.checkpoints || done > at.span.length || done == 0) return -1;
     const int n = at.sequence;
     if (p.checkpoint_offsets) return p.checkpoint_offsets[n] == done ? p.checkpoints.slot(n) : -1;
     if (done % p.checkpoint_every != 0) return -1;
     const int64_t first = p.first_checkpoint ? p.first_checkpoint[n] : n * (p.sequences.tokens / p.checkpoint_every);
     return p.checkpoints.slot(first + done / p.checkpoint_every - 1);
   }
-  // Both kinds by one loop: the code that stores is long.
+  // Both kinds by one loop: the code that stores is long. A state between two segments is the second one's to store.
   GD_DEVICE void store_states(int rows) {
-    const Place at = this->place();
+    Place at;
+    int64_t end;
+    if constexpr (kIsCut) {
+      const Segment& segment = this->segment();
+      at = this->place_in(segment);
+      end = Base::end_of(segment, at);
+      if (rows <= 0 && end < at.span.length) return;
+    } else {
+      at = this->place();
+      end = at.span.length;
+    }
 #pragma unroll 1
     for (int is_final = 0; is_final < 2; ++is_final) {
-      const int64_t slot = !is_final ? checkpoint_slot(at, rows) : rows <= 0 ? p.final.slot(at.sequence) : -1;
+      const int64_t slot = !is_final ? checkpoint_slot(at, end - rows) : rows <= 0 ? p.final.slot(at.sequence) : -1;
       if (slot < 0) continue;
       this->store_state(is_final ? p.final.data : p.checkpoints.data, is_final ? p.final.dtype : p.checkpoints.dtype,
                         is_final ? p.final.offset(slot, at.head) : p.checkpoints.offset(slot, at.head), at.column);

@@ -39,11 +39,11 @@ Outcome launch(const BackwardProblem& problem, const Context& context, int multi
   const auto small = [&](auto kernel, int64_t ctas, int threads) {
     return ctas == 0 ? cudaSuccess : launch_kernel(false, kernel, ctas, threads, 0, stream, p);
   };
-  const int64_t chain_ctas = (problem.in.sequences.count * problem.in.value_heads) << p.log_parts;
+  const int64_t ctas = chain_ctas(p);
   const bool all = (problem.saved || ran(launch_prepare(p, prepare_ctas(forward_of(problem)), device, stream),
                                          "launch the prepare kernel")) &&
-                   ran(launch_states(states_params(p), kind, chain_ctas, device, stream), "launch the states kernel") &&
-                   ran(launch_gradient_chain(gradient_pass_params(p), kind, chain_ctas, device, stream),
+                   ran(launch_states(states_params(p), kind, ctas, device, stream), "launch the states kernel") &&
+                   ran(launch_gradient_chain(gradient_pass_params(p), kind, ctas, device, stream),
                        "launch the chain of gradients") &&
                    ran(launch_gradients(p, gradient_ctas(problem), device, stream), "launch the gradients kernel") &&
                    ran(small(portable_gate_gradients_kernel<Elem>, gate_ctas(problem), kGateThreads),

@@ -78,6 +78,12 @@ struct Prepare {
         sync_cta();
       }
       if (step * kStep >= rows) continue;
+      const uint32_t gates = smem + Smem::kGates + step * kStep * 4;
+      if (p.decays)
+#pragma unroll 1
+        for (int v = turn; v < heads; v += 2)
+          store_decay(p.step_decays(chunk_index, first_head + first + v) + step, gates + v * kChunkTokens * 4,
+                      heads * kChunkTokens * 4, smem, step, lane);
 #pragma unroll 1
       for (int v = turn; v < heads; v += 2)
         solve(p, operands, chunk_index, first_head + first + v,
@@ -242,6 +248,8 @@ struct Prepare {
       const float(&x)[4] = c[r / 2][r];
       if (2 * t < g) store_shared(below + r * Smem::kBelowBytes, x[r % 2 * 2]);
       if (2 * t + 1 < g) store_shared(below + r * Smem::kBelowBytes + 4, x[r % 2 * 2 + 1]);
+      if (t == g / 2)
+        store_shared(smem + Smem::kLengths + (step * kStep + 8 * r + g) * 4, g % 2 ? x[r % 2 * 2 + 1] : x[r % 2 * 2]);
     }
   }
 
@@ -312,12 +320,7 @@ struct Prepare {
   // A lane has a token.
   GD_DEVICE static void store_vectors(const Params& p, uint8_t* out, float gate, float beta, uint32_t logs,
                                       uint32_t smem, int step, int lane) {
-    float log = gate;
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-      const float before = shuffle_up(log, by);
-      if (lane >= by) log += before;
-    }
+    const float log = sum_before(gate, lane);
     const float end = shuffle(log, 31), gamma = exp2_approx(log);
     const float rk = load_shared(norms_of(smem, false, step) + lane * 4),
                 rq = load_shared(norms_of(smem, true, step) + lane * 4);
@@ -329,6 +332,30 @@ struct Prepare {
     vectors[kTail * kStep] = exp2_approx(end - log) * rk;
     if (lane == 0) *reinterpret_cast<float*>(out + Prepared::kEnd) = exp2_approx(end);
     if (lane == 1) *reinterpret_cast<float*>(out + Prepared::kCarry) = load_shared(smem + Smem::kCarry + step * 4);
+  }
+
+  // What the step does to older states, for the lengths of warm-ups. A lane has a token.
+  // NOTE(ptxas): not a part of solve(), which has no register to spare.
+  GD_DEVICE static void store_decay(ChunkDecay* to, uint32_t gates, int to_betas, uint32_t smem, int step, int lane) {
+    const float beta = load_shared(gates + to_betas + lane * 4), log = sum_before(load_shared(gates + lane * 4), lane);
+    const float end = shuffle(log, 31), length = load_shared(smem + Smem::kLengths + (step * kStep + lane) * 4);
+    float written = beta * exp2_approx(end - log);
+    float growth = log2f(fmaxf(fabsf(1.0f - beta * length), 1.0f));
+#pragma unroll
+    for (int by = 16; by > 0; by /= 2) {
+      written += shuffle_xor(written, by);
+      growth += shuffle_xor(growth, by);
+    }
+    if (lane == 0) *to = decay_of(end, growth, written);
+  }
+  // Of a lane's number and those of the lanes before it.
+  GD_DEVICE static float sum_before(float x, int lane) {
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      const float before = shuffle_up(x, by);
+      if (lane >= by) x += before;
+    }
+    return x;
   }
 
   // D of the 8 x 8 blocks on the diagonal: lane 8 r + c has column c of block r. Stored by columns, then times beta of

@@ -12,6 +12,16 @@ namespace gatedelta::cuda {
 struct alignas(8) ChunkDecay {
   float log2_left, written;
 };
+// Of tokens whose gates add up to 2^log2_gates, that may amplify a state by 2^growth, and that write so much.
+GD_HOST_DEVICE inline ChunkDecay decay_of(float log2_gates, float growth, float written) {
+  return {log2_gates + growth, growth > 0 || !(written >= 0) ? -1.0f : written};
+}
+// Of tokens and those that follow them.
+GD_HOST_DEVICE inline ChunkDecay joined(const ChunkDecay& first, const ChunkDecay& second) {
+  const bool weighs = first.written >= 0 && second.written >= 0;
+  return {first.log2_left + second.log2_left,
+          weighs ? first.written * fast_exp2(second.log2_left) + second.written : -1.0f};
+}
 
 // Warm-up length: chunks before a boundary from which the state there follows to fp32's accuracy without anything
 // older. Returns all chunks if the warm-up reaches the beginning, and kNoWarmup if it takes more than `limit`. The

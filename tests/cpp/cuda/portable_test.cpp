@@ -4,6 +4,7 @@
 #include <set>
 
 #include "cuda/portable/backward_config.hpp"
+#include "cuda/portable/cut.hpp"
 
 namespace gatedelta::cuda::portable {
 namespace {
@@ -91,6 +92,96 @@ TEST(Portable, PartsOfAHeadAreAPowerOfTwo) {
       EXPECT_TRUE(parts == 1 || parts / 2 * columns < V);
     }
   }
+}
+
+ForwardProblem pack_of(int64_t count, int64_t tokens, int64_t heads, int K, int V) {
+  ForwardProblem p = problem_of(1, tokens, heads, K, V);
+  p.in.sequences.count = count;
+  p.in.sequences.offsets.present = true;
+  return p;
+}
+
+TEST(PortableCut, FewHeadsAreCut) {
+  for (const int size : {64, 128, 256}) {
+    const auto chunks = [&](int64_t batch, int64_t tokens, int64_t heads) {
+      return choose_cut(problem_of(batch, tokens, heads, size, size), 132).chunks;
+    };
+    EXPECT_GT(chunks(1, 32768, 8), 0) << size;
+    EXPECT_GT(chunks(1, 8192, 8), 0) << size;
+    EXPECT_GT(chunks(1, 32768, 32), 0) << size;
+    EXPECT_EQ(chunks(8, 8192, 64), 0) << size;  // 512 heads
+    EXPECT_EQ(chunks(1, 1024, 8), 0) << size;
+    EXPECT_EQ(chunks(600, 8192, 1), 0) << size;
+    EXPECT_EQ(choose_cut(problem_of(1, 32768, 8, size, size), 1).chunks, 0) << size;  // one multiprocessor is full
+  }
+  EXPECT_TRUE(choose_cut(problem_of(1, 32768, 8, 128, 128), 132).folds);
+}
+
+TEST(PortableCut, NoneWhereNoneIsAllowed) {
+  ForwardProblem p = problem_of(1, 32768, 8, 128, 128);
+  const size_t bytes = forward_layout(p).bytes;
+  p.batch_invariant = true;
+  EXPECT_EQ(choose_cut(p, 132).chunks, 0);
+  p.batch_invariant = false, p.context_parallel = false;
+  EXPECT_EQ(choose_cut(p, 132).chunks, 0);
+  EXPECT_LT(forward_layout(p).bytes, bytes);
+}
+
+TEST(PortableCut, ForcedLengths) {
+  ForwardProblem p = problem_of(3, 700, 40, 128, 128);
+  p.segment_chunks = 2;
+  const Cut cut = choose_cut(p, 132);
+  EXPECT_EQ(cut.chunks, 2);
+  EXPECT_TRUE(cut.folds);
+  EXPECT_EQ(forward_layout(p).entry_slots, 3 * 6);
+}
+
+// Whatever the device, a cut fits into the workspace, and that into what is promised.
+TEST(PortableCut, FitsIntoTheWorkspace) {
+  for (const int64_t tokens : {1000, 1025, 2048, 9000, 32768, 500000})
+    for (const int64_t heads : {1, 8, 33, 64})
+      for (const int size : {16, 128, 256})
+        for (ForwardProblem p : {problem_of(1, tokens, heads, size, size), problem_of(3, tokens, heads, size, 256),
+                                 pack_of(1, tokens, heads, size, size), pack_of(5, tokens, heads, 128, size)})
+          for (const bool has_states : {false, true}) {
+            p.in.initial.dtype = has_states ? GD_F32 : GD_DTYPE_NONE;
+            const ForwardWorkspace layout = forward_layout(p);
+            EXPECT_LE(layout.bytes, static_cast<size_t>(192 * p.in.sequences.batch * tokens * heads + (1 << 20)));
+            for (const int multiprocessors : {1, 8, 46, 132, 148, 300}) {
+              const Cut cut = choose_cut(p, multiprocessors);
+              if (cut.chunks == 0) continue;
+              const int64_t slots = SegmentSlots{cut.chunks * int64_t{kChunkTokens}}.count(sequences_of(p.in));
+              EXPECT_LE(slots, layout.segment_slots);
+              EXPECT_TRUE(!cut.folds || slots <= layout.entry_slots);
+            }
+          }
+}
+
+TEST(PortableCut, SlotsOfSequencesDoNotCollide) {
+  const int32_t offsets[] = {0, 0, 300, 300, 301, 900, 1000};
+  ChunkedSequences s{6, 1, 1000, {offsets, false, true}};
+  for (const int64_t chunks : {1, 2, 5, 100}) {
+    const SegmentSlots slots{chunks * kChunkTokens};
+    int64_t free = 0;
+    for (int n = 0; n < s.count; ++n) {
+      EXPECT_GE(slots.first_slot(s, n), free);
+      const int64_t segments = slots.segments(s[n].length);
+      free = slots.first_slot(s, n) + (segments > 1 ? segments : 1);  // one without tokens has a state to pass on
+    }
+    EXPECT_LE(free, slots.count(s));
+  }
+}
+
+TEST(PortableCut, StatesThatAreOverwritten) {
+  const Layer in = problem_of(2, 64, 2, 16, 16).in;
+  float memory[4 * 512];
+  const StateRows first{memory, GD_F32, 2, 512, 256, {}, 0}, second{memory + 1024, GD_F32, 2, 512, 256, {}, 0},
+      between{memory + 1023, GD_F32, 1, 512, 256, {}, 0};
+  EXPECT_FALSE(overlap(first, second, in));
+  EXPECT_TRUE(overlap(first, first, in));
+  EXPECT_TRUE(overlap(first, between, in));
+  EXPECT_TRUE(overlap(second, between, in));
+  EXPECT_FALSE(overlap(first, {}, in));
 }
 
 BackwardProblem backward_of(const ForwardProblem& forward) {

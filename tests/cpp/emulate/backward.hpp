@@ -9,10 +9,6 @@
 
 namespace gatedelta::testing::emulated {
 
-template <class Pass, class Config>
-using WithPass = cuda::portable::ChainConfig<Pass, typename Config::Elem, Config::kKeys, Config::kRows, Config::kWarps,
-                                             Config::kCtasPerSm>;
-
 // Config: any pass of the chains' instance.
 template <class Config>
 void run_kernels(const BackwardProblem& problem, char* workspace, const Options& options) {
@@ -24,9 +20,9 @@ void run_kernels(const BackwardProblem& problem, char* workspace, const Options&
   const BackwardParams p = params_of(problem, workspace, Config::kColumns);
   if (!problem.saved) run_prepare<Elem, Config::kKeys>(p, prepare_ctas(forward_of(problem)), options);
   const Params states = states_params(p), gradients = gradient_pass_params(p);
-  launch(chain_ctas(problem.in, p), Forward::kThreads, Forward::Smem::kBytes, options,
+  launch(chain_ctas(states), Forward::kThreads, Forward::Smem::kBytes, options,
          [&](int cta, int tid) { States<Forward>(states, cta, tid).run(); });
-  launch(chain_ctas(problem.in, p), Backward::kThreads, Backward::Smem::kBytes, options,
+  launch(chain_ctas(gradients), Backward::kThreads, Backward::Smem::kBytes, options,
          [&](int cta, int tid) { GradientChain<Backward>(gradients, cta, tid).run(); });
   launch(gradient_ctas(problem), Rows::kThreads, Rows::Smem::kBytes, options,
          [&](int cta, int tid) { Gradients<Rows>(p, tid).run(cta); });

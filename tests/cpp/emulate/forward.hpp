@@ -1,13 +1,18 @@
 // The portable forward on a CPU: what src/cuda/portable/portable_forward.cu launches, CTA after CTA.
 #pragma once
 
+#include <algorithm>
+#include <numeric>
+#include <random>
 #include <stdexcept>
 #include <string>
 
 #include "cta.hpp"
 #include "cuda/portable/backward_config.hpp"
+#include "cuda/portable/cut.hpp"
 #include "cuda/portable/forward.cuh"
 #include "cuda/portable/prepare.cuh"
+#include "cuda/portable/segments.cuh"
 #include "testing/generator.hpp"
 
 namespace gatedelta::testing::emulated {
@@ -16,6 +21,7 @@ struct Options {
   int multiprocessors = 1;  // of the device: how many value columns a CTA has follows from it
   bool eager_copies = false;
   unsigned seed = 1;
+  bool never_folds = false;  // of a forced cut: persistent heads are not cut
 };
 
 // ---- what src/api makes of valid arguments -------------------------------------------------------------------------
@@ -65,6 +71,9 @@ inline ForwardProblem problem_of(const gd_forward_args& args) {
   p.checkpoint_every = args.checkpoint_every;
   p.checkpoint_offsets = indices_of(args.checkpoint_offsets);
   p.saved = {args.saved, args.saved_bytes, args.saved != nullptr};
+  p.context_parallel = args.context_parallel == GD_CP_AUTO;
+  p.batch_invariant = args.batch_invariant != 0;
+  p.segment_chunks = args.segment_chunks;
   return p;
 }
 
@@ -83,10 +92,13 @@ inline BackwardProblem problem_of(const gd_backward_args& args) {
 
 // ---- launches ------------------------------------------------------------------------------------------------------
 
-// body(cta, thread) for all threads of all CTAs.
+// body(cta, thread) for all threads of all CTAs, which come in any order.
 template <class Body>
 void launch(int64_t ctas, int threads, int smem_bytes, const Options& options, const Body& body) {
-  for (int cta = 0; cta < ctas; ++cta)
+  std::vector<int> order(static_cast<size_t>(ctas));
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), std::mt19937(options.seed));
+  for (const int cta : order)
     run_cta({threads, smem_bytes, options.eager_copies, options.seed + cta}, [&](int tid) { body(cta, tid); });
 }
 template <class Elem, int kKeys>
@@ -96,17 +108,37 @@ void run_prepare(const cuda::portable::Params& p, int64_t ctas, const Options& o
   launch(ctas, Config::kThreads, Config::Smem::allocated(p.group), options,
          [&](int cta, int tid) { Prepare<Config>::run(p, cta, tid); });
 }
-inline int64_t chain_ctas(const Layer& in, const cuda::portable::Params& p) {
-  return (in.sequences.count * in.value_heads) << p.log_parts;
-}
+template <class Pass, class Config>
+using WithPass = cuda::portable::ChainConfig<Pass, typename Config::Elem, Config::kKeys, Config::kRows, Config::kWarps,
+                                             Config::kCtasPerSm>;
 
+inline cuda::portable::Cut cut_of(const ForwardProblem& problem, const Options& options) {
+  cuda::portable::Cut cut = cuda::portable::choose_cut(problem, options.multiprocessors);
+  if (options.never_folds) cut.folds = false;
+  return cut;
+}
 template <class Config>
 void run_kernels(const ForwardProblem& problem, char* workspace, const Options& options) {
   using namespace cuda::portable;
-  const Params p = params_of(problem, workspace, Config::kColumns);
+  const Cut cut = cut_of(problem, options);
+  const Params p = params_of(problem, workspace, Config::kColumns, cut);
   run_prepare<typename Config::Elem, Config::kKeys>(p, prepare_ctas(problem), options);
-  launch(chain_ctas(problem.in, p), Config::kThreads, Config::Smem::kBytes, options,
-         [&](int cta, int tid) { Forward<Config>(p, cta, tid).run(); });
+  if (!p.segment_chunks)
+    return launch(chain_ctas(p), Config::kThreads, Config::Smem::kBytes, options,
+                  [&](int cta, int tid) { Forward<Config>(p, cta, tid).run(); });
+  launch(segment_ctas(p), kSegmentThreads, 0, options,
+         [&](int cta, int tid) { FindSegments::run(p, cta, static_cast<int>(p.slots().count(p.sequences)), tid); });
+  if (p.folds) {
+    using Silent = WithPass<StatesPass, Config>;
+    const Params transitions = transition_params(p, Config::kColumns);
+    launch(chain_ctas(transitions), Silent::kThreads, Silent::Smem::kBytes, options,
+           [&](int cta, int tid) { Transitions<Silent>(transitions, cta, tid).run(); });
+    using FoldKeys = FoldConfig<Config::kKeys>;
+    launch(fold_ctas(p), FoldKeys::kThreads, FoldKeys::Smem::kBytes, options,
+           [&](int cta, int tid) { Fold<FoldKeys>(p, cta, tid).run(); });
+  }
+  launch(chain_ctas(p), Config::kThreads, Config::Smem::kBytes, options,
+         [&](int cta, int tid) { Forward<Config, true>(p, cta, tid).run(); });
 }
 
 inline std::vector<gd_tensor*> aligned_rows(gd_forward_args& args) {

@@ -11,11 +11,11 @@ namespace {
 using emulated::run;
 
 // Copies come at once in every other case, and as late as they may in the others.
-void check(const Specs& specs, int multiprocessors = 1) {
+void check(const Specs& specs, int multiprocessors = 1, bool never_folds = false) {
   unsigned seed = 0;
   for (const std::string& spec : specs) {
     Judge judge(parse_case(spec));
-    const emulated::Options options{multiprocessors, ++seed % 2 == 0, seed};
+    const emulated::Options options{multiprocessors, ++seed % 2 == 0, seed, never_folds};
     const Judgement judgement =
         judge.forward(Compute::tensor_cores, [&](const gd_forward_args& args) { return run(args, options); });
     EXPECT_TRUE(judgement.ok()) << spec << "\n" << judgement.text();
@@ -93,9 +93,85 @@ TEST(EmulatedForward, StridesAndScale) {
          "T=40 K=64 V=64 dtype=fp16 scale=-2.5"});
 }
 
+// Forced cuts: heads that fade, heads that do not, and both.
+TEST(EmulatedForward, Segments) {
+  const Specs gates = {"gate=zero",  "gate=weak",       "gate=mixed",       "gate=strong",
+                       "gate=spiky", "gate=raw l2norm", "gate=inf beta=two"};
+  check(cross(
+      {"T=330 Hk=1 Hv=3 K=32 V=48 segment=1 dtype=bf16", "lengths=200+0+1+64+290 pad=7 K=64 V=32 segment=2 dtype=fp16"},
+      gates));
+  check(cross({"T=1100 Hk=1 Hv=2 K=16 V=32 segment=4 dtype=bf16 layout=vk"}, gates));
+  check({"T=330 K=128 V=64 segment=1 gate=zero dtype=bf16", "T=330 K=128 V=160 segment=2 gate=mixed dtype=fp16",
+         "T=290 K=256 V=32 segment=1 gate=weak dtype=bf16", "T=290 K=80 V=112 segment=1 gate=zero dtype=bf16"});
+  check({"T=330 K=128 V=128 segment=1 gate=zero dtype=bf16", "T=330 K=96 V=128 segment=2 gate=spiky dtype=bf16"}, 132);
+}
+
+TEST(EmulatedForward, CutsByItself) {
+  ForwardProblem problem;
+  problem.in.key_heads = problem.in.value_heads = problem.in.group = 1;
+  problem.in.key_dim = problem.in.value_dim = 32;
+  problem.in.sequences = {1, 1, 2000, {}};
+  ASSERT_GT(cuda::portable::choose_cut(problem, 132).chunks, 0);
+  check(
+      cross({"T=2000 K=32 V=32 dtype=bf16", "lengths=70+2000 K=32 V=32 dtype=fp16 inplace"}, {"gate=zero", "gate=raw"}),
+      132);
+}
+
+// The same without transitions: a head goes on over boundaries where it has not faded.
+TEST(EmulatedForward, SegmentsOfHeadsThatFade) {
+  check(cross({"T=1100 Hk=1 Hv=3 K=32 V=16 segment=3 dtype=bf16",
+               "lengths=700+0+1+64+400 pad=7 K=32 V=32 segment=2 dtype=fp16"},
+              {"gate=zero", "gate=mixed", "gate=strong inplace every=64", "gate=spiky"}),
+        1, true);
+}
+
+TEST(EmulatedForward, StatesOfSegments) {
+  check(cross(
+      cross({"lengths=200+0+64+1+265 pad=3 Hk=1 Hv=2 K=32 V=48 segment=1 dtype=bf16"}, {"gate=zero", "gate=strong"}),
+      {"inplace", "inplace pool first_slot=1", "pool i64 strided layout=vk", "h0=0 ht=0", "state=bf16 every=64",
+       "every=128 pool", "inplace every=64 layout=vk", "h0=0 keys=loose", "offsets state=fp16 inplace"}));
+}
+
+// Cut or not, the error is about the same.
+TEST(EmulatedForward, SegmentsAreAsAccurateAsNone) {
+  for (const std::string& spec : cross(cross({"T=1536 Hk=1 Hv=2 K=64 V=32"}, kTypes),
+                                       {"gate=zero", "gate=weak", "gate=mixed", "gate=zero keys=correlated"})) {
+    Judge judge(parse_case(spec));
+    const auto errors = [&](int segment) {
+      const Judgement judgement = judge.forward(Compute::tensor_cores, [&](const gd_forward_args& uncut) {
+        gd_forward_args args = uncut;
+        args.segment_chunks = segment;
+        return run(args, {});
+      });
+      EXPECT_TRUE(judgement.problems.empty()) << spec << "\n" << judgement.text();
+      std::vector<double> values;
+      for (const Verdict& verdict : judgement.verdicts) values.push_back(verdict.comparison.error);
+      return values;
+    };
+    const std::vector<double> whole = errors(0);
+    for (const int segment : {3, 7}) {
+      const std::vector<double> cut = errors(segment);
+      ASSERT_EQ(cut.size(), whole.size());
+      for (size_t i = 0; i < cut.size(); ++i) EXPECT_LE(cut[i], 1.02 * whole[i]) << spec << ", segments of " << segment;
+    }
+  }
+}
+
 std::vector<char> bytes_of(const gd_tensor& t) {  // of a tensor without gaps
   const char* data = static_cast<const char*>(t.data);
   return {data, data + element_count(t) * element_bytes(t.dtype)};
+}
+
+// Two segments of a head that does not fade: the second begins with the state that the first one has, bit for bit.
+TEST(EmulatedForward, TwoSegmentsAreAsGoodAsOne) {
+  Problem problem(parse_case("T=330 Hk=1 Hv=2 K=64 V=48 gate=zero dtype=bf16 inplace"));
+  ASSERT_EQ(run(problem.forward, {}), "");
+  const auto o = bytes_of(problem.forward.o), states = bytes_of(problem.forward.final_state);
+  problem.reset();
+  problem.forward.segment_chunks = 3;
+  ASSERT_EQ(run(problem.forward, {}), "");
+  EXPECT_EQ(o, bytes_of(problem.forward.o));
+  EXPECT_EQ(states, bytes_of(problem.forward.final_state));
 }
 
 // The same bits whatever the order of threads, the device and the columns of a CTA.

@@ -5,10 +5,16 @@
 
 namespace gatedelta::testing::emulated {
 
+inline cuda::portable::ChainKind kind_of(const ForwardProblem& problem, const Options& options) {
+  return cut_of(problem, options).kind;
+}
+inline cuda::portable::ChainKind kind_of(const BackwardProblem& problem, const Options& options) {
+  return cuda::portable::chain_kind(problem.in, options.multiprocessors);
+}
 template <class Elem, class Problem>
 void run_instance(const Problem& problem, char* workspace, const Options& options) {
   using namespace cuda::portable;
-  with_chain<ForwardPass, Elem>(chain_kind(problem.in, options.multiprocessors),
+  with_chain<ForwardPass, Elem>(kind_of(problem, options),
                                 [&](auto config) { run_kernels<decltype(config)>(problem, workspace, options); });
 }
 template <class Args>

@@ -26,6 +26,8 @@ constexpr const char* kCases[] = {
     "T=100 Hk=1 Hv=2 K=64 V=64 dtype=bf16",
     "lengths=70+0+33 pad=5 K=48 V=32 dtype=bf16 gate=inf layout=vk pool",
     "lengths=130+64 K=64 V=48 dtype=bf16 l2norm keys=loose every=64",
+    "lengths=330+0+70 Hk=1 Hv=2 K=64 V=32 dtype=bf16 gate=zero segment=1 inplace",
+    "lengths=70+330 K=48 V=48 dtype=bf16 gate=strong segment=1 inplace pool every=64",
 };
 #endif
 

@@ -19,7 +19,7 @@ class Mistake(NamedTuple):
 FORWARD = {
     # barriers
     "no_barrier_between_steps": Mistake(
-        "forward.cuh", "sync_cta();      // of every thread", "// of every thread"
+        "chain.cuh", "sync_cta();      // of every thread", "// of every thread"
     ),
     "no_barrier_before_tiles_are_reused": Mistake(
         "prepare.cuh", "sync_cta();  // K and Q are not read any more", "// K and Q"
@@ -27,12 +27,12 @@ FORWARD = {
     "no_barrier_before_operands": Mistake("prepare.cuh", "sync_cta();\n    Operands operands;", "Operands operands;"),
     # asynchronous copies
     "rows_are_not_waited_for": Mistake(
-        "forward.cuh", "copy_wait<1>();  // the rows of this step", "copy_wait<2>();  // the rows"
+        "chain.cuh", "copy_wait<1>();  // the rows of this step", "copy_wait<2>();  // the rows"
     ),
     "values_are_not_waited_for": Mistake("forward.cuh", "copy_wait<1>();  // V of this step", "copy_wait<2>();  // V"),
     "chunk_is_not_waited_for": Mistake("prepare.cuh", "copy_wait<0>();", "copy_wait<1>();"),
     "next_rows_overwrite_this_stage": Mistake(
-        "forward.cuh", "load_shared_rows(stage ^ 1, rows - kStep)", "load_shared_rows(stage, rows - kStep)"
+        "chain.cuh", "load_shared_rows(stage ^ 1, rows - kStep)", "load_shared_rows(stage, rows - kStep)"
     ),
     # addresses
     "no_swizzle": Mistake(
@@ -61,6 +61,41 @@ FORWARD = {
         "prepare.cuh", "most <= 4 * least && alike > 0.75f * least", "most > 0"
     ),
     "norms_left_out_of_writes": Mistake("prepare.cuh", "exp2_approx(end - log) * rk;", "exp2_approx(end - log);"),
+    # segments
+    "warmup_is_a_chunk_short": Mistake(
+        "segments.cuh", "warmup > 0 && warmup < chunk ? warmup :", "warmup > 0 && warmup < chunk ? warmup - 1 :"
+    ),
+    "warmup_without_a_decay": Mistake("segments.cuh", "return joined(steps[0], steps[1]);",
+                                      "return ChunkDecay{-99, 1};"),
+    "values_of_warmups_are_not_waited_for": Mistake(
+        "chain.cuh", "copy_wait<1>();  // V of this step", "copy_wait<2>();  // V"
+    ),
+    "outputs_of_warmups_are_not_passed": Mistake("forward.cuh", "this->o += Base::step_stride(p.o_stride);", ""),
+    "entry_of_another_head": Mistake(
+        "chain.cuh", "load_matrix(p.entries, GD_F32, (opaque(cta) >> p.log_parts) * p.state_numbers()",
+        "load_matrix(p.entries, GD_F32, (opaque(cta) >> p.log_parts ^ 1) * p.state_numbers()",
+    ),
+    "initial_states_are_overwritten": Mistake("cut.hpp", "if (!a || !b) return false;", "return false;"),
+    "segments_share_the_final_state": Mistake(
+        "forward.cuh", "if (rows <= 0 && end < at.span.length) return;", ""
+    ),
+    "maps_begin_with_zero": Mistake("segments.cuh", "== 0 ? 1.0f : 0.0f", "== 0 ? 0.0f : 0.0f"),
+    "maps_are_transposed": Mistake(
+        "segments.cuh", "this->column() - p.map_column, p.key_dim, 1, p.key_dim, f",
+        "this->column() - p.map_column, p.key_dim, p.key_dim, 1, f",
+    ),
+    "no_folds": Mistake("segments.cuh", "if (here && next) {", "if (here && next && i < 0) {"),
+    "fold_by_the_next_map": Mistake(
+        "segments.cuh", "load_block(segment, ahead, block + ahead);", "load_block(segment + 1, ahead, block + ahead);"
+    ),
+    "fold_goes_on_with_the_same_map": Mistake(
+        "segments.cuh", "load_block(segment + 1, ahead - kBlocks", "load_block(segment, ahead - kBlocks"
+    ),
+    "fold_does_not_wait": Mistake("segments.cuh", "copy_wait<Config::kStages - 2>();", ""),
+    "no_barrier_between_blocks_of_a_fold": Mistake(
+        "segments.cuh", "sync_cta();  // the block is there", "// the block is there"
+    ),
+    "no_barrier_after_a_fold": Mistake("segments.cuh", "sync_cta();  // S is not read any more", "// S"),
 }  # fmt: skip
 
 BACKWARD = {

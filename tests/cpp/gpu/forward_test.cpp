@@ -10,9 +10,7 @@ using Forward = Gpu;
 // Both types multiply 16-bit operands, so fp16 has the bounds of bf16.
 void check(const Specs& specs) {
   for (const std::string& spec : cross(specs, kTypes)) {
-    Case c = parse_case(spec);
-    if (kIsPortable) c.segment = 0;  // those kernels cut nothing
-    Judge judge(c);
+    Judge judge(parse_case(spec));
     expect_ok(judge.forward(Compute::tensor_cores, on_device<gd_forward_args>), judge.problem().spec);
   }
 }
@@ -178,7 +176,6 @@ TEST_F(Forward, RepeatsBitForBit) {
 
 // Forced cuts; the sequences end at the beginning, in the middle and at the end of a chunk.
 TEST_F(Forward, Segments) {
-  if (kIsPortable) GTEST_SKIP() << "the portable kernels cut nothing";
   check(cross(
       cross({"T=600 Hk=2 Hv=4", "lengths=300+0+1+64+900+130 pad=7 Hk=1 Hv=3"}, {"segment=1", "segment=2", "segment=3"}),
       {"gate=zero", "gate=mixed", "gate=strong", "gate=spiky", "gate=raw l2norm", "gate=inf beta=two"}));
@@ -193,7 +190,6 @@ TEST_F(Forward, Segments) {
 // Cut or not, the error is about the same. Also where it exceeds the bounds of the table, which do not cover thousands
 // of tokens with beta up to 2.
 TEST_F(Forward, SegmentsAreAsAccurateAsNone) {
-  if (kIsPortable) GTEST_SKIP() << "the portable kernels cut nothing";
   for (const std::string& spec :
        cross(cross({"T=4096 Hk=2 Hv=4 seed=5", "T=4096 Hk=2 Hv=4 seed=6 l2norm beta=logit2"}, kTypes),
              {"gate=zero", "gate=weak", "gate=strong", "gate=spiky", "gate=mixed", "gate=zero keys=correlated"})) {
@@ -221,7 +217,6 @@ TEST_F(Forward, SegmentsAreAsAccurateAsNone) {
 
 // A segment that warms up over everything before it changes no bit.
 TEST_F(Forward, TwoSegmentsAreAsGoodAsOne) {
-  if (kIsPortable) GTEST_SKIP() << "the portable kernels cut nothing";
   Problem problem(parse_case("T=700 Hk=1 Hv=3 gate=zero K=128 V=128 dtype=bf16"));
   ASSERT_EQ(on_device(problem.forward), "");
   const auto o = bytes_of(problem.forward.o), states = bytes_of(problem.forward.final_state);

@@ -61,7 +61,7 @@ int usable_devices() {
 Outcome forward(const ForwardProblem& problem, const Context& context) {
   DeviceFacts facts{};
   if (Outcome outcome = find_facts(context.device, facts); outcome.status != GD_OK) return outcome;
-  if (facts.major != kHopperDevices.lowest_major && !problem.segment_chunks) {
+  if (facts.major != kHopperDevices.lowest_major) {
     const Outcome outcome = check_portable_limits(problem);
     return outcome.status == GD_OK ? portable_forward(problem, context) : outcome;
   }

@@ -103,7 +103,7 @@ GD_DEVICE void prepare_vectors(const CallParams& p, int chunk_index, int head, u
     written += __shfl_xor_sync(~0u, written, step);
     growth += __shfl_xor_sync(~0u, growth, step);
   }
-  if (lane == 0) *decay = {end + growth, growth > 0 || !(written >= 0) ? -1.0f : written};
+  if (lane == 0) *decay = decay_of(end, growth, written);
 }
 
 }  // namespace gatedelta::cuda
