@@ -45,7 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=1, help="run one test in so many")
     parser.add_argument("--seconds", type=float, default=3600, help="limit for each suite")
     parser.add_argument("--output", type=Path, help="default: results/<device>/peer_tests.json")
-    parser.add_argument("--append", action="store_true", help="keep the file's other suites, with their date and commit")
+    parser.add_argument("--append", action="store_true", help="keep the other suites of the file")
     arguments = parser.parse_args()
     arguments.peers = arguments.peers.resolve()  # the tests run elsewhere
     arguments.suites = [name for name in arguments.suites.split(",") if name]
