@@ -182,12 +182,35 @@ def test_gradients_are_those_of_the_chunked_backward(l2norm):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_gradients_the_backward_lacks_are_refused():
-    case = Case("B=2 T=3 Hk=1 Hv=2 K=64 V=64 dtype=fp32")
+GRADIENTS = {
+    "q": "dq", "k": "dk", "v": "dv", "g": "dg", "beta": "dbeta", "A_log": "dA_log", "dt_bias": "d_dt_bias",
+    "initial_state": "d_initial_state",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", [
+    "B=2 T=3 Hk=1 Hv=2 K=64 V=64 dtype=fp32",
+    "lengths=1+4+0+3 pad=2 Hk=1 Hv=3 K=48 V=80 dtype=fp32 gate=raw beta=logit l2norm=1 layout=vk",
+])  # fmt: skip
+def test_float32_gradients(spec):
+    """By the chunked backward's kernels for fp32, which need no Hopper."""
+    case = Case(spec)
     inputs = on_gpu(case)
+    leaves = {name: inputs[name].requires_grad_() for name in GRADIENTS if inputs.get(name) is not None}
+    outputs = gd.fused_recurrent_gated_delta_rule(**inputs, output_final_state=True)
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), [case.do.cuda(), case.dht.cuda()])
+    truth = case.backward_truth()
+    for name, gradient in zip(leaves, gradients, strict=True):
+        check(case, GRADIENTS[name], gradient, truth[GRADIENTS[name]])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_gradients_the_backward_lacks_are_refused(dtype):
+    """Recurrent steps take tiled key heads, the backward does not."""
+    inputs = on_gpu(Case(f"B=3 T=1 Hk=2 Hv=6 tiled K=128 V=128 dtype={dtype} layout=vk"))
     inputs["q"] = inputs["q"].requires_grad_()
     o, _ = gd.fused_recurrent_gated_delta_rule(**inputs)
-    with pytest.raises(RuntimeError, match="q, k and v are float32, must be bfloat16 or float16 on CUDA"):
+    with pytest.raises(RuntimeError, match="key_head_order is tiled with Hk = 2 and Hv = 6, must be grouped on CUDA"):
         o.sum().backward()
 
 

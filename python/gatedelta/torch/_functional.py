@@ -241,7 +241,8 @@ def fused_recurrent_gated_delta_rule(
     """Gated delta rule token by token, for decode (T = 1) and draft verification. Returns (o, final_state or None).
 
     Arguments are those of FLA's function and mean what they mean in ``chunk_gated_delta_rule``; gk and gv (decays per
-    channel) are refused. Gradients work and cost a chunked backward.
+    channel) are refused. Gradients work and cost a chunked backward; on CUDA that needs key heads in
+    grouped order.
 
     Beyond FLA:
         out, initial_state_indices, final_state, final_state_indices: as in ``chunk_gated_delta_rule``; an engine

@@ -33,13 +33,14 @@ struct GradientLoop : Loop<typename Config::Shape, typename Config::Stage> {
       sync_cta();      // of every thread; and the stage before, whose memory is overwritten now, is over
       if (stage > 0) load_stage(stage - 1);
       copy_commit();
-      if (this->ends_chunk(stage)) {
+      if (this->ends_span(stage)) {
         float* const to = this->gradient_of(stage);
         this->each_number(p.value_dim, 1, [&](float& x, int i) { to[i] = x; });
       }
       advance_stage(stage);
     }
     if (const int64_t slot = p.d_initial.slot(this->sequence()); slot >= 0) this->store_state(p.d_initial, slot);
+    multiply_initial();
   }
 
   GD_DEVICE void load_stage(int stage) const {
@@ -98,6 +99,20 @@ struct GradientLoop : Loop<typename Config::Shape, typename Config::Stage> {
     this->read_keys(x, from + row * kRowBytes);
     this->advance(f.gamma, x, y);
   }
+  // <G, S> before the first token.
+  GD_DEVICE void multiply_initial() {
+    const int n = this->sequence();
+    Product product = {0, 0};
+    if (const int64_t slot = p.initial.slot(n); slot >= 0)
+      with_stored(p.initial.dtype, [&](auto stored) {
+        using Stored = decltype(stored);
+        const auto* const from =
+            static_cast<const typename Stored::Word*>(p.initial.data) + p.initial.offset(slot, head);
+        this->each_number(p.key_state_stride, p.value_state_stride,
+                          [&](float& x, int i) { add_term(product, x, Stored::widen(from[i])); });
+      });
+    this->store_product(p.first_products + (int64_t{n} * p.value_heads + head) * p.parts * kWarps, product);
+  }
   // beta (v - reads).
   GD_DEVICE void read_writes(float (&u)[kColumns], uint32_t values, float beta) const {
     float reads[kColumns];
@@ -130,7 +145,7 @@ struct KeyLoop : Loop<typename Config::Shape, typename Config::Stage> {
       if (stage + 1 < stages) load_stage(stage + 1);
       copy_commit();
       advance_stage(stage);
-      if (this->ends_chunk(stage)) multiply_gradient(stage);
+      if (this->ends_span(stage)) multiply_gradient(stage);
     }
   }
 
@@ -185,19 +200,12 @@ struct KeyLoop : Loop<typename Config::Shape, typename Config::Stage> {
     this->advance(f.gamma, k, x);
   }
 
-  // <G, S> after the stage, of the columns of this CTA.
+  // <G, S> after the stage.
   GD_DEVICE void multiply_gradient(int stage) {
     const float* const G = this->gradient_of(stage);
-    float sum = 0;
-    this->each_number(p.value_dim, 1, [&](float& x, int i) { sum = fmaf(x, G[i], sum); });
-    sum = sum_warp(sum);
-    if (this->lane == 0) store_shared(smem + Config::kProducts + this->warp * 4, sum);
-    sync_cta();
-    if (this->tid == 0) {
-      float all = 0;
-      for (int w = 0; w < kWarps; ++w) all += load_shared(smem + Config::kProducts + w * 4);
-      p.products[this->chunk_entry(stage) * p.parts + this->part] = all;
-    }
+    Product product = {0, 0};
+    this->each_number(p.value_dim, 1, [&](float& x, int i) { add_term(product, x, G[i]); });
+    this->store_product(p.products + this->span_entry(stage) * p.parts * kWarps, product);
   }
 };
 

@@ -23,7 +23,10 @@ constexpr int kStateNumbers = 64;  // of a thread
 constexpr int kStageTokens = 8;  // tokens that arrive in shared memory together
 constexpr int kSumTokens = 4;    // tokens whose sums over value columns meet in shared memory
 constexpr int kStages = 2;
-static_assert(kStageTokens % kSumTokens == 0 && kChunkTokens % kStageTokens == 0);
+// Tokens of a span, at whose ends the inner product of the state and its gradient is known. More spans cost memory, and
+// errors of the gates' gradients go from token to token no further than a span.
+constexpr int kSpanTokens = 32, kSpansPerChunk = kChunkTokens / kSpanTokens;
+static_assert(kStageTokens % kSumTokens == 0 && kSpanTokens % kStageTokens == 0 && kChunkTokens % kSpanTokens == 0);
 
 // kKeys: as portable::compiled_keys has it. A smaller K is padded with zeros inside the kernel.
 template <int kKeysOf>
@@ -49,6 +52,17 @@ struct Factors {
   float unused[3];
 };
 static_assert(sizeof(Factors) == 2 * portable::kPacketBytes);
+
+// An inner product: the sum of its terms and the sum of their squares, by which rounding errors are apportioned.
+struct Product {
+  float sum, squares;
+};
+
+// What finish.cuh leaves for a token and value head.
+struct TokenSums {
+  Product difference;  // D_t - D_(t+1)
+  float e_du;
+};
 
 // A stage in shared memory: rows [token][kKeys], rows [token][kCtaColumns], factors [token].
 template <class Shape, int kKeyRows, int kValueRows>
@@ -89,8 +103,7 @@ struct KeyConfig {
   using Stage = fp32::Stage<Shape, 1, 4>;  // k; do, v, reads, later
   static constexpr int kQuerySums = kStages * Stage::kBytes;
   static constexpr int kKeySums = kQuerySums + Shape::kSumBytes;
-  static constexpr int kProducts = kKeySums + Shape::kSumBytes;  // [warp]
-  static constexpr int kBytes = kProducts + kWarps * 4;
+  static constexpr int kBytes = kKeySums + Shape::kSumBytes;
   static_assert(kBytes <= kMostShared);
 };
 
@@ -120,9 +133,10 @@ struct Params {
   StateRows d_final, d_initial;
   float* later;              // [B T][Hv][V], of du what later tokens say
   float *dq_sums, *dk_sums;  // [B T][Hv][parts][K], of the value columns of a CTA; of normalised q and k
-  float* token_sums;         // [B T][Hv][2]: D_t - D_(t+1) of finish.cuh, e.du
-  float* gradients;          // [chunks][Hv][K][V], of the state after the chunk
-  float* products;           // [chunks][Hv][parts], the inner product of that with the state
+  TokenSums* token_sums;     // [B T][Hv]
+  float* gradients;          // [chunks][spans][Hv][K][V], of the state after the span
+  Product* products;         // [chunks][spans][Hv][parts][warps], of that with the state
+  Product* first_products;   // [N][Hv][parts][warps], of the initial state with its gradient
   float* head_sums;          // [chunks][Hv][2], for dA_log and d_dt_bias; null = not wanted
 
   GD_HOST_DEVICE bool is_padding(int n) const {
@@ -178,7 +192,8 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p) {
 }
 struct BackwardWorkspace {
   SavedLayout recomputed;  // of a backward without `saved`
-  size_t later = 0, dq_sums = 0, dk_sums = 0, token_sums = 0, gradients = 0, products = 0, head_sums = 0, bytes = 0;
+  size_t later = 0, dq_sums = 0, dk_sums = 0, token_sums = 0, gradients = 0, products = 0, first_products = 0,
+         head_sums = 0, bytes = 0;
 };
 inline BackwardWorkspace backward_layout(const BackwardProblem& p) {
   const Layer& in = p.in;
@@ -190,9 +205,11 @@ inline BackwardWorkspace backward_layout(const BackwardProblem& p) {
   w.later = memory.take(entries * in.value_dim * 4);
   w.dq_sums = memory.take(entries * parts_of(in) * in.key_dim * 4);
   w.dk_sums = memory.take(entries * parts_of(in) * in.key_dim * 4);
-  w.token_sums = memory.take(entries * 8);
-  w.gradients = memory.take(chunks * in.key_dim * in.value_dim * 4);
-  w.products = memory.take(chunks * parts_of(in) * 4);
+  w.token_sums = memory.take(entries * int64_t{sizeof(TokenSums)});
+  w.gradients = memory.take(chunks * kSpansPerChunk * in.key_dim * in.value_dim * 4);
+  const int64_t products = int64_t{parts_of(in)} * kWarps * int64_t{sizeof(Product)};
+  w.products = memory.take(chunks * kSpansPerChunk * products);
+  w.first_products = memory.take(in.sequences.count * in.value_heads * products);
   w.head_sums = memory.take(p.dA_log || p.d_dt_bias ? chunks * 8 : 0);
   w.bytes = memory.bytes;
   return w;
@@ -238,7 +255,10 @@ inline Params params_of(const BackwardProblem& problem, char* workspace) {
   p.dg = problem.dg, p.dbeta = problem.dbeta, p.dA_log = problem.dA_log, p.d_dt_bias = problem.d_dt_bias;
   p.d_final = problem.d_final, p.d_initial = problem.d_initial;
   p.later = at(layout.later), p.dq_sums = at(layout.dq_sums), p.dk_sums = at(layout.dk_sums);
-  p.token_sums = at(layout.token_sums), p.gradients = at(layout.gradients), p.products = at(layout.products);
+  p.token_sums = reinterpret_cast<TokenSums*>(workspace + layout.token_sums);
+  p.gradients = at(layout.gradients);
+  p.products = reinterpret_cast<Product*>(workspace + layout.products);
+  p.first_products = reinterpret_cast<Product*>(workspace + layout.first_products);
   if (problem.dA_log || problem.d_dt_bias) p.head_sums = at(layout.head_sums);
   return p;
 }

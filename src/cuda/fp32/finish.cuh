@@ -5,8 +5,9 @@
 // backward.cuh
 //   D_t = D_(t+1) - (G^T k).u + gamma s q^T S_(t-1) do - (gamma S_(t-1)^T k).dv
 // where no term is larger than gates allow: D_(t+1) + q.dq - v.dv is the same, but with strong gates the difference of
-// two large numbers. A chunk begins its sum with the inner product at its end, which the loops left: no error goes from
-// chunk to chunk. Where gamma_t is 0 so is D_t.
+// two large numbers. The loops left D at both ends of a span as inner products, and where gamma_t is 0 so is D_t. From
+// one such place to the one before, sums of differences have an error that all tokens in between would share; what is
+// missing at the end is taken back from them, in proportion to the squares of the terms added so far.
 #pragma once
 
 #include "cuda/fp32/prepare.cuh"
@@ -19,6 +20,37 @@ GD_DEVICE void store_number(void* data, gd_dtype dtype, int64_t at, float x) {
     static_cast<typename Stored::Word*>(data)[at] = Stored::narrow(x);
   });
 }
+
+// A sum in two numbers, so that terms that cancel leave no rounding error of theirs behind. Products are rounded by
+// name (fmaf with 0): a compiler that fused them with the sums would count their errors twice.
+struct LongSum {
+  float high = 0, low = 0;
+
+  GD_DEVICE void add(float x) {
+    const float sum = high + x, back = sum - high;
+    low += (high - (sum - back)) + (x - back);
+    high = sum;
+  }
+  GD_DEVICE void add_product(float x, float y) {
+    const float product = fmaf(x, y, 0.0f);
+    low += fmaf(x, y, -product);
+    add(product);
+  }
+  GD_DEVICE void scale(float by) {
+    const float product = fmaf(high, by, 0.0f);
+    low = fmaf(low, by, fmaf(high, by, -product));
+    high = product;
+  }
+  GD_DEVICE float of_warp() {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      const float other = shuffle_xor(high, step);
+      low += shuffle_xor(low, step);
+      add(other);
+    }
+    return high + low;
+  }
+};
 
 // dq, dk and the sums of tokens. One CTA per (chunk, key head); a warp has every fourth token.
 struct Finish {
@@ -63,31 +95,33 @@ struct Finish {
       load(later, p.later + entry * p.value_dim, p.value_dim, lane);
       load(reads, p.reads + entry * p.value_dim, p.value_dim, lane);
       load(e, row_of(p.v, batch, token, head), p.value_dim, lane);
-      float difference = 0, e_du = 0, u_do = 0;
+      LongSum difference;
+      float squares = 0, e_du = 0, u_do = 0;
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
         e[i] -= reads[i];
         const float du = fmaf(f.qk, d_o[i], later[i]);
-        difference = fmaf(later[i], e[i], fmaf(reads[i], du, difference));
+        difference.add_product(later[i], e[i]);
+        difference.add_product(reads[i], du);
+        squares = add_square(add_square(squares, later[i] * e[i]), reads[i] * du);
         e_du = fmaf(e[i], du, e_du);
         u_do = fmaf(e[i], d_o[i], u_do);
       }
       u_do = f.beta * sum_warp(u_do);
-      difference *= -f.beta;
+      difference.scale(-f.beta);
+      squares *= f.beta * f.beta;
       e_du = sum_warp(e_du);
       sum_parts(p, x, p.dq_sums, entry, lane);
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
-        difference = fmaf(q[i], x[i], difference);
+        difference.add_product(q[i], x[i]);
+        squares = add_square(squares, q[i] * x[i]);
         dq[i] += fmaf(p.scale * u_do, k[i], x[i]);
       }
       sum_parts(p, x, p.dk_sums, entry, lane);
       add(dk, x);
-      difference = sum_warp(difference);
-      if (lane == 0) {
-        p.token_sums[2 * entry] = difference;
-        p.token_sums[2 * entry + 1] = e_du;
-      }
+      const Product sums = {difference.of_warp(), sum_warp(squares)};
+      if (lane == 0) p.token_sums[entry] = {sums, e_du};
     }
     if (p.l2norm) {
       remove_length(dq, q, norms.r_q);
@@ -148,7 +182,7 @@ struct GateGradients {
       if (n == p.sequences.count) {
         for (int row = 0; row < rows; ++row) store(p, batch, first + row, head, 0, 0);
       } else if (rows > 0) {
-        sum_chunk(p, batch, first, rows, head, chunk_entry, dA_log, d_dt_bias);
+        sum_chunk(p, n, batch, first, rows, head, chunk_index, dA_log, d_dt_bias);
       }
       if (!p.head_sums) continue;
       p.head_sums[2 * chunk_entry] = static_cast<float>(dA_log);
@@ -156,28 +190,83 @@ struct GateGradients {
     }
   }
 
-  GD_DEVICE static void sum_chunk(const Params& p, int batch, int first, int rows, int head, int64_t chunk_entry,
+  // What D is at a place, and the squares of what was added up to it.
+  struct Known {
+    double D, squares;
+  };
+  GD_DEVICE static Known sum_products(const Params& p, const Product* products) {
+    Known sum = {0, 0};
+    for (int i = 0; i < p.parts * kWarps; ++i) sum.D += products[i].sum, sum.squares += products[i].squares;
+    return sum;
+  }
+  GD_DEVICE static Known step(const Params& p, const Known& x, int64_t entry) {
+    const Product difference = p.token_sums[entry].difference;
+    return {x.D + difference.sum, x.squares + difference.squares};
+  }
+
+  GD_DEVICE static void sum_chunk(const Params& p, int n, int batch, int first, int rows, int head, int64_t chunk_index,
                                   double& dA_log, double& d_dt_bias) {
     const RawGate raw(p, head);
-    double D = 0;
-    for (int part = 0; part < p.parts; ++part) D += p.products[chunk_entry * p.parts + part];
+    const int products = p.parts * kWarps;
+    const auto after_span = [&](int i) {  // of the chunk; -1 is the last one of the chunk before
+      return sum_products(p, p.products + ((chunk_index * kSpansPerChunk + i) * p.value_heads + head) * products);
+    };
+    const auto at_begin = [&] {
+      return sum_products(p, p.first_products + (int64_t{n} * p.value_heads + head) * products);
+    };
+    const bool begins = p.sequences[n].begin == first;
+    int span = (rows - 1) / kSpanTokens;
+    Known after = after_span(span);
 #pragma unroll 1
-    for (int row = rows - 1; row >= 0; --row) {
-      const int64_t entry = p.entry(batch, first + row, head);
-      const Factors f = p.factors[entry];
-      D = f.gamma == 0 ? 0 : D + p.token_sums[2 * entry];
-      auto dg = static_cast<float>(D);
-      if (p.gate == GD_GATE_RAW) {
-        const float x = load_number(p.g.data, p.g.dtype, p.g.offset(batch, first + row, head)) + raw.bias;
-        if (dg != 0) dA_log += double{dg} * (raw.decay * softplus_of(x));
-        dg *= raw.decay * (x > 20.0f ? 1.0f : sigmoid_of(x));
-        d_dt_bias += dg;
-      }
-      float dbeta = p.token_sums[2 * entry + 1];
-      if (p.beta_kind == GD_BETA_LOGIT) dbeta *= f.beta * (1.0f - f.beta);
-      if (p.beta_kind == GD_BETA_LOGIT_DOUBLED) dbeta *= f.beta * (1.0f - 0.5f * f.beta);
-      store(p, batch, first + row, head, dg, dbeta);
+    for (int end = rows; span >= 0; --span) {
+      const Known before = span == 0 && begins ? at_begin() : after_span(span - 1);
+      sum_span(p, raw, batch, first + span * kSpanTokens, first + end, head, before, after, dA_log, d_dt_bias);
+      after = before;
+      end = span * kSpanTokens;
     }
+  }
+  // Tokens `first` to `end` - 1, between two places where D is known.
+  GD_DEVICE static void sum_span(const Params& p, const RawGate& raw, int batch, int first, int end, int head,
+                                 const Known& before, Known after, double& dA_log, double& d_dt_bias) {
+#pragma unroll 1
+    while (end > first) {
+      int begin = end;  // of the tokens back to one whose gate is closed, or to the first
+      bool closed = false;
+      Known x = after;
+#pragma unroll 1
+      while (begin > first && !closed) {
+        const int64_t entry = p.entry(batch, --begin, head);
+        x = step(p, x, entry);
+        closed = p.factors[entry].gamma == 0;
+      }
+      const double error = closed ? x.D : x.D - before.D, squares = closed ? x.squares : x.squares + before.squares;
+      const double share = squares > 0 && squares < 1e300 ? error / squares : 0;  // squares may have overflowed
+      x = after;
+#pragma unroll 1
+      for (int token = end - 1; token >= begin; --token) {
+        x = step(p, x, p.entry(batch, token, head));
+        const bool is_zero = closed && token == begin;
+        finish_token(p, raw, batch, token, head, is_zero ? 0 : x.D - share * x.squares, dA_log, d_dt_bias);
+      }
+      after = {0, 0};
+      end = begin;
+    }
+  }
+  GD_DEVICE static void finish_token(const Params& p, const RawGate& raw, int batch, int token, int head, double D,
+                                     double& dA_log, double& d_dt_bias) {
+    const int64_t entry = p.entry(batch, token, head);
+    auto dg = static_cast<float>(D);
+    if (p.gate == GD_GATE_RAW) {
+      const float x = load_number(p.g.data, p.g.dtype, p.g.offset(batch, token, head)) + raw.bias;
+      if (dg != 0) dA_log += double{dg} * (raw.decay * softplus_of(x));
+      dg *= raw.decay * (x > 20.0f ? 1.0f : sigmoid_of(x));
+      d_dt_bias += dg;
+    }
+    const float beta = p.factors[entry].beta;
+    float dbeta = p.token_sums[entry].e_du;
+    if (p.beta_kind == GD_BETA_LOGIT) dbeta *= beta * (1.0f - beta);
+    if (p.beta_kind == GD_BETA_LOGIT_DOUBLED) dbeta *= beta * (1.0f - 0.5f * beta);
+    store(p, batch, token, head, dg, dbeta);
   }
   GD_DEVICE static void store(const Params& p, int batch, int token, int head, float dg, float dbeta) {
     if (p.dg) store_number(p.dg.data, p.dg.dtype, p.dg.offset(batch, token, head), dg);

@@ -136,14 +136,14 @@ struct Loop {
       each_number(p.key_state_stride, p.value_state_stride, [&](float& x, int i) { to[i] = Stored::narrow(x); });
     });
   }
-  // The matrix of this head among those of the chunk that a stage belongs to.
-  GD_DEVICE int64_t chunk_entry(int stage) const {
-    const int64_t chunk = p.sequences.first_chunk_index(sequence()) + stage / (kChunkTokens / kStageTokens);
-    return chunk * p.value_heads + head;
+  // The matrix of this head among those of the span that a stage belongs to.
+  GD_DEVICE int64_t span_entry(int stage) const {
+    const int64_t first = p.sequences.first_chunk_index(sequence()) * kSpansPerChunk;
+    return (first + stage / (kSpanTokens / kStageTokens)) * p.value_heads + head;
   }
-  GD_DEVICE float* gradient_of(int stage) const { return p.gradients + chunk_entry(stage) * p.key_dim * p.value_dim; }
-  GD_DEVICE bool ends_chunk(int stage) const {
-    return (stage + 1) % (kChunkTokens / kStageTokens) == 0 || stage + 1 == stages();
+  GD_DEVICE float* gradient_of(int stage) const { return p.gradients + span_entry(stage) * p.key_dim * p.value_dim; }
+  GD_DEVICE bool ends_span(int stage) const {
+    return (stage + 1) % (kSpanTokens / kStageTokens) == 0 || stage + 1 == stages();
   }
 
   // ---- tokens
@@ -241,6 +241,11 @@ struct Loop {
 #pragma unroll
       for (int i = 0; i < kQuarter; ++i) store_shared(to + key_of(first + i, key_lane) * 4, y[i]);
     }
+  }
+  // `products`: of a state and value head, [parts][warps].
+  GD_DEVICE void store_product(Product* products, const Product& own) const {
+    const Product all = sum_warp(own);
+    if (lane == 0) products[part * kWarps + warp] = all;
   }
   // Where this warp's sums of a token go.
   GD_DEVICE uint32_t sums_of(uint32_t sums, int row) const {

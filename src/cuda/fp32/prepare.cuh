@@ -33,6 +33,12 @@ GD_DEVICE float sum_warp(float x) {
   for (int step = 16; step > 0; step /= 2) x += shuffle_xor(x, step);
   return x;
 }
+GD_DEVICE Product sum_warp(const Product& x) { return {sum_warp(x.sum), sum_warp(x.squares)}; }
+GD_DEVICE float add_square(float sum, float x) { return fmaf(x, x, sum); }
+GD_DEVICE void add_term(Product& to, float x, float y) {
+  to.sum = fmaf(x, y, to.sum);
+  to.squares = add_square(to.squares, x * y);
+}
 GD_DEVICE const float* row_of(const TokenRows& rows, int64_t batch, int64_t token, int head) {
   return static_cast<const float*>(rows.data) + rows.offset(batch, token, head);
 }

@@ -54,10 +54,12 @@ struct GradientsConfig {
       kReadRow,    // -gamma r^k
       kWriteRow,   // delta r^k
       kPending,    // the factor beta that rows arriving as Z still need; 1 for the others
-      kKeyNorm,    // r^k
+      kKeyNorm,    // r^k, of rows as they lie in shared memory
       kQueryNorm,  // r^q
-      kDiagonal,   // s r^q r^k <dO, U>, summed over the heads of the group
-      kUpdate,     // <dV, U>
+      kKeyPower,   // of two, by which rows of K are scaled there; in fp16
+      kQueryPower,
+      kDiagonal,  // s r^q r^k <dO, U>, summed over the heads of the group
+      kUpdate,    // <dV, U>
       kVectorCount
     };
     static constexpr int kVectors = kQ + kTiles * kTileBytes;

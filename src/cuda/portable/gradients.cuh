@@ -10,9 +10,15 @@
 // terms f are excluded from them, because they cancel only up to rounding, and under strong gates dg is smaller than
 // that. gate_gradients.cuh does the rest.
 //
+// Products of two norms are in F and E, and those of two short rows are larger than fp16's largest number. So in fp16
+// with l2norm rows of K and Q come times the power of two that brings their lengths near 1, which loses nothing; the
+// norms are then those of the rows as they lie in shared memory, and the powers are factors of dQ and dK at the end.
+//
 // V comes in stages of 32 columns: rows of U, dO, dV and snapshots of S and G. Warp w has rows 32 (w % 2) and the
 // (w / 2)th quarter of the key columns; of the pairs dO U^T and dV U^T it has one 16-row tile of one of them.
 #pragma once
+
+#include <type_traits>
 
 #include "cuda/portable/backward_config.hpp"
 #include "cuda/portable/lengths.cuh"
@@ -27,6 +33,7 @@ struct Gradients {
   static constexpr int kThreads = Config::kThreads, kPart = Config::kPart;
   static constexpr int kN = Config::kWarpColumns / 8;  // 8-column tiles of a warp
   static constexpr int kKeyBlocks = kPart / 8;
+  static constexpr bool kScalesKeys = std::is_same_v<Elem, Fp16>;
 
   using Rows = float[2][kN][4];  // 32 rows of the warp's key columns
 
@@ -78,11 +85,21 @@ struct Gradients {
     batch = at.batch, token = at.token, rows = at.rows;
     if (rows <= 0) return;
     if (at.sequence == p.sequences.count) return zero_rows();
-    load_keys(p.k, p.k_stride, smem + Smem::kK);
-    load_keys(p.q, p.q_stride, smem + Smem::kQ);
+    const float* const norms = p.norms + (int64_t{chunk_index} * p.key_heads + key_head) * 2 * kChunkTokens;
+    if (kScalesKeys && p.l2norm) {
+      load_scaled_keys(p.k, p.k_stride, norms, smem + Smem::kK);
+      load_scaled_keys(p.q, p.q_stride, norms + kChunkTokens, smem + Smem::kQ);
+    } else {
+      load_keys(p.k, p.k_stride, smem + Smem::kK);
+      load_keys(p.q, p.q_stride, smem + Smem::kQ);
+    }
     if (tid < 2 * kChunkTokens) {
-      const float norm = p.norms[(int64_t{chunk_index} * p.key_heads + key_head) * 2 * kChunkTokens + tid];
-      store_shared(vector(tid < kChunkTokens ? Smem::kKeyNorm : Smem::kQueryNorm) + tid % kChunkTokens * 4, norm);
+      const float norm = norms[tid];
+      const float power = kScalesKeys ? power_of_two_below(norm) : 1.0f;
+      const bool is_key = tid < kChunkTokens;
+      store_shared(vector(is_key ? Smem::kKeyNorm : Smem::kQueryNorm) + tid % kChunkTokens * 4, norm / power);
+      if (kScalesKeys)
+        store_shared(vector(is_key ? Smem::kKeyPower : Smem::kQueryPower) + tid % kChunkTokens * 4, power);
     } else if (tid < 3 * kChunkTokens) {
       store_shared(vector(Smem::kDiagonal) + tid % kChunkTokens * 4, 0);
     }
@@ -160,6 +177,25 @@ struct Gradients {
       const bool valid = r < rows && first < p.key_dim;
       copy_async(to + tile * Config::kTileBytes + tile_offset(r, packet), data + (valid ? r * stride + first : 0),
                  valid);
+    }
+  }
+  // The same, each row times the power of two below its norm.
+  GD_DEVICE void load_scaled_keys(const TokenRows& from, uint32_t stride, const float* norms, uint32_t to) const {
+    const auto* const data = static_cast<const uint16_t*>(from.data) + from.offset(batch, token, key_head);
+#pragma unroll 1
+    for (int i = 0; i < Config::kTiles * kChunkTokens * 8 / kThreads; ++i) {
+      const int packet = tid % 8, r = (tid / 8 + i * (kThreads / 8)) % kChunkTokens,
+                tile = i * (kThreads / 8) / kChunkTokens;
+      const int first = part * kPart + tile * kTileColumns + packet * kPacketColumns;
+      const bool valid = r < rows && first < p.key_dim;
+      const float power = power_of_two_below(norms[r]);
+      const auto scaled = [&](uint32_t x) {
+        const float2 two = unpack<Elem>(x);
+        return pack<Elem>(power * two.x, power * two.y);
+      };
+      const uint4 x = valid ? *reinterpret_cast<const uint4*>(data + r * stride + first) : make_uint4(0, 0, 0, 0);
+      store_shared_words(to + tile * Config::kTileBytes + tile_offset(r, packet), scaled(x.x), scaled(x.y), scaled(x.z),
+                         scaled(x.w));
     }
   }
   GD_DEVICE void load_rows(const TokenRows& from, uint32_t stride, int head, int first, uint32_t to) const {
@@ -476,6 +512,10 @@ struct Gradients {
     const uint32_t K = smem + Smem::kK, Q = smem + Smem::kQ;
     add_diagonal(dq, K);
     add_diagonal(dk, Q);
+    if (kScalesKeys && p.l2norm) {
+      scale_rows(dq, Smem::kQueryPower);
+      scale_rows(dk, Smem::kKeyPower);
+    }
     if (p.key_sums) {
       store_key_sums(dq, 0);
       store_key_sums(dk, 1);

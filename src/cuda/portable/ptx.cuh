@@ -130,6 +130,9 @@ GD_DEVICE float exp2_approx(float x) {
   return y;
 }
 
+// Of a positive number that is not denormal; the number itself where it is a power of two.
+GD_DEVICE float power_of_two_below(float x) { return __uint_as_float(__float_as_uint(x) & 0x7f800000u); }
+
 // Two 16-bit numbers in a register; the first is the lower half.
 template <class Elem>
 GD_DEVICE uint32_t pack(float first, float second);

@@ -34,9 +34,9 @@ void expect_shape(int columns, int forward, int gradients, int keys) {
 }
 // docs/kernels/fp32.md.
 TEST(Fp32, Shapes) {
-  expect_shape<64>(128, 16896, 37376, 45584);
-  expect_shape<128>(64, 20992, 37376, 41488);
-  expect_shape<256>(32, 35328, 55808, 57872);
+  expect_shape<64>(128, 16896, 37376, 45568);
+  expect_shape<128>(64, 20992, 37376, 41472);
+  expect_shape<256>(32, 35328, 55808, 57856);
 }
 
 // Bytes of a token and value head, docs/kernels/fp32.md.
@@ -47,8 +47,8 @@ TEST(Fp32, Memory) {
   const size_t recomputing = backward_layout(p).bytes;
   p.saved.present = true;
   EXPECT_EQ(recomputing, backward_layout(p).bytes + saved_layout(p.in).bytes);
-  const int64_t of_chunks = 2 * 10 * 4 * (128 * 128 * 4 + 2 * 4);
-  EXPECT_EQ(backward_layout(p).bytes, static_cast<size_t>(kEntries * (512 + 2 * 1024 + 8) + of_chunks));
+  const int64_t of_spans = 2 * 20 * 4 * (128 * 128 * 4 + 2 * 32), of_sequences = 2 * 4 * 2 * 32;
+  EXPECT_EQ(backward_layout(p).bytes, static_cast<size_t>(kEntries * (512 + 2 * 1024 + 12) + of_spans + of_sequences));
   p.dA_log.dtype = GD_F32;
   EXPECT_EQ(backward_layout(p).head_sums + 2 * 10 * 4 * 8, backward_layout(p).bytes);
   ForwardProblem forward;

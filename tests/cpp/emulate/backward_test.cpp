@@ -71,6 +71,13 @@ TEST(EmulatedBackward, Keys) {
         3);
 }
 
+// The product of two rows' norms is up to 1e6, more than fp16 can hold.
+TEST(EmulatedBackward, KeysOfAllLengthsInFp16) {
+  check({"T=170 Hk=2 Hv=4 K=128 V=128 dtype=fp16 keys=loose l2norm seed=3"});
+  check(cross(cross({"T=100 Hk=1 Hv=2 V=32 dtype=fp16 keys=loose seed=3"}, {"K=64", "K=128", "K=256"}),
+              {"", "l2norm", "l2norm gate=raw"}));
+}
+
 TEST(EmulatedBackward, States) {
   check(cross(
       cross({"lengths=70+0+1+33 pad=4 Hk=1 Hv=2 K=32 V=48 dtype=bf16"}, {"state=fp32", "state=bf16", "state=fp16"}),

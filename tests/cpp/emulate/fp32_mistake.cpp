@@ -12,7 +12,7 @@ namespace {
 constexpr const char* kCases[] = {
     "T=75 Hk=1 Hv=2 K=16 V=144",         "lengths=70+0+13 pad=5 K=16 V=32 l2norm keys=loose",
     "lengths=130+64 K=16 V=16 every=64", "T=70 K=16 V=16 gate=raw",
-    "T=70 K=16 V=48 gate=inf beta=two",
+    "T=70 K=16 V=48 gate=inf beta=two",  "T=40 K=32 V=16 gate=raw seed=13",
 };
 
 // "" or what is wrong.

@@ -178,7 +178,13 @@ FP32 = {
     "fp32_state_is_read_before_it_decays": Mistake("forward.cuh", "read = f.gamma * f.r_k", "read = f.r_k"),
     "fp32_own_output_left_out_of_du": Mistake("backward.cuh", "f.beta * fmaf(f.qk, z[c], y[c])", "f.beta * y[c]"),
     "fp32_length_is_kept": Mistake("finish.cuh", "r * (d[i] - along * unit[i])", "r * d[i]"),
-    "fp32_chunks_begin_with_nothing": Mistake("finish.cuh", "D += p.products[", "D += 0 * p.products["),
+    "fp32_chunks_begin_with_nothing": Mistake(
+        "finish.cuh", "Known after = after_span(span);", "Known after = {0, 0};"
+    ),
+    "fp32_errors_are_not_taken_back": Mistake("finish.cuh", "x.D - share * x.squares", "x.D"),
+    "fp32_gates_forget_the_initial_state": Mistake(
+        "backward.cuh", "add_term(product, x, Stored::widen(from[i]))", "add_term(product, x, 0 * from[i])"
+    ),
     "fp32_one_head_of_a_group": Mistake("finish.cuh", "add(dk, x);", "if (v == 0) add(dk, x);"),
 }  # fmt: skip
 

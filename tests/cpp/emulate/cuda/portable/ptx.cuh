@@ -66,6 +66,8 @@ inline float exp2_approx(float x) {
   return y < 0x1p-126f ? 0.0f : y;
 }
 
+inline float power_of_two_below(float x) { return std::bit_cast<float>(std::bit_cast<uint32_t>(x) & 0x7f800000u); }
+
 // ---- shared memory -------------------------------------------------------------------------------------------------
 
 inline uint32_t shared_base() { return 0; }
