@@ -250,7 +250,6 @@ struct Params {
   int64_t* first_checkpoint;  // [N] number of its first checkpoint, of packed sequences
   // Of a call that cuts sequences:
   int segment_chunks;  // 0 = none is cut
-  bool folds;          // segments may begin with states that are found from transitions
   int map_column;      // of the transitions kernel: the column that stands for the first one of M
   Segment* segments;   // [slots][value_heads]
   ChunkDecay* decays;  // [value_heads][chunks][kStepsPerChunk], of the steps
@@ -325,8 +324,7 @@ struct ForwardWorkspace {
   static constexpr size_t kAlign = 64;  // of every part, and of the memory itself
   size_t prepared = 0, first_checkpoint = 0;
   size_t decays = 0, segments = 0, initial_copy = 0, entries = 0, maps = 0;
-  int64_t segment_slots = 0;  // 0: no sequence may be cut
-  int64_t entry_slots = 0;    // 0: no segment may begin with a state that is found from transitions
+  int64_t entry_slots = 0;  // of segments; 0: no sequence may be cut
   size_t bytes = 0;
 };
 // Appends a part to memory of so many bytes; returns where it begins.
@@ -362,16 +360,16 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p, bool for_backwar
   const auto take = [&](int64_t bytes) { return take_bytes(cut.bytes, bytes); };
   const int64_t heads = in.value_heads, matrix = int64_t{in.key_dim} * in.value_dim,
                 map = int64_t{in.key_dim} * in.key_dim;
-  cut.segment_slots = most_slots(p);
+  const int64_t slots = most_slots(p);
   cut.decays = take(sequences_of(in).workspace_chunks() * heads * kStepsPerChunk * int64_t{sizeof(ChunkDecay)});
-  cut.segments = take(cut.segment_slots * heads * int64_t{sizeof(Segment)});
+  cut.segments = take(slots * heads * int64_t{sizeof(Segment)});
   cut.initial_copy = take(in.initial ? in.sequences.count * heads * matrix * dtype_bytes(in.initial.dtype) : 0);
   const int64_t promised = kBytesPerToken * in.sequences.batch * in.sequences.tokens * heads + kFixedBytes;
   const int64_t left = promised - static_cast<int64_t>(cut.bytes) - 2 * int64_t{ForwardWorkspace::kAlign};
   if (!p.segment_chunks && left < 0) return w;
   const int64_t room =
       (left < kMostEntryBytes ? left : kMostEntryBytes) / ((matrix + map) * heads * int64_t{sizeof(float)});
-  cut.entry_slots = p.segment_chunks || room > cut.segment_slots ? cut.segment_slots : room;
+  cut.entry_slots = p.segment_chunks || room > slots ? slots : room;
   cut.entries = take(cut.entry_slots * heads * matrix * int64_t{sizeof(float)});
   cut.maps = take(cut.entry_slots * heads * map * int64_t{sizeof(float)});
   return cut;

@@ -9,7 +9,7 @@
 namespace gatedelta::cuda::portable {
 
 cudaError_t launch_prepare(const Params& p, int64_t ctas, int device, cudaStream_t stream);
-// Of a forward that cuts sequences, in this order; transitions and folds only where the cut has them.
+// Of a forward that cuts sequences, in this order.
 cudaError_t launch_segments(const Params& p, cudaStream_t stream);
 cudaError_t launch_transitions(const Params& p, ChainKind kind, int device, cudaStream_t stream);
 cudaError_t launch_folds(const Params& p, int device, cudaStream_t stream);

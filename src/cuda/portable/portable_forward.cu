@@ -1,5 +1,5 @@
 // The chunked forward on devices of compute capability 8.0 and later, for all head sizes: two kernels on the caller's
-// stream, or three to five where sequences are cut. No instruction here is newer than 8.0.
+// stream, or five where sequences are cut. No instruction here is newer than 8.0.
 #include "cuda/backend.hpp"
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
@@ -48,8 +48,8 @@ Outcome launch(const ForwardProblem& problem, const Context& context, int multip
     return outcome;
   }
   const bool begun = ran(launch_segments(p, stream), "launch the kernel that finds segments") &&
-                     (!p.folds || (ran(launch_transitions(p, cut.kind, device, stream), "launch the transitions") &&
-                                   ran(launch_folds(p, device, stream), "launch the folds")));
+                     ran(launch_transitions(p, cut.kind, device, stream), "launch the transitions") &&
+                     ran(launch_folds(p, device, stream), "launch the folds");
   if (begun) ran(launch_cut_forward(p, cut.kind, device, stream), "launch the forward kernel");
   return outcome;
 }

@@ -41,13 +41,7 @@ struct FindSegments {
   GD_DEVICE static Segment segment_of(const Params& p, int n, int head, int i, int chunks) {
     const int L = p.segment_chunks;
     const ChunkDecay* const decays = p.step_decays(p.sequences.first_chunk_index(n), head);
-    const int warmup = warmup_of(p, decays, i);
-    int next = i + 1;
-    if (!p.folds) {  // boundaries that would need an entry are none
-      if (warmup == Segment::kFromEntry) return {-1, 0, 0, 0};
-      while (next * L < chunks && warmup_of(p, decays, next) == Segment::kFromEntry) ++next;
-    }
-    return {n, i * L, min(next * L, chunks) - i * L, warmup};
+    return {n, i * L, min((i + 1) * L, chunks) - i * L, warmup_of(p, decays, i)};
   }
 
   GD_DEVICE static void copy_initial(const Params& p, int item, int tid) {

@@ -107,14 +107,13 @@ TEST(PortableCut, FewHeadsAreCut) {
       return choose_cut(problem_of(batch, tokens, heads, size, size), 132).chunks;
     };
     EXPECT_GT(chunks(1, 32768, 8), 0) << size;
-    EXPECT_GT(chunks(1, 8192, 8), 0) << size;
-    EXPECT_GT(chunks(1, 32768, 32), 0) << size;
+    EXPECT_EQ(chunks(1, 8192, 8) > 0, size <= 128) << size;
+    EXPECT_EQ(chunks(1, 32768, 32) > 0, size <= 128) << size;
     EXPECT_EQ(chunks(8, 8192, 64), 0) << size;  // 512 heads
     EXPECT_EQ(chunks(1, 1024, 8), 0) << size;
     EXPECT_EQ(chunks(600, 8192, 1), 0) << size;
     EXPECT_EQ(choose_cut(problem_of(1, 32768, 8, size, size), 1).chunks, 0) << size;  // one multiprocessor is full
   }
-  EXPECT_TRUE(choose_cut(problem_of(1, 32768, 8, 128, 128), 132).folds);
 }
 
 TEST(PortableCut, NoneWhereNoneIsAllowed) {
@@ -132,7 +131,6 @@ TEST(PortableCut, ForcedLengths) {
   p.segment_chunks = 2;
   const Cut cut = choose_cut(p, 132);
   EXPECT_EQ(cut.chunks, 2);
-  EXPECT_TRUE(cut.folds);
   EXPECT_EQ(forward_layout(p).entry_slots, 3 * 6);
 }
 
@@ -151,8 +149,7 @@ TEST(PortableCut, FitsIntoTheWorkspace) {
               const Cut cut = choose_cut(p, multiprocessors);
               if (cut.chunks == 0) continue;
               const int64_t slots = SegmentSlots{cut.chunks * int64_t{kChunkTokens}}.count(sequences_of(p.in));
-              EXPECT_LE(slots, layout.segment_slots);
-              EXPECT_TRUE(!cut.folds || slots <= layout.entry_slots);
+              EXPECT_LE(slots, layout.entry_slots);
             }
           }
 }

@@ -21,7 +21,6 @@ struct Options {
   int multiprocessors = 1;  // of the device: how many value columns a CTA has follows from it
   bool eager_copies = false;
   unsigned seed = 1;
-  bool never_folds = false;  // of a forced cut: persistent heads are not cut
 };
 
 // ---- what src/api makes of valid arguments -------------------------------------------------------------------------
@@ -112,15 +111,10 @@ template <class Pass, class Config>
 using WithPass = cuda::portable::ChainConfig<Pass, typename Config::Elem, Config::kKeys, Config::kRows, Config::kWarps,
                                              Config::kCtasPerSm>;
 
-inline cuda::portable::Cut cut_of(const ForwardProblem& problem, const Options& options) {
-  cuda::portable::Cut cut = cuda::portable::choose_cut(problem, options.multiprocessors);
-  if (options.never_folds) cut.folds = false;
-  return cut;
-}
 template <class Config>
 void run_kernels(const ForwardProblem& problem, char* workspace, const Options& options) {
   using namespace cuda::portable;
-  const Cut cut = cut_of(problem, options);
+  const Cut cut = choose_cut(problem, options.multiprocessors);
   const Params p = params_of(problem, workspace, Config::kColumns, cut);
   run_prepare<typename Config::Elem, Config::kKeys>(p, prepare_ctas(problem), options);
   if (!p.segment_chunks)
@@ -128,15 +122,13 @@ void run_kernels(const ForwardProblem& problem, char* workspace, const Options& 
                   [&](int cta, int tid) { Forward<Config>(p, cta, tid).run(); });
   launch(segment_ctas(p), kSegmentThreads, 0, options,
          [&](int cta, int tid) { FindSegments::run(p, cta, static_cast<int>(p.slots().count(p.sequences)), tid); });
-  if (p.folds) {
-    using Silent = WithPass<StatesPass, Config>;
-    const Params transitions = transition_params(p, Config::kColumns);
-    launch(chain_ctas(transitions), Silent::kThreads, Silent::Smem::kBytes, options,
-           [&](int cta, int tid) { Transitions<Silent>(transitions, cta, tid).run(); });
-    using FoldKeys = FoldConfig<Config::kKeys>;
-    launch(fold_ctas(p), FoldKeys::kThreads, FoldKeys::Smem::kBytes, options,
-           [&](int cta, int tid) { Fold<FoldKeys>(p, cta, tid).run(); });
-  }
+  using Silent = WithPass<StatesPass, Config>;
+  const Params transitions = transition_params(p, Config::kColumns);
+  launch(chain_ctas(transitions), Silent::kThreads, Silent::Smem::kBytes, options,
+         [&](int cta, int tid) { Transitions<Silent>(transitions, cta, tid).run(); });
+  using FoldKeys = FoldConfig<Config::kKeys>;
+  launch(fold_ctas(p), FoldKeys::kThreads, FoldKeys::Smem::kBytes, options,
+         [&](int cta, int tid) { Fold<FoldKeys>(p, cta, tid).run(); });
   launch(chain_ctas(p), Config::kThreads, Config::Smem::kBytes, options,
          [&](int cta, int tid) { Forward<Config, true>(p, cta, tid).run(); });
 }

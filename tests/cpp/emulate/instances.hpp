@@ -6,7 +6,7 @@
 namespace gatedelta::testing::emulated {
 
 inline cuda::portable::ChainKind kind_of(const ForwardProblem& problem, const Options& options) {
-  return cut_of(problem, options).kind;
+  return cuda::portable::choose_cut(problem, options.multiprocessors).kind;
 }
 inline cuda::portable::ChainKind kind_of(const BackwardProblem& problem, const Options& options) {
   return cuda::portable::chain_kind(problem.in, options.multiprocessors);
