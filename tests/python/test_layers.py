@@ -74,12 +74,15 @@ ROOMS = {
         "src/cuda/sm90/prepare/config.hpp",
     ],
     # chunked kernels for more devices than sm90, so nothing of it
-    "src/cuda/portable/config.hpp": ["src/core", "src/cuda/host_device.hpp", "src/cuda/tensors.hpp"],
+    "src/cuda/portable/config.hpp": [
+        "src/core", "src/cuda/host_device.hpp", "src/cuda/tensors.hpp", "src/cuda/schedule",
+    ],
     "src/cuda/portable/backward_config.hpp": ["src/cuda/portable/config.hpp"],
+    "src/cuda/portable/cut.hpp": ["src/cuda/portable/config.hpp"],
     "src/cuda/portable/ptx.cuh": ["src/cuda/portable/config.hpp"],
     "src/cuda/portable": [
         "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/portable/backward_config.hpp",
-        "src/cuda/portable/ptx.cuh",
+        "src/cuda/portable/cut.hpp", "src/cuda/portable/ptx.cuh",
     ],
     # fp32 inputs, for the same devices
     "src/cuda/fp32/config.hpp": [
@@ -136,12 +139,12 @@ ROOMS = {
     "tests/cpp/cuda": [
         "src/cuda/workspace", "src/cuda/schedule", "src/cuda/conv1d/config.hpp", "src/cuda/decode/config.hpp",
         "src/cuda/gated_norm/config.hpp", "src/cuda/layer/config.hpp",
-        "src/cuda/portable/backward_config.hpp", "src/cuda/fp32/config.hpp", "src/cuda/sm90/tiles.hpp",
-        "src/cuda/sm90/chain",
+        "src/cuda/portable/backward_config.hpp", "src/cuda/portable/cut.hpp", "src/cuda/fp32/config.hpp",
+        "src/cuda/sm90/tiles.hpp", "src/cuda/sm90/chain",
     ],
     "tests/cpp/emulate": [
         "testing", "src/cuda/portable", "src/cuda/portable/config.hpp", "src/cuda/portable/backward_config.hpp",
-        "src/cuda/fp32",
+        "src/cuda/portable/cut.hpp", "src/cuda/fp32",
     ],
     "tests/fuzz": [PUBLIC],
 }  # fmt: skip
