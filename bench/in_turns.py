@@ -32,6 +32,7 @@ from rows import KINDS, name_of, ragged_rows
 CUDA = 1  # GD_CUDA of gatedelta.h
 WARM_UP = 3  # replays
 ROWS = KINDS | {"ragged": ragged_rows}
+PEERS = ("flashinfer", "fla")
 
 
 def describe(tensor: torch.Tensor, name: str) -> _lib.Tensor:
@@ -196,9 +197,11 @@ def main() -> None:
     ]
     if not rows:
         parser.error("there is no such row")
+    wanted = [name for name in options.peers.split(",") if name]
+    if unknown := set(wanted) - set(PEERS):
+        parser.error(f"no such peer: {', '.join(sorted(unknown))}; there are {' and '.join(PEERS)}")
     if not torch.cuda.is_available():
         sys.exit("bench/in_turns.py needs a GPU")
-    wanted = [name for name in options.peers.split(",") if name]
     adapters = peers.importable(wanted)
     base, results = options.libraries[0].name, []
     for row in rows:

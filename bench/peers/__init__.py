@@ -28,14 +28,14 @@ import importlib
 from collections.abc import Iterable
 from types import ModuleType
 
-SERVING = ("fla_triton", "flashinfer_cute", "sglang_triton")
+SERVING = ("fla_triton", "flashinfer_cute", "sglang_triton")  # the package, then what its kernels are written in
 
 
 def importable(wanted: Iterable[str] | None = None) -> list[ModuleType]:
     """The adapters of packages that serve and are installed here, or of those wanted. Prints which are not."""
     found = []
     for name in SERVING:
-        if wanted is not None and not name.startswith(tuple(wanted)):
+        if wanted is not None and name.partition("_")[0] not in wanted:
             continue
         try:
             found.append(importlib.import_module(f"{__name__}.{name}"))

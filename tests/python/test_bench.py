@@ -528,6 +528,8 @@ def test_in_turns(run_python, root, tmp_path):
     library = f"here={_lib.library_path('gatedelta')}"
     refused = run_python(script, library, "--only", "1/2", check=False)
     assert refused.returncode == 2 and "no such row" in refused.stderr
+    refused = run_python(script, library, "--peers", "all", check=False)
+    assert refused.returncode == 2 and "no such peer: all; there are flashinfer and fla" in refused.stderr
     if not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0:
         refused = run_python(script, library, check=False)
         assert refused.returncode == 1 and "needs a GPU" in refused.stderr
