@@ -129,7 +129,7 @@ bench-gpu: ## the GPU's part alone: forward, backward, decode, draft verificatio
 	$(call build,release,gatedelta gatedelta_torch,-DGD_CUDA=ON)
 	$(bench_gpu)
 
-bench-segments: ## how the GPU cuts sequences: the automatic cut against every forced segment length
+bench-segments: ## how the GPU cuts sequences: the automatic cut against the best of a search
 	tools/require $(BASE) $(gpu_packages)
 	$(call build,release,gatedelta gatedelta_torch,-DGD_CUDA=ON)
 	$(bench_segments)

@@ -1,10 +1,10 @@
 """Fits the constants of the cost model (src/cuda/schedule/costs.hpp) to measured cuts, such as those of another GPU.
 
-Reads what bench/segments.py has measured: shapes, each uncut and with every forced segment length. Makes the work list
-of every such cut as the scheduler does for the benchmark's gates, runs it on a timeline of CTAs, and searches constants
-that choose well: how much longer the chosen cut of a shape takes than its fastest one counts most. Beside that, the
-times of a shape's cuts should differ from each other as the measured ones do; what all of them share, prepare and the
-launches, does not count. Prints the constants as costs.hpp has them. Needs neither torch nor a GPU.
+Reads what bench/segments.py has measured: shapes, each uncut and with many forced cuts. Makes the work list of every
+such cut as the scheduler does for the benchmark's gates, runs it on a timeline of CTAs, and searches constants that
+choose well: how much longer the chosen cut of a shape takes than its fastest one counts most. Beside that, the times of
+a shape's cuts should differ from each other as the measured ones do; what all of them share, prepare and the launches,
+does not count. Prints the constants as costs.hpp has them. Needs neither torch nor a GPU.
 
 Usage: python bench/fit_costs.py [results/h200/segments.json] [--blocks 132] [--shapes N] [--rounds N]
 """
@@ -19,12 +19,16 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-CHUNK = 64  # tokens
+import regret
+from regret import CHUNK
+
 WARM_UP = 6  # chunks that a decaying head of the benchmark needs
 PERSISTENT_EVERY = 4  # heads
 PER_MICROSECOND = 1700  # cycles in costs.hpp
 MOST_ITEMS, MOST_BOUNDARIES = 2500, 250  # larger cuts are slow and say little
 MERGE_HALVES = 2
+SEGMENTS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40)  # of the longest sequence, in a search
+LEAST = 3  # chunks of a segment
 WORTH_CUTTING, CUT_US = 1.03, 3.5  # kWorthCutting and kCut: by how much a cut has to win
 ERROR_WEIGHT = 0.2  # of errors, beside the regret
 
@@ -36,8 +40,9 @@ class Costs:
     chunk: float = 1.91
     half_chunk: float = 1.47
     warmup: float = 1.15
+    half_warmup: float = 0.88
     transition: float = 1.10
-    merge: float = 2.6
+    merge: float = 1.7
     item: float = 5.0
     transition_item: float = 3.5
 
@@ -65,39 +70,56 @@ def borders(chunks: int, segments: int, first: int = 0) -> list[int]:
     return [0, *begins] if first else begins
 
 
-def add_head(cut: Cut, chunks: int, length: int, persists: bool, ratio: float) -> None:
+def add_head(cut: Cut, chunks: int, length: int, persists: bool, ratio: float, per_head: int = 1) -> None:
+    """per_head: 2 if two CTAs share a head."""
     segments = -(-chunks // length) if 0 < length < chunks else 1
     if not persists or segments == 1:
         at = borders(chunks, segments)
         for begin, end in itertools.pairwise(at):
-            cut.free.append(("output", end - begin, min(WARM_UP, begin), -1, -1))
+            cut.free += [("output", end - begin, min(WARM_UP, begin), -1, -1)] * per_head
     elif segments == 2:
         at = borders(chunks, 2, int(chunks * ratio))
-        cut.free += [("output", at[1], 0, -1, -1), ("output", chunks - at[1], at[1], -1, -1)]
+        cut.free += [("output", at[1], 0, -1, -1), ("output", chunks - at[1], at[1], -1, -1)] * per_head
     else:
         at = borders(chunks, segments, max(1, int(chunks * 0.56 / (segments - 0.44))))
         base = cut.boundaries
         cut.boundaries += segments - 1
-        cut.first.append(("output", at[1], 0, -1, base))
+        cut.first += [("output", at[1], 0, -1, base)] * per_head
         for i in range(1, segments - 1):
             cut.first += [("transition", 0, at[i + 1] - at[i], -1, base + i)] * 2
         cut.merges += [("merge", 0, segments - 2, base, base + 1)] * MERGE_HALVES
         for i in range(1, segments):
-            cut.waiting.append(("output", at[i + 1] - at[i], 0, base + i - 1, -1))
+            cut.waiting += [("output", at[i + 1] - at[i], 0, base + i - 1, -1)] * per_head
 
 
-def forced_cut(row: dict, length: int, ratio: float = 0.715) -> Cut:
+def forced_cut(row: dict, lengths: regret.Cut, ratio: float = 0.715) -> Cut:
     cut = Cut()
     for tokens in sorted(row["lengths"], reverse=True):
         for head in range(row["hv"]):
+            persists = head % PERSISTENT_EVERY == 0
+            length = lengths.persistent if persists else lengths.decaying
             if tokens > 0:
-                add_head(cut, -(-tokens // CHUNK), length, head % PERSISTENT_EVERY == 0, ratio)
+                add_head(cut, -(-tokens // CHUNK), length, persists, ratio, 2 if lengths.halves else 1)
     return cut
+
+
+def candidates(row: dict, blocks: int, count: int) -> list[regret.Cut]:
+    """The cuts of a shape that should be the fastest by the constants above."""
+    longest = -(-max(row["lengths"]) // CHUNK)
+    lengths = [0, *sorted({-(-longest // n) for n in SEGMENTS if longest >= LEAST * n})]
+    found = {}
+    for decaying, persistent, halves in itertools.product(lengths, lengths, (False, True)):
+        cut = regret.Cut(decaying, persistent, halves)
+        if decaying or persistent:
+            made = forced_cut(row, cut)
+            if made.items() <= 6 * blocks and made.boundaries <= MOST_BOUNDARIES:
+                found[cut] = time_of(made, Costs(), blocks, halves)
+    return sorted(found, key=found.__getitem__)[:count]
 
 
 def uncut(row: dict, blocks: int) -> tuple[Cut, bool]:
     """Whole heads, or halves where all of them run at once."""
-    cut = forced_cut(row, 0)
+    cut = forced_cut(row, regret.Cut(0, 0))
     halves = 2 * len(cut.free) <= blocks
     if halves:
         cut.free = [item for item in cut.free for _ in range(2)]
@@ -106,7 +128,7 @@ def uncut(row: dict, blocks: int) -> tuple[Cut, bool]:
 
 def time_of(cut: Cut, costs: Costs, blocks: int, halves: bool = False) -> float:
     """Runs the list in order: a CTA that becomes free takes the next item, and waits if the item has to."""
-    chunk = costs.half_chunk if halves else costs.chunk
+    chunk, warmup = (costs.half_chunk, costs.half_warmup) if halves else (costs.chunk, costs.warmup)
     early = max(0, blocks - len(cut.first))
     order = cut.first + cut.free[:early] + cut.merges + cut.free[early:] + cut.waiting
     free = [0.0] * blocks
@@ -124,7 +146,7 @@ def time_of(cut: Cut, costs: Costs, blocks: int, halves: bool = False) -> float:
             transitions[ends_at] = max(transitions[ends_at], end)
         else:
             begin = max(begin, ready[begins_at]) if begins_at >= 0 else begin
-            end = begin + costs.item + outputs * chunk + others * costs.warmup
+            end = begin + costs.item + outputs * chunk + others * warmup
             if ends_at >= 0:
                 ready[ends_at] = max(ready[ends_at], end)
         heapq.heapreplace(free, end)
@@ -136,10 +158,11 @@ def samples_of(rows: list[dict], blocks: int) -> list[list[tuple[Cut, bool, floa
     samples = []
     for row in rows:
         here = [(*uncut(row, blocks), row["off_ms"] * 1e3)]
-        for length, ms in row["forced"].items():
-            cut = forced_cut(row, int(length))
+        for name, ms in row["forced"].items():
+            lengths = regret.Cut.named(name)
+            cut = forced_cut(row, lengths)
             if cut.items() <= MOST_ITEMS and cut.boundaries <= MOST_BOUNDARIES:
-                here.append((cut, False, ms * 1e3))
+                here.append((cut, lengths.halves, ms * 1e3))
         best = min(us for *_, us in here)
         here = [sample for sample in here if sample[2] < 2 * best]  # how slow the slow ones are does not matter
         if len(here) > 2:
@@ -190,13 +213,12 @@ def text_of(costs: Costs) -> str:
     def cycles(us: float) -> int:
         return round(us * PER_MICROSECOND / 10) * 10
 
-    half_warmup = costs.warmup * costs.half_chunk / costs.chunk  # forced cuts have none
     return "\n".join(
         f"  static constexpr float {line};"
         for line in (
             f"kPerMicrosecond = {PER_MICROSECOND}",
             f"kChunk = {cycles(costs.chunk)}, kHalfChunk = {cycles(costs.half_chunk)}",
-            f"kWarmup = {cycles(costs.warmup)}, kHalfWarmup = {cycles(half_warmup)}",
+            f"kWarmup = {cycles(costs.warmup)}, kHalfWarmup = {cycles(costs.half_warmup)}",
             f"kTransition = {cycles(costs.transition)}",
             f"kMerge = {cycles(costs.merge)}",
             f"kItem = {cycles(costs.item)}, kTransitionItem = {cycles(costs.transition_item)}",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from plot import BAD, GREY, OURS, format_ms, plt, style
 from plot_gpu import where
+from regret import Cut
 from rows import name_of
 
 ROWS = ("2/8 1x32768", "2/8 1x2048", "4/16 1x32768", "8/32 1x32768", "16/64 28672+4096", "2/8 8192x4")
@@ -24,8 +25,11 @@ def chosen(rows: list[dict]) -> list[dict]:
 
 def draw_row(axes, row: dict) -> None:
     """Both axes are logarithmic: the shortest segments are several times slower than the best."""
-    lengths = [int(chunks) for chunks in row["forced"]]
-    axes.plot(lengths, list(row["forced"].values()), "o-", ms=4, color=GREY, label="forced length")
+    cuts = {Cut.named(name): ms for name, ms in row["forced"].items()}
+    equal = {cut.decaying: ms for cut, ms in sorted(cuts.items()) if cut == Cut(cut.decaying, cut.decaying)}
+    lengths = list(equal)
+    axes.plot(lengths, list(equal.values()), "o-", ms=4, color=GREY, label="one length for all heads")
+    axes.axhline(row["best_ms"], color=GREY, ls=":", lw=1.4, label="fastest of the search")
     axes.axhline(row["off_ms"], color=BAD, ls="--", lw=1.4, label="not cut")
     axes.axhline(row["auto_ms"], color=OURS, lw=2, label="automatic")
     axes.annotate(format_ms(row["auto_ms"]), (1, row["auto_ms"]), (-2, 3), xycoords=("axes fraction", "data"),
@@ -33,7 +37,7 @@ def draw_row(axes, row: dict) -> None:
     axes.set(xscale="log", yscale="log", title=f"{name_of(row)}   {row['regret']:+.1%}")
     axes.set_xticks(lengths[::2], lengths[::2])
     axes.xaxis.set_minor_locator(plt.NullLocator())
-    times = [row["auto_ms"], row["off_ms"], *row["forced"].values()]
+    times = [row["auto_ms"], row["off_ms"], row["best_ms"], *equal.values()]
     axes.set_ylim(min(times) / 1.1, max(times) * 1.1)
     axes.yaxis.set_major_locator(plt.LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)))
     axes.yaxis.set_major_formatter("{x:g}")
@@ -50,8 +54,8 @@ def draw(result: dict):
         draw_row(axes, row)
     for axes in grid.flat[len(rows) :]:
         axes.set_axis_off()
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
-    figure.suptitle(f"The automatic cut against forced lengths; in percent, how much slower than the best it is\n"
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
+    figure.suptitle(f"The automatic cut against forced cuts; in percent, how much slower than the best it is\n"
                     f"{where(result['header'])}", fontsize=9, color=GREY)  # fmt: skip
     return figure
 

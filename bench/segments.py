@@ -1,20 +1,26 @@
-"""Compares the automatic cut of the CUDA forward with uncut sequences and with every forced segment length, shape by
-shape.
+"""Compares the automatic cut of the CUDA forward with uncut sequences and with the fastest cut of a free search, shape
+by shape.
 
-Inputs and timing are those of bench/gpu.py. The script calls the C ABI because the torch functions cannot force a
-segment length. results/SCHEMA.md describes the output.
+The search measures one length for all heads, from 2 chunks on; the cuts that should be the fastest by the constants of
+bench/fit_costs.py, with lengths of their own for decaying and for persistent heads, in whole heads and in halves; then
+the neighbours of the fastest. The portable kernels have one length for all heads. Inputs and timing are those of
+bench/gpu.py. The script calls the C ABI because the torch functions cannot force a cut. results/SCHEMA.md describes the
+output.
 
-Usage: python bench/segments.py [--only 2/8] [--seq 1x32768] [--more] [--portable] [--plot PICTURE.png]
-                                [--output FILE]
+Usage: python bench/segments.py [--only 2/8] [--seq 1x32768] [--more] [--portable] [--candidates 24]
+                                [--plot PICTURE.png] [--output FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from ctypes import byref
+from itertools import repeat
 from pathlib import Path
 
+import fit_costs
 import gpu  # first: finds the package
 import records
 import regret
@@ -42,8 +48,8 @@ def arguments(inputs: dict[str, torch.Tensor], out: torch.Tensor, final: torch.T
     return args
 
 
-def measure(args: _lib.ForwardArgs, repeats: int, context_parallel: int = _lib.CP_AUTO, segment: int = 0) -> float:
-    args.context_parallel, args.segment_chunks = context_parallel, segment
+def measure(args: _lib.ForwardArgs, repeats: int, context_parallel: int = _lib.CP_AUTO) -> float:
+    args.context_parallel = context_parallel
     args.exec.device, args.exec.device_index = CUDA, torch.cuda.current_device()
     args.exec.workspace_bytes = _lib.size_query("gd_forward_workspace", args)
     workspace = torch.empty(args.exec.workspace_bytes, dtype=torch.uint8, device="cuda")
@@ -56,22 +62,28 @@ def measure(args: _lib.ForwardArgs, repeats: int, context_parallel: int = _lib.C
     return gpu.replay_ms(call, repeats)
 
 
-def measure_all(row: dict, repeats: int, isa: int) -> dict:
+def measure_all(row: dict, repeats: int, isa: int, proposed: list[regret.Cut]) -> dict:
     inputs = gpu.make_inputs(row)
     out, final = torch.empty_like(inputs["v"]), torch.empty_like(inputs["initial_state"])
     args = arguments(inputs, out, final)
     args.exec.isa = isa
+    longest = -(-max(row["lengths"]) // regret.CHUNK)
 
-    def time_of(choice: str | int) -> float | None:
-        context_parallel = _lib.CP_OFF if choice == regret.OFF else _lib.CP_AUTO
+    def time_of(choice: str | regret.Cut) -> float | None:
+        cut = choice if isinstance(choice, regret.Cut) else regret.Cut(0, 0)
+        args.segment_chunks = cut.decaying or (longest if cut.persistent else 0)  # the longest: not cut
+        args.persistent_segment_chunks = 0 if cut.decaying == cut.persistent else cut.persistent or longest
+        args.segment_halves = cut.halves
         try:
-            return measure(args, repeats, context_parallel, choice if isinstance(choice, int) else 0)
+            return measure(args, repeats, _lib.CP_OFF if choice == regret.OFF else _lib.CP_AUTO)
         except _lib.UnsupportedError:
             if choice in (regret.AUTO, regret.OFF):
                 raise
-            return None  # too many work items
+            return None  # too many work items, or not the portable kernels'
 
-    times = regret.swept(time_of, regret.segments_of(row["lengths"]))
+    cuts = regret.equal_cuts(row["lengths"])
+    cuts += [cut for cut in proposed if cut not in cuts]
+    times = regret.searched(time_of, cuts, longest)
     return regret.judged(row, times.pop(regret.AUTO), times.pop(regret.OFF), times)
 
 
@@ -81,6 +93,7 @@ def main() -> None:
     parser.add_argument("--seq", help="one row name, e.g. 1x32768")
     parser.add_argument("--more", action="store_true", help="other head counts, lengths and ragged packs too")
     parser.add_argument("--portable", action="store_true", help="the portable kernels, which cut in their own way")
+    parser.add_argument("--candidates", type=int, default=24, help="cuts that the constants propose (24)")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--plot", type=Path, help="time against segment length of some rows")
     parser.add_argument("--output", type=Path)
@@ -96,18 +109,25 @@ def main() -> None:
     if not torch.cuda.is_available() or gpu.gatedelta.info()["cuda_devices"] == 0:
         sys.exit("bench/segments.py needs a GPU that torch sees and a library that has kernels for it (GD_CUDA=ON)")
 
+    proposed = [[]] * len(rows)
+    if not options.portable:
+        blocks = torch.cuda.get_device_properties(0).multi_processor_count
+        with ProcessPoolExecutor() as pool:
+            proposed = list(pool.map(fit_costs.candidates, rows, repeat(blocks), repeat(options.candidates)))
     results = []
     for i, row in enumerate(rows):
-        result = measure_all(row, options.repeats, _lib.ISA_CUDA_PORTABLE if options.portable else 0)
+        isa = _lib.ISA_CUDA_PORTABLE if options.portable else 0
+        result = measure_all(row, options.repeats, isa, proposed[i])
         results.append(result)
         best = min(result["forced"], key=result["forced"].get, default=None)
-        fastest = "" if best is None else f" fastest forced {result['forced'][best]:.3g} ({best} chunks)"
+        fastest = "" if best is None else f" fastest forced {result['forced'][best]:.3g} ({best})"
         print(f"[{i + 1}/{len(rows)}] {row['hk']}/{row['hv']} {row['seq']} auto {result['auto_ms']:.3g} "
               f"off {result['off_ms']:.3g}{fastest} regret {result['regret']:.1%}", flush=True)  # fmt: skip
     found = regret.summary(results)
     worst = found["worst"]
     print(f"{found['rows']} shapes: worst regret {worst['regret']:.1%} ({worst['hk']}/{worst['hv']} {worst['seq']}), "
-          f"median {found['median']:.1%}, {found['above']} above {regret.BAR:.0%}")  # fmt: skip
+          f"mean {found['mean']:.1%}, median {found['median']:.1%}, "
+          f"{found['above']} above {regret.BAR:.0%}")  # fmt: skip
     header = gpu.describe(options.repeats)
     del header["verified_heads"]  # this script verifies nothing
     result = {"header": header, "rows": results}

@@ -10,6 +10,8 @@ With --compare it also says whether this is the code that a record in results/h2
 """
 
 import argparse
+import ctypes
+import ctypes.util
 import hashlib
 import json
 import re
@@ -57,6 +59,8 @@ RECORDED = 90  # the architecture whose code is printed and compared
 
 FATBIN = struct.pack("<I", 0xBA55ED50)
 FATBIN_CUBIN = 2  # the kind of an entry; PTX is 1
+ZSTD = struct.pack("<I", 0xFD2FB528)
+LARGEST_IMAGE = 1 << 30
 INSTRUCTION_BYTES = 16
 REGISTER_COUNT = 0x2F  # attribute of .nv.info: symbol, registers
 
@@ -77,6 +81,26 @@ def sections_of(elf: bytes) -> dict[str, bytes]:
     return sections
 
 
+def decompressed(image: bytes) -> bytes:
+    """What a zstd frame holds. By the system's library: Python has had a decoder since 3.14 only."""
+    name = ctypes.util.find_library("zstd")
+    if name is None:
+        raise ValueError("the machine code is compressed, and there is no libzstd to read it with")
+    zstd = ctypes.CDLL(name)
+    for function in (zstd.ZSTD_getFrameContentSize, zstd.ZSTD_findFrameCompressedSize, zstd.ZSTD_decompress):
+        function.restype = ctypes.c_size_t
+    data = ctypes.c_char_p(image)
+    size = zstd.ZSTD_getFrameContentSize(data, ctypes.c_size_t(len(image)))
+    frame = zstd.ZSTD_findFrameCompressedSize(data, ctypes.c_size_t(len(image)))  # the entry is padded
+    if zstd.ZSTD_isError(ctypes.c_size_t(frame)) or size > LARGEST_IMAGE:
+        raise ValueError("the machine code is not a zstd frame of known size")
+    buffer = ctypes.create_string_buffer(size)
+    found = zstd.ZSTD_decompress(buffer, ctypes.c_size_t(size), data, ctypes.c_size_t(frame))
+    if found != size:
+        raise ValueError("the machine code cannot be decompressed")
+    return buffer.raw
+
+
 def cubins_of(fatbin: bytes) -> Iterator[tuple[int, bytes]]:
     """Architectures and images of a .nv_fatbin section: a container for each .cu file, an entry for each image."""
     at = 0
@@ -90,9 +114,7 @@ def cubins_of(fatbin: bytes) -> Iterator[tuple[int, bytes]]:
             image = fatbin[at + header_bytes : at + header_bytes + image_bytes]
             at += header_bytes + image_bytes
             if kind == FATBIN_CUBIN:
-                if not image.startswith(b"\x7fELF"):
-                    raise ValueError("the machine code is compressed, as nvcc does it only when told to")
-                yield architecture, image
+                yield architecture, decompressed(image) if image.startswith(ZSTD) else image
 
 
 def registers_of(sections: dict[str, bytes]) -> dict[str, int]:

@@ -178,7 +178,10 @@ typedef struct gd_forward_args {
   gd_tensor checkpoint_offsets; /* [N]            optional int32 or int64, instead of checkpoint_every: one state of
                                    each sequence, after this many of its tokens, a multiple of GD_CHUNK; 0 or less =
                                    none. checkpoints are [N, Hv, ., .], or a pool with checkpoint_indices [N] */
-  uint64_t reserved[4];
+  int32_t persistent_segment_chunks; /* with segment_chunks, for tuning: the length in heads whose states persist; 0 =
+                                        segment_chunks. This and the next: Hopper's kernels only */
+  int32_t segment_halves;       /* likewise, nonzero: two CTAs share a head, half of its value columns each */
+  uint64_t reserved[3];
 } gd_forward_args;
 
 /* Chunked backward. Each gradient is optional (absent = not wanted). */

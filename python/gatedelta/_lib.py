@@ -146,7 +146,9 @@ class ForwardArgs(_Args):
         ("batch_invariant", c_int32),
         ("prepared", c_int32),
         ("checkpoint_offsets", Tensor),
-        _RESERVED,
+        ("persistent_segment_chunks", c_int32),
+        ("segment_halves", c_int32),
+        ("reserved", c_uint64 * 3),
     ]
 
 

@@ -63,7 +63,9 @@ struct ForwardProblem : OutputProblem {
   bool prepared = false;         // a summary has prepared `saved`
   bool context_parallel = true;  // sequences may be cut
   bool batch_invariant = false;
-  int64_t segment_chunks = 0;  // chunks per segment; 0 = automatic
+  int64_t segment_chunks = 0;             // chunks per segment; 0 = automatic
+  int64_t persistent_segment_chunks = 0;  // in heads whose states persist; 0 = segment_chunks
+  bool segment_halves = false;            // two CTAs share a head
   // Of a summary, on the CPU: M of each sequence, and the chunk that each head's chain begins with, [N][Hv]; where it
   // has faded, M is 0.
   StateRows transition;

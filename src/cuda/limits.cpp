@@ -131,6 +131,9 @@ namespace {
 // The narrowest CTAs of the transitions are 16 a segment and head.
 Outcome check_portable_segments(const ForwardProblem& p) {
   if (!p.segment_chunks) return {};
+  if (p.persistent_segment_chunks || p.segment_halves)
+    return refusal(GD_UNSUPPORTED, "%s is set, but the portable CUDA kernels cut all heads alike",
+                   p.persistent_segment_chunks ? "persistent_segment_chunks" : "segment_halves");
   const int64_t slots = portable::most_slots(p), most = portable::kMaxSeqHeads / 2;
   if (slots <= most / p.in.value_heads) return {};
   return refusal(GD_UNSUPPORTED,

@@ -403,10 +403,21 @@ def test_segments_filters(bench):
 def test_segments_forced(bench):
     import regret
 
-    assert regret.segments_of([64]) == regret.segments_of([128, 1]) == []
-    assert regret.segments_of([1, 129]) == [2]
-    assert regret.segments_of([777]) == [2, 3, 4, 6, 8, 12]  # 13 chunks
-    assert regret.segments_of([64 * 256]) == list(regret.SEGMENTS[:-1])
+    def lengths(tokens):
+        cuts = regret.equal_cuts(tokens)
+        assert all(cut == regret.Cut(cut.decaying, cut.decaying, False) for cut in cuts)
+        return [cut.decaying for cut in cuts]
+
+    assert lengths([64]) == lengths([128, 1]) == []
+    assert lengths([1, 129]) == [2]
+    assert lengths([777]) == [2, 3, 4, 6, 8, 12]  # 13 chunks
+    assert lengths([64 * 256]) == list(regret.SEGMENTS[:-1])
+    for cut in (regret.Cut(32, 24), regret.Cut(0, 8, True)):
+        assert regret.Cut.named(str(cut)) == cut
+    assert regret.neighbours(regret.Cut(0, 16), 64) == [
+        (32, 16, False), (0, 22, False), (0, 13, False), (0, 16, True),
+    ]  # fmt: skip
+    assert (0, 0, True) not in regret.neighbours(regret.Cut(32, 0), 64)
 
 
 SEGMENT_ROW = {"kind": "fwd", "hk": 2, "hv": 8, "seq": "1x2048", "lengths": [2048]}
@@ -415,28 +426,46 @@ SEGMENT_ROW = {"kind": "fwd", "hk": 2, "hv": 8, "seq": "1x2048", "lengths": [204
 def test_segments_measured_in_turn(bench):
     import regret
 
-    calls, times = [], {regret.AUTO: 1.0, regret.OFF: 5.0, 2: None, 4: 1.1, 8: 1.2, 16: 1.3, 32: 1.4}
+    cuts = [regret.Cut(n, n) for n in (2, 4, 8, 16, 32)]
+    times = dict(zip([regret.AUTO, regret.OFF, *cuts], (1.0, 5.0, None, 1.1, 1.2, 1.3, 1.4)))
+    calls = []
 
     def measure(choice):
         """Everything takes longer and longer, as on a card that gets hot."""
         calls.append(choice)
-        return times[choice] and times[choice] + 0.01 * len(calls)
+        return times.get(choice) and times[choice] + 0.01 * len(calls)
 
-    found = regret.swept(measure, [2, 4, 8, 16, 32])
-    assert set(found) == set(times) - {2}  # what is refused is left out
-    assert found[regret.OFF] == pytest.approx(5.02) and found[32] == pytest.approx(1.47)  # measured once
-    assert calls[7:] == [regret.AUTO, 4, 8, 16] * regret.ROUNDS
-    assert found[regret.AUTO] == pytest.approx(1.12) and found[4] == pytest.approx(1.23)  # in the same turn, the second
-    assert regret.swept(lambda choice: 1.0, []) == {regret.AUTO: 1.0, regret.OFF: 1.0}
+    found = regret.searched(measure, cuts, 64)
+    new = regret.neighbours(cuts[1], 64)  # of the fastest; refused here
+    assert calls[7 : 7 + len(new)] == new
+    assert set(found) == set(times) - {cuts[0]}  # what is refused is left out
+    assert found[regret.OFF] == pytest.approx(5.02) and found[cuts[4]] == pytest.approx(1.47)  # measured once
+    assert calls[7 + len(new) :] == [regret.AUTO, *cuts[1:4]] * regret.ROUNDS
+    second = 0.01 * (7 + len(new) + 5)  # in the same turn, the second
+    assert found[regret.AUTO] == pytest.approx(1 + second) and found[cuts[1]] == pytest.approx(1.11 + second)
+    assert regret.searched(lambda choice: 1.0, [], 1) == {regret.AUTO: 1.0, regret.OFF: 1.0}
+
+    def by_length(choice):
+        return 1.0 if isinstance(choice, str) else 2 + abs(choice.decaying - 9) + abs(choice.persistent - 16)
+
+    walked = regret.searched(by_length, [regret.Cut(16, 16)], 64)
+    assert min(walked.values()) == 1.0 and walked[regret.Cut(11, 16)] == 4.0  # from neighbour to neighbour
+
+
+LENGTHS = (8, 12, 16, 24, 32, 48)
 
 
 def test_costs_are_fitted_to_cuts(bench):
     """Times made with known constants, and more for prepare: the fit chooses as well as those do."""
     import fit_costs
+    import regret
 
     head = fit_costs.Cut()
     fit_costs.add_head(head, 30, 10, persists=False, ratio=0.7)
     assert [item[1:3] for item in head.free] == [(10, 0), (10, 6), (10, 6)]  # chunks, and warm-up chunks
+    shared = fit_costs.Cut()
+    fit_costs.add_head(shared, 30, 10, persists=False, ratio=0.7, per_head=2)
+    assert sorted(shared.free) == sorted(2 * head.free)
     merged = fit_costs.Cut()
     fit_costs.add_head(merged, 40, 10, persists=True, ratio=0.7)
     assert merged.boundaries == 3 and len(merged.first) == 5 and len(merged.waiting) == 3
@@ -449,7 +478,7 @@ def test_costs_are_fitted_to_cuts(bench):
     rows = []
     for hv, tokens in ((8, 8192), (16, 4096), (8, 20000), (32, 6000)):
         row = {"hv": hv, "lengths": [tokens]}
-        cuts = {length: fit_costs.forced_cut(row, length) for length in (8, 12, 16, 24, 32, 48)}
+        cuts = {cut: fit_costs.forced_cut(row, cut) for cut in map(regret.Cut, LENGTHS, LENGTHS[::-1])}
         uncut, halves = fit_costs.uncut(row, 132)
         rows.append(row | {
             "off_ms": (30 + fit_costs.time_of(uncut, truth, 132, halves)) / 1e3,
@@ -460,21 +489,27 @@ def test_costs_are_fitted_to_cuts(bench):
     assert found[0] <= before[0] and found[1] < before[1] / 2
     assert "kChunk = 3250" in fit_costs.text_of(costs)
 
+    row = {"hv": 8, "lengths": [8192]}
+    few, many = (fit_costs.candidates(row, 132, count) for count in (5, 50))
+    assert len(set(many)) == 50 and many[:5] == few
+    halves = [fit_costs.time_of(fit_costs.forced_cut(row, cut), costs, 132, cut.halves) for cut in many]
+    assert halves == sorted(halves)
+
 
 def test_segments_regret(bench):
     import regret
 
     rows = [
-        regret.judged(SEGMENT_ROW, 1.1, 2.0, {4: 1.0, 8: 1.5}),
-        regret.judged(SEGMENT_ROW, 1.0, 1.0, {4: 2.0}),
+        regret.judged(SEGMENT_ROW, 1.1, 2.0, {regret.Cut(4, 4): 1.0, regret.Cut(8, 0, True): 1.5}),
+        regret.judged(SEGMENT_ROW, 1.0, 1.0, {regret.Cut(4, 4): 2.0}),
         regret.judged(SEGMENT_ROW, 0.9, 1.0, {}),
     ]
     assert rows[0] == {
         "hk": 2, "hv": 8, "seq": "1x2048", "lengths": [2048], "auto_ms": 1.1, "off_ms": 2.0,
-        "forced": {"4": 1.0, "8": 1.5}, "best_ms": 1.0, "regret": pytest.approx(0.1),
+        "forced": {"4/4": 1.0, "8/0 halves": 1.5}, "best_ms": 1.0, "regret": pytest.approx(0.1),
     }  # fmt: skip
     assert [row["regret"] for row in rows[1:]] == pytest.approx([0, -0.1])
-    assert regret.summary(rows) == {"rows": 3, "worst": rows[0], "median": 0, "above": 1}
+    assert regret.summary(rows) == {"rows": 3, "worst": rows[0], "median": 0, "mean": pytest.approx(0), "above": 1}
 
 
 def test_segments_plot(bench, run_python, root, tmp_path):
@@ -487,7 +522,10 @@ def test_segments_plot(bench, run_python, root, tmp_path):
     measured = []
     for row in rows.forward_rows():
         chunks = sum(row["lengths"]) / 64
-        forced = {n: 0.05 + 0.002 * n + 0.001 * chunks / n for n in regret.segments_of(row["lengths"])}
+        forced = {
+            cut: 0.05 + 0.002 * cut.decaying + 0.001 * chunks / cut.decaying
+            for cut in regret.equal_cuts(row["lengths"])
+        }
         measured.append(regret.judged(row, 1.04 * min(forced.values()), 0.002 * chunks, forced))
     script = str(root / "bench" / "plot_segments.py")
     for some in (measured, measured[:1]):

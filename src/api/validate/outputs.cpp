@@ -21,6 +21,16 @@ gd_status check_segments(const Args& args) {
   return GD_OK;
 }
 
+gd_status check_forced_cut(const gd_forward_args& args) {
+  if (args.persistent_segment_chunks < 0)
+    return invalid("persistent_segment_chunks is %" PRId32 ", must not be negative", args.persistent_segment_chunks);
+  if (args.segment_chunks == 0 && args.persistent_segment_chunks != 0)
+    return invalid("persistent_segment_chunks is %" PRId32 ", but segment_chunks is 0", args.persistent_segment_chunks);
+  if (args.segment_chunks == 0 && args.segment_halves != 0)
+    return invalid("segment_halves is set, but segment_chunks is 0");
+  return check_segments(args);
+}
+
 // Rows of slots and what picks from them go together.
 gd_status check_picked(const gd_tensor& initial_indices, bool picked) {
   if (!picked && !is_absent(initial_indices) && initial_indices.rank == 2)
@@ -52,7 +62,7 @@ gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProbl
   Checker check(stage);
   const Layer& in = p.in;
   GD_TRY(check_reserved("gd_forward_args", args.reserved));
-  GD_TRY(check_segments(args));
+  GD_TRY(check_forced_cut(args));
   GD_TRY(validate_layer(check, args.in, p.in));
   GD_TRY(check.rows("o", args.o, value_rows(in), Need::required, Role::output, p.o));
   GD_TRY(check.indexed_states("final_state", args.final_state, "final_indices", args.final_indices, per_sequence(in),
@@ -88,6 +98,8 @@ gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProbl
   p.context_parallel = args.context_parallel == GD_CP_AUTO;
   p.batch_invariant = args.batch_invariant != 0;
   p.segment_chunks = args.segment_chunks;
+  p.persistent_segment_chunks = args.persistent_segment_chunks;
+  p.segment_halves = args.segment_halves != 0;
   GD_TRY(check.saved(args.saved, args.saved_bytes, Role::output, p.saved));
   p.prepared = args.prepared != 0;
   if (p.prepared && !p.saved) return invalid("prepared is set, but saved is null: give it gd_summary's");

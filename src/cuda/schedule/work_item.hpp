@@ -109,6 +109,7 @@ struct Schedule {
   int count;         // entries
   int next_ticket;   // entries that CTAs have taken by ticket
   int static_items;  // leading entries, assigned by blockIdx
+  int is_ready = 0;  // 1 once the list is complete, for kernels that do not wait for the end of the one that writes it
 };
 
 // Halves are for GPUs with idle SMs: both halves read K and Q, and if all SMs do, that costs more than it saves. Merged

@@ -65,6 +65,11 @@ inline ListMode list_mode(const ForwardProblem& p, int blocks) {
   if (even_parts(p, blocks) > 0) return kEvenList;
   return is_planned(p.in.sequences.count, p.in.value_heads) ? kPlannedList : kSortedList;
 }
+// By segment_chunks and what goes with it; zero lengths: not forced.
+inline Cut forced_cut(const ForwardProblem& p) {
+  const int64_t persistent = p.persistent_segment_chunks ? p.persistent_segment_chunks : p.segment_chunks;
+  return {static_cast<int>(p.segment_chunks), static_cast<int>(persistent), p.segment_halves};
+}
 // Capacity of the work list: halves of all heads, and as many segments as a GPU can use.
 inline int64_t max_entries(const ForwardProblem& p) {
   const int64_t seq_heads = p.in.sequences.count * p.in.value_heads;
@@ -74,10 +79,13 @@ inline int64_t max_entries(const ForwardProblem& p) {
   const int64_t recomputed = !p.saved ? 0 : chunks < kMaxPlannedEntries ? chunks : kMaxPlannedEntries;
   constexpr int64_t kPacketsPerRow = kMaxPlannedEntries - 2 * kMaxPlannedSeqHeads;
   const int64_t pieces = !may_cut(p) ? 0 : 3 * chunks < kPacketsPerRow ? 3 * chunks : kPacketsPerRow;
-  // Forced: outputs and two transitions per segment, rounded up per sequence.
-  const int64_t entries = p.segment_chunks
-                              ? 3 * p.in.value_heads * (chunk_count / p.segment_chunks + p.in.sequences.count)
-                              : 2 * seq_heads + pieces;
+  // Forced: outputs, perhaps in halves, and two transitions per segment, rounded up per sequence.
+  const Cut forced = forced_cut(p);
+  const int shortest = forced.decaying < forced.persistent ? forced.decaying : forced.persistent;
+  const int64_t entries =
+      p.segment_chunks
+          ? (forced.halves ? 4 : 3) * p.in.value_heads * (chunk_count / shortest + p.in.sequences.count)
+          : 2 * seq_heads + pieces;
   return entries > recomputed ? entries : recomputed;
 }
 

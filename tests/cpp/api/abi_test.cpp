@@ -69,7 +69,9 @@ AT(gd_forward_args, segment_chunks, 1620);
 AT(gd_forward_args, batch_invariant, 1624);
 AT(gd_forward_args, prepared, 1628);
 AT(gd_forward_args, checkpoint_offsets, 1632);
-AT(gd_forward_args, reserved, 1728);
+AT(gd_forward_args, persistent_segment_chunks, 1728);
+AT(gd_forward_args, segment_halves, 1732);
+AT(gd_forward_args, reserved, 1736);
 
 static_assert(sizeof(gd_backward_args) == 2328);
 AT(gd_backward_args, struct_size, 0);

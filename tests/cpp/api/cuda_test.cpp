@@ -428,7 +428,11 @@ TEST_F(Cuda, PortableKernelsCanBeForced) {
   c.segment_chunks = 2;
   EXPECT_EQ(query(c, &cut), GD_OK) << gd_last_error();
   EXPECT_GT(cut, bytes);
-  c.segment_chunks = 0;
+  c.segment_halves = 1;
+  EXPECT_TRUE(c.unsupported("segment_halves is set, but the portable CUDA kernels cut all heads alike"));
+  c.persistent_segment_chunks = 2;
+  EXPECT_TRUE(c.unsupported("persistent_segment_chunks is set, but the portable CUDA kernels cut all heads alike"));
+  c.segment_chunks = c.persistent_segment_chunks = c.segment_halves = 0;
   c.in.q.stride[1] = int64_t{1} << 25;
   c.in.q.stride[0] = c.in.q.stride[1] * kT;
   EXPECT_TRUE(c.unsupported("q: stride[1] is 33554432, must be less than 33554432 on CUDA"));

@@ -322,6 +322,17 @@ TEST(Forward, SegmentsAreForOtherBackends) {
   EXPECT_TRUE(c.invalid("segment_chunks is -2, must not be negative"));
 }
 
+TEST(Forward, CutsByKindOfHeadNeedALength) {
+  ForwardCase c;
+  c.persistent_segment_chunks = -1;
+  EXPECT_TRUE(c.invalid("persistent_segment_chunks is -1, must not be negative"));
+  c.persistent_segment_chunks = 3;
+  EXPECT_TRUE(c.invalid("persistent_segment_chunks is 3, but segment_chunks is 0"));
+  c.persistent_segment_chunks = 0;
+  c.segment_halves = 1;
+  EXPECT_TRUE(c.invalid("segment_halves is set, but segment_chunks is 0"));
+}
+
 TEST(Forward, ReservedFields) {
   ForwardCase c;
   c.reserved[3] = 1;

@@ -157,7 +157,9 @@ pub struct gd_forward_args {
     pub batch_invariant: i32,
     pub prepared: i32,
     pub checkpoint_offsets: gd_tensor,
-    pub reserved: [u64; 4usize],
+    pub persistent_segment_chunks: i32,
+    pub segment_halves: i32,
+    pub reserved: [u64; 3usize],
 }
 impl Default for gd_forward_args {
     fn default() -> Self {

@@ -52,7 +52,7 @@ GD_DEVICE void Chain<Elem, kPass>::run_scores() const {
       if (!is_merge) operand.advance();
     }
     if (is_dry_run) {
-      wait_for_previous_kernel();
+      wait_for_list();
       if (warp == kLoadsKeysQueries) get_initial_work(loader);
     }
   }

@@ -54,6 +54,19 @@ GD_DEVICE int Chain<Elem, kPass>::next_tile(int tile, int half) {
   return tile == 0 ? 1 : tile == 1 ? 1 + half : kBoundaryTiles - tile;
 }
 
+// By the warps of scores. The forward's list is ready some microseconds before the schedule kernel counts as ended, and
+// what prepare has written is visible then, too: the schedule kernel has waited for it.
+template <class Elem, Pass kPass>
+GD_DEVICE void Chain<Elem, kPass>::wait_for_list() const {
+  if constexpr (kPass == Pass::kForward) {
+    if (p.polls_list) {
+      while (__ballot_sync(~0u, load_acquire(&p.schedule->is_ready) != 0) == 0) pause();
+      return fence_async_global();  // T and the vectors come by TMA
+    }
+  }
+  wait_for_previous_kernel();
+}
+
 template <class Elem, Pass kPass>
 GD_DEVICE void Chain<Elem, kPass>::get_initial_work(Loader& loader) const {
   loader.count = p.schedule->count;
