@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # Full attention in decode steps: cuDNN would make a plan for every length of the cache, which takes 40 ms.
 DECODE_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+GATEDELTA = ("gatedelta", "gatedelta-fused")  # the paths that run on it
 MODULE = "transformers.models.qwen3_5.modeling_qwen3_5"
 DECODE_STEPS = 8
 DECODE_RUNS = 5  # times as many as of other rows: the host is the limit, and its speed varies
@@ -27,13 +28,13 @@ CHECKED_TOKENS, CHECKED_LOGITS = 200, 8  # of the prompt whose logits the paths 
 def choose_path(path: str) -> dict[str, str]:
     """Has transformers' Qwen3.5 run on this path, in a process that has not imported it. Returns versions."""
     versions = {}
-    if path in ("gatedelta", "torch"):
+    if path in (*GATEDELTA, "torch"):
         sys.modules["fla"] = None  # cannot be imported from here on
     else:
         versions["fla"] = importlib.import_module("fla").__version__
     sys.modules["causal_conv1d"] = None
     module = importlib.import_module(MODULE)
-    if path == "gatedelta":
+    if path in GATEDELTA:
         import gatedelta.transformers
 
         gatedelta.transformers.patch()
@@ -178,6 +179,12 @@ class Model:
         self.device, self.vocabulary, self.clock = device, vocabulary, Clock(device)
         self.layers = [layer for layer in self.net.modules() if type(layer).__name__.endswith("GatedDeltaNet")]
         self.parameters = sum(parameter.numel() for parameter in self.net.parameters())
+
+    def fuse_projections(self) -> None:
+        import gatedelta.transformers
+
+        if gatedelta.transformers.fuse_projections(self.net) != len(self.layers):
+            raise RuntimeError("the projections of some layers could not be fused")
 
     def tokens(self, *shape: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(sum(shape))

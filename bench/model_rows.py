@@ -24,8 +24,11 @@ COMPILED = [{"kind": "prefill", "tokens": 1024, "batch": 1}, {"kind": "decode", 
 SMOKE_PREFILLS, SMOKE_BATCHES, SMOKE_PROMPT, SMOKE_PACK = (40, 80), (2,), 20, (30, 7, 13)
 
 PATHS = {
-    "gatedelta": "GateDelta", "fla": "FLA", "torch": "torch code", "fla-all": "FLA with its convolution and norm",
+    "gatedelta": "GateDelta", "gatedelta-fused": "GateDelta, projections fused", "fla": "FLA", "torch": "torch code",
+    "fla-all": "FLA with its convolution and norm",
 }  # fmt: skip
+# What is measured of a path that differs from another one in some kinds of rows alone.
+KINDS_OF = {"gatedelta-fused": ("decode",)}
 KEY = ("kind", "model", "tokens", "batch", "mode")
 
 

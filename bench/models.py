@@ -9,10 +9,11 @@ their projections, and the peak of allocated memory.
 
 Each path has a process of its own, because transformers picks FLA up when it is imported:
 
-    gatedelta   gatedelta.transformers.patch()
-    fla         FLA installed, as transformers uses it: the rule is FLA's, convolution and norm are transformers'
-    fla-all     FLA's convolution and gated norm as well, put in by hand
-    torch       neither
+    gatedelta           gatedelta.transformers.patch()
+    gatedelta-fused     and gatedelta.transformers.fuse_projections(): decode alone, the rest has the same products
+    fla                 FLA installed, as transformers uses it: the rule is FLA's, convolution and norm transformers'
+    fla-all             FLA's convolution and gated norm as well, put in by hand
+    torch               neither
 
 The torch path cannot keep packed sequences apart and trains on one sequence after the other; it has no prefill of 128k
 tokens, which would take too long. FLA's kernels are compiled and tuned first, at a prefill of 4096 tokens: --warm-up
@@ -90,11 +91,14 @@ def run_path(options: argparse.Namespace) -> None:
     for size in options.sizes:
         vocabulary = model_rows.SMOKE_VOCABULARY if options.smoke else model_rows.VOCABULARY
         model = model_calls.Model(sizes[size], vocabulary, device)
+        if options.path == "gatedelta-fused":
+            model.fuse_projections()
         first = model_rows.rows_of(options.smoke, [size], ("prefill",))[0]
         model_calls.measure(model, first, options.path, 1)  # kernels that are tuned when first called see this size
         torch.save(model.logits(), options.logits / f"{size}.{options.path}.pt")
         last: dict[tuple, dict] = {}  # measured, of each kind
-        for row in model_rows.rows_of(options.smoke, [size], tuple(options.kinds)):
+        kinds = [kind for kind in options.kinds if kind in model_rows.KINDS_OF.get(options.path, model_rows.KINDS)]
+        for row in model_rows.rows_of(options.smoke, [size], tuple(kinds)):
             kind = row["kind"], row["mode"]
             expected = expected_ms(row, last[kind]) if kind in last else 0
             if options.path == "torch" and row["kind"] == "prefill" and row["tokens"] > TORCH_TOKENS:
@@ -111,7 +115,7 @@ def run_path(options: argparse.Namespace) -> None:
             found = row | {"path": options.path, "parameters": model.parameters} | found
             add_row(options.output, found)
             times = f"{found['ms']:.2f} ms, {found['gdn_ms']:.2f} in the layers" if "ms" in found else found["skipped"]
-            print(f"{size} {options.path:9} {model_rows.name_of(row):44} {times}", flush=True)
+            print(f"{size} {options.path:15} {model_rows.name_of(row):44} {times}", flush=True)
         del model
 
 

@@ -11,10 +11,10 @@ import json
 from pathlib import Path
 
 import model_rows
-from plot import GOOD, GREY, OURS, plt, style
+from plot import GOOD, GREY, OURS, SHADES, plt, style
 from plot_gpu import where
 
-COLOURS = {"fla": "#8e6c8a", "fla-all": GOOD, "torch": GREY}
+COLOURS = {"gatedelta-fused": SHADES["bwd"], "fla": "#8e6c8a", "fla-all": GOOD, "torch": GREY}
 TIMES = {"ms": ("o", "whole model"), "gdn_ms": ("D", "GDN layers")}
 
 
@@ -32,7 +32,7 @@ def draw_model(axes, groups: list[dict[str, dict]]) -> None:
                               label=f"{model_rows.PATHS[path]}, {what}")  # fmt: skip
     axes.axvline(1, color=OURS, lw=2.5, label="GateDelta")
     axes.set_xscale("log", base=2)
-    axes.set_xlim(left=0.7)
+    axes.set_xlim(left=min(0.7, axes.get_xlim()[0]))
     ticks = [2**i for i in range(8) if 2**i <= axes.get_xlim()[1]]
     axes.set_xticks(ticks, [f"{tick}×" for tick in ticks])
     axes.set_yticks(range(len(names)), names, fontsize=8)

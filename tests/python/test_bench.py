@@ -768,7 +768,8 @@ def models(run_python, root, tmp_path_factory):
     """What bench/models.py writes of tiny models on a CPU."""
     pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
     output = tmp_path_factory.mktemp("models") / "models.json"
-    paths = ["gatedelta", "torch"] if (root / "python" / "gatedelta" / "transformers").exists() else ["torch"]
+    ours = ["gatedelta", "gatedelta-fused"] if (root / "python" / "gatedelta" / "transformers").exists() else []
+    paths = [*ours, "torch"]
     run_python(str(root / "bench" / "models.py"), "--smoke", "--paths", *paths, "--output", str(output))
     return json.loads(output.read_text()), paths
 
@@ -779,15 +780,16 @@ def test_models_are_timed(models, bench):
     result, paths = models
     header, rows = result["header"], result["rows"]
     assert list(header["paths"]) == paths and "incomplete" not in header
-    expected = model_rows.rows_of(True, ["tiny"], model_rows.KINDS)
-    assert [model_rows.key(row) for row in rows] == [model_rows.key(row) for _ in paths for row in expected]
+    expected = {path: ("decode",) if path == "gatedelta-fused" else model_rows.KINDS for path in paths}
+    expected = [(path, row) for path, kinds in expected.items() for row in model_rows.rows_of(True, ["tiny"], kinds)]
+    assert [(row["path"], model_rows.key(row)) for row in rows] == [(p, model_rows.key(row)) for p, row in expected]
     for row in rows:
         if row["mode"] == "graph":
             assert row["skipped"] == "no GPU"
         else:
             assert 0 < row["gdn_ms"] < row["ms"] and row["runs"] == (5 if row["kind"] == "decode" else 1), row
     if "gatedelta" in paths:
-        assert 0 < header["logits_distance"]["tiny"]["gatedelta"] < 2e-2
+        assert all(0 < header["logits_distance"]["tiny"][path] < 2e-2 for path in paths if path != "torch")
 
 
 def test_models_can_be_added(models, run_python, root, tmp_path):
@@ -854,12 +856,23 @@ def model_results() -> dict:
     return {"header": header, "rows": rows}
 
 
+def fused_rows(rows: list[dict]) -> list[dict]:
+    """Made-up times of the path that only decodes: three quarters of GateDelta's, and half in the layers."""
+    decoded = [row for row in rows if row["path"] == "gatedelta" and row["kind"] == "decode"]
+    return [row | {"path": "gatedelta-fused", "ms": 0.75 * row["ms"], "gdn_ms": 0.25} for row in decoded]
+
+
 def test_plot_of_models(run_python, root, bench, tmp_path):
     pytest.importorskip("matplotlib")
     results, picture = tmp_path / "models.json", tmp_path / "pictures" / "models.png"
     results.write_text(json.dumps(model_results()))
     run_python(str(root / "bench" / "plot_models.py"), str(results), str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    size = picture.stat().st_size
+    result = model_results()
+    results.write_text(json.dumps(result | {"rows": result["rows"] + fused_rows(result["rows"])}))
+    run_python(str(root / "bench" / "plot_models.py"), str(results), str(picture))
+    assert picture.stat().st_size > size
     results.write_text(json.dumps(model_results() | {"rows": []}))
     refused = run_python(str(root / "bench" / "plot_models.py"), str(results), str(picture), check=False)
     assert refused.returncode == 2 and "no time of GateDelta's path" in refused.stderr
@@ -885,6 +898,17 @@ def test_table_of_models(monkeypatch, root, bench, tmp_path):
     assert "| 4B, prefill, 128k tokens | 13.0 (0.500) | — | — | — |  |  |  | 8.0 / — / — / — |" in text
     assert "Not measured: FLA with its convolution and norm, 0.8B, prefill, 128k tokens: out of memory; " in text
     assert "transformers 5.17.0 with FLA 0.6.0" in text and text.count("\n| ") == 2 + 2 * 10
+    assert "fused" not in text
+
+    result = model_results()
+    result["rows"] = fused_rows(result["rows"]) + result["rows"]
+    results.write_text(json.dumps(result))
+    record_results.record_models(results)
+    text = render_results.rendered(block)
+    assert "| GateDelta | GateDelta, projections fused | FLA | torch code |" in text
+    assert "| 0.8B, decode, batch 1 | 4.00 (0.500) | 3.00 (0.250) | 8.00 (2.00) | 40.0 (50.0) | 6.00 (1.12) |" in text
+    assert "| 4B, prefill, 32k tokens | 12.0 (0.500) |  | 24.0 (2.00) |" in text
+    assert "fuse_projections`." in text and text.count("\n| ") == 2 + 2 * 10
 
     for edit, reason in (({"gpu": "NVIDIA H100"}, "not from an H200"), ({}, "no time of GateDelta's path")):
         result = model_results()

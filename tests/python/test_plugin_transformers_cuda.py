@@ -112,9 +112,12 @@ def kernels_of(call):
     return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
-def test_no_wait_and_no_kernel_but_products_and_ours():
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_wait_and_no_kernel_but_products_and_ours(fused):
     plugin.patch()
     layer, config = gdn_layer("qwen3_5")
+    if fused:
+        assert plugin.fuse_projections(layer) == 1
     x = torch.randn(2, 200, 256, device="cuda", dtype=torch.bfloat16)
     offsets = torch.tensor([0, 130, 400], dtype=torch.int32, device="cuda")
     cache = transformers.DynamicCache(config=config)
@@ -138,9 +141,31 @@ def test_no_wait_and_no_kernel_but_products_and_ours():
             assert not [name for name in names if "elementwise" in name or "Memcpy" in name or "CatArray" in name]
 
 
-def test_a_captured_step():
+@pytest.mark.parametrize("family", CONFIGS)
+def test_fused_projections(family):
+    """Single tokens with the logits of a product each, as far as bf16 goes."""
+    on_gpu, on_cpu = pair(family)
+    ids = tokens(2, 80)
+    plugin.patch()
+
+    def run(model):
+        cache = transformers.DynamicCache(config=model.config)
+        parts = [ids[:, :70], *ids[:, 70:].split(1, 1)]
+        return torch.cat([model(part.to(model.device), past_key_values=cache).logits for part in parts], 1).cpu()
+
+    with torch.no_grad():
+        want, separate = run(on_cpu), run(on_gpu)
+        assert plugin.fuse_projections(on_gpu) == 2
+        got = run(on_gpu)
+    assert error(got, want) < 2 * error(separate, want) + 1e-3
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_captured_step(fused):
     plugin.patch()
     layer, config = gdn_layer("qwen3_5")
+    if fused:
+        assert plugin.fuse_projections(layer) == 1
     x = torch.randn(2, 71, 256, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         caches = [transformers.DynamicCache(config=config) for _ in range(2)]

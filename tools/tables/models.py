@@ -85,6 +85,8 @@ def models() -> str:
         "brackets inside its Gated Delta Network layers with their projections. A decode row is one step. FLA is what "
         "transformers takes from it where it is installed: the rule, while convolution and norm stay transformers' own."
     )
+    if "gatedelta-fused" in paths:
+        text += " Projections fused: decode after `gatedelta.transformers.fuse_projections`."
     columns = ["", *(model_rows.PATHS[path] for path in paths), "over the faster FLA", "in the GDN layers"]
     columns += ["over the torch code", "peak memory, GiB"]
     return "\n\n".join([

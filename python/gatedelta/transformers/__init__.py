@@ -15,9 +15,14 @@ from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["kernel_mapping", "patch", "register", "unpatch", "unregister"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = [
+    "fuse_projections", "kernel_mapping", "patch", "register", "unfuse_projections", "unpatch", "unregister",
+]  # fmt: skip
 
 
 def patch() -> tuple[str, ...]:
@@ -66,6 +71,33 @@ def kernel_mapping() -> dict[str, dict[Any, Any]]:
     from . import _register
 
     return _register.mapping()
+
+
+def fuse_projections(model: nn.Module) -> int:
+    """Lets each layer of a model take one product for all of its input projections in decode. Returns for how many
+    layers it moved weights.
+
+    Their weights move into one tensor, and the parameters become views of it: names, state dicts, optimisers and the
+    amount of memory stay as they are. A layer takes one product where its weights lie so, up to 64 tokens go through
+    it, autograd records nothing, and the model is not compiled; otherwise, and after anything that moves weights again
+    (``model.to()``, ``load_state_dict(assign=True)``), it takes a product each. Layers whose projections are not plain
+    (quantised, wrapped, offloaded, with hooks or a bias, of several dtypes or devices, in a trainer's flat buffer) stay
+    as they are. Only layers that patch() or register() replaces as a whole look for such weights.
+    """
+    _require_transformers()
+    from ._families import FAMILIES
+    from ._projections import fuse
+
+    return sum(fuse(layer, family.projections) for family in FAMILIES for layer in family.layers(model))
+
+
+def unfuse_projections(model: nn.Module) -> int:
+    """Gives the weights that fuse_projections() moved tensors of their own. Returns for how many layers it did."""
+    _require_transformers()
+    from ._families import FAMILIES
+    from ._projections import unfuse
+
+    return sum(unfuse(layer, family.projections) for family in FAMILIES for layer in family.layers(model))
 
 
 def _require_transformers() -> None:

@@ -20,6 +20,7 @@ from ..torch import causal_conv1d, chunk_gated_delta_rule, fused_recurrent_gated
 from ._families import Family
 from ._functions import why_not
 from ._packs import exporting, offsets_of
+from ._projections import product_dtype
 
 _SILU = ("silu", "swish")
 
@@ -65,9 +66,7 @@ def layer_forward(family: Family, original: Callable[[nn.Module], Callable]) -> 
 
 
 def _can_run(layer: nn.Module, family: Family, hidden: Tensor) -> bool:
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    reason = why_not(hidden.device, dtype) or _served.head_refusal(layer.head_k_dim, layer.head_v_dim)
+    reason = why_not(hidden.device, product_dtype(hidden)) or _served.head_refusal(layer.head_k_dim, layer.head_v_dim)
     if reason is None and not 2 <= layer.conv_kernel_size <= 4:
         reason = f"a convolution of {layer.conv_kernel_size} taps (2 to 4 can be run)"
     if reason is None and layer.activation not in _SILU:
