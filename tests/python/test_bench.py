@@ -787,7 +787,8 @@ def test_models_are_timed(models, bench):
         if row["mode"] == "graph":
             assert row["skipped"] == "no GPU"
         else:
-            assert 0 < row["gdn_ms"] < row["ms"] and row["runs"] == (5 if row["kind"] == "decode" else 1), row
+            assert 0 < row["gdn_ms"] < row["ms"], row
+            assert 1 <= row["runs"] <= (5 if row["kind"] == "decode" else 1), row  # slow rows have fewer
     if "gatedelta" in paths:
         assert all(0 < header["logits_distance"]["tiny"][path] < 2e-2 for path in paths if path != "torch")
 
