@@ -180,7 +180,7 @@ typedef struct gd_forward_args {
                                    none. checkpoints are [N, Hv, ., .], or a pool with checkpoint_indices [N] */
   int32_t persistent_segment_chunks; /* with segment_chunks, for tuning: the length in heads whose states persist; 0 =
                                         segment_chunks. This and the next: Hopper's kernels only */
-  int32_t segment_halves;       /* likewise, nonzero: two CTAs share a head, half of its value columns each */
+  int32_t segment_halves;            /* likewise, nonzero: two CTAs share a head, half of its value columns each */
   uint64_t reserved[3];
 } gd_forward_args;
 

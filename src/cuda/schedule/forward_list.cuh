@@ -7,8 +7,8 @@ namespace gatedelta::cuda {
 
 __global__ void __launch_bounds__(kScheduleThreads, 1) schedule_kernel(const __grid_constant__ CallParams p) {
   __shared__ ScheduleSmem smem;
-  if (blockIdx.x == 0 && threadIdx.x == 0) {  // before the forward kernel, which polls it, may start
-    p.schedule->is_ready = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) {  // before the forward kernel, which takes tickets and polls, may start
+    p.schedule->next_ticket = p.schedule->is_ready = 0;
     __threadfence();
   }
   __syncthreads();

@@ -83,9 +83,8 @@ inline int64_t max_entries(const ForwardProblem& p) {
   const Cut forced = forced_cut(p);
   const int shortest = forced.decaying < forced.persistent ? forced.decaying : forced.persistent;
   const int64_t entries =
-      p.segment_chunks
-          ? (forced.halves ? 4 : 3) * p.in.value_heads * (chunk_count / shortest + p.in.sequences.count)
-          : 2 * seq_heads + pieces;
+      p.segment_chunks ? (forced.halves ? 4 : 3) * p.in.value_heads * (chunk_count / shortest + p.in.sequences.count)
+                       : 2 * seq_heads + pieces;
   return entries > recomputed ? entries : recomputed;
 }
 

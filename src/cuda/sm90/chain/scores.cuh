@@ -15,6 +15,8 @@ GD_DEVICE void Chain<Elem, kPass>::run_scores() const {
   if (warp == kLoadsKeysQueries) {
     if constexpr (kHasDryRun) {
       publish_dry_run(loader);
+      if constexpr (kPass == Pass::kForward)
+        if (p.polls_list) take_ticket(loader);  // for the first item: it arrives before the list does
     } else {
       get_initial_work(loader);
     }
@@ -52,7 +54,7 @@ GD_DEVICE void Chain<Elem, kPass>::run_scores() const {
       if (!is_merge) operand.advance();
     }
     if (is_dry_run) {
-      wait_for_list();
+      wait_for_list(loader);
       if (warp == kLoadsKeysQueries) get_initial_work(loader);
     }
   }
