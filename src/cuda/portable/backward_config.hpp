@@ -113,13 +113,12 @@ struct BackwardWorkspace {
 };
 inline BackwardWorkspace backward_layout(const BackwardProblem& p) {
   BackwardWorkspace w;
-  const ForwardProblem forward = forward_of(p);
-  w.forward = forward_layout(forward, true);
+  w.forward = forward_layout(forward_of(p), true);
   w.bytes = w.forward.bytes;
   const auto take = [&](int64_t bytes) { return take_bytes(w.bytes, bytes); };
   const Layer& in = p.in;
   if (const int64_t slots = w.forward.entry_slots; slots > 0) {
-    w.gradient_segments = take(segment_bytes(forward));
+    w.gradient_segments = take(segment_bytes(in, slots));
     w.gradient_entries = take(entry_bytes(in, slots));
     w.gradient_maps = take(map_bytes(in, slots));
   }

@@ -368,8 +368,8 @@ inline PreparedLayout prepared_layout(const Layer& in, bool for_backward) {
 }
 inline size_t saved_bytes(const Layer& in) { return prepared_layout(in, true).bytes; }
 // Of a chain that is cut: what its segments begin with, in so many slots.
-inline int64_t segment_bytes(const ForwardProblem& p) {
-  return most_slots(p) * p.in.value_heads * int64_t{sizeof(Segment)};
+inline int64_t segment_bytes(const Layer& in, int64_t slots) {
+  return slots * in.value_heads * int64_t{sizeof(Segment)};
 }
 inline int64_t entry_bytes(const Layer& in, int64_t slots) {
   return slots * in.value_heads * in.key_dim * in.value_dim * int64_t{sizeof(float)};
@@ -390,16 +390,16 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p, bool for_backwar
   const int64_t heads = in.value_heads, matrix = int64_t{in.key_dim} * in.value_dim;
   const int64_t slots = most_slots(p);
   cut.decays = take(keeps_all ? 0 : decay_bytes(in));
-  cut.segments = take(segment_bytes(p));
   const bool may_overwrite = in.initial && !for_backward;
   cut.initial_copy = take(may_overwrite ? in.sequences.count * heads * matrix * dtype_bytes(in.initial.dtype) : 0);
   const int64_t promised = kBytesPerToken * in.sequences.batch * in.sequences.tokens * heads + kFixedBytes;
-  const int64_t left = promised - static_cast<int64_t>(cut.bytes) - 2 * int64_t{ForwardWorkspace::kAlign};
+  const int64_t left = promised - static_cast<int64_t>(cut.bytes) - 3 * int64_t{ForwardWorkspace::kAlign};
   const int64_t room = for_backward || left > kMostEntryBytes ? kMostEntryBytes : left;
-  const int64_t fitting = room / (entry_bytes(in, 1) + map_bytes(in, 1));
+  const int64_t fitting = room / (segment_bytes(in, 1) + entry_bytes(in, 1) + map_bytes(in, 1));
   // Each sequence has a slot, and one more that is cut in two.
   if (!p.segment_chunks && fitting <= in.sequences.count) return w;
   cut.entry_slots = p.segment_chunks || fitting > slots ? slots : fitting;
+  cut.segments = take(segment_bytes(in, cut.entry_slots));
   cut.entries = take(entry_bytes(in, cut.entry_slots));
   cut.maps = take(map_bytes(in, cut.entry_slots));
   return cut;

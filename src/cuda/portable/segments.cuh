@@ -35,17 +35,17 @@ struct FindSegments {
   }
 
   // The boundary before a segment: chunks of a warm-up that does not reach the beginning, or kFromEntry. Gradients
-  // begin behind the last chunk.
+  // begin behind the last chunk. That one, which may have no second step, never counts: a warm-up is shorter than all
+  // chunks.
   template <Pass kPass>
   GD_DEVICE static Segment with_warmup(const Params& p, Segment segment, int head, int chunks) {
     constexpr bool kGradients = kPass == Pass::kBackward;
     const int boundary = kGradients ? chunks - segment.chunk - segment.chunks : segment.chunk;
     if (segment.sequence < 0 || boundary == 0) return segment;
     const ChunkDecay* const decays = p.step_decays(p.sequences.first_chunk_index(segment.sequence), head);
-    const int steps = static_cast<int>((p.sequences[segment.sequence].length + kStep - 1) / kStep);
     const int warmup = warmup_length<kPass>(boundary, warmup_limit<kPass>(p.segment_chunks), [&](int c) {
       const int first = (kGradients ? chunks - 1 - c : c) * kStepsPerChunk;
-      return first + 1 < steps ? joined(decays[first], decays[first + 1]) : decays[first];
+      return joined(decays[first], decays[first + 1]);
     });
     segment.warmup = warmup > 0 && warmup < boundary ? warmup : Segment::kFromEntry;
     return segment;

@@ -259,7 +259,7 @@ TEST_F(Cuda, SavedSize) {
   EXPECT_EQ(gd_forward_saved_size(&c, nullptr), GD_INVALID_ARGUMENT);
   c.exec.isa = GD_ISA_CUDA_PORTABLE;
   EXPECT_EQ(gd_forward_saved_size(&c, &bytes), GD_OK) << gd_last_error();
-  EXPECT_EQ(bytes, size_t{2 * 33} * (kHv * (7200 + 2 * 64 * 4) + kHk * 2 * 64 * 4));
+  EXPECT_EQ(bytes, size_t{2 * 33} * (kHv * (7200 + 2 * 64 * 4 + 16) + kHk * 2 * 64 * 4));
 }
 
 TYPED_TEST(CudaRules, Saved) {

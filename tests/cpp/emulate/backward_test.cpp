@@ -111,6 +111,31 @@ TEST(EmulatedBackward, SegmentsOfHeadsThatFade) {
               {"gate=zero", "gate=mixed", "gate=strong", "gate=spiky", "gate=raw"}));
 }
 
+// Of gradients the decay has to reach 2^-48, by the chunks behind a segment; of states 2^-24, by those before it.
+// Chunks decay by 2^-30 here, one of them by 2^-60.
+TEST(EmulatedBackward, WarmupsOfBothChains) {
+  using namespace cuda::portable;
+  constexpr int kChunks = 12, kSegments = 6;
+  std::vector<cuda::ChunkDecay> decays(kChunks * kStepsPerChunk, {-15, 1});
+  decays[4 * kStepsPerChunk].log2_left = -45;
+  std::vector<Segment> states(kSegments), gradients(kSegments);
+  Params p{};
+  p.sequences = {1, 1, kChunks * 64 - 40, {}};  // the last chunk has one step
+  p.value_heads = 1, p.segment_chunks = 2;
+  p.decays = decays.data(), p.segments = states.data(), p.gradient_segments = gradients.data();
+  emulated::run_segments(p, {});
+  constexpr int kGradientWarmups[kSegments] = {2, 1, 2, 2, Segment::kFromEntry, 0};
+  for (int i = 0; i < kSegments; ++i) {
+    EXPECT_EQ(states[i].warmup, i == 0 ? 0 : 1) << i;
+    EXPECT_EQ(gradients[i].warmup, kGradientWarmups[i]) << i;
+    for (const Segment& segment : {states[i], gradients[i]}) {
+      EXPECT_EQ(segment.sequence, 0);
+      EXPECT_EQ(segment.chunk, 2 * i);
+      EXPECT_EQ(segment.chunks, 2);
+    }
+  }
+}
+
 TEST(EmulatedBackward, CutsByItself) {
   BackwardProblem problem;
   problem.in.key_heads = problem.in.value_heads = problem.in.group = 1;

@@ -66,8 +66,8 @@ FORWARD = {
         "segments.cuh", "warmup > 0 && warmup < boundary ? warmup :", "warmup > 0 && warmup < boundary ? warmup - 1 :"
     ),
     "warmup_without_a_decay": Mistake(
-        "segments.cuh", "return first + 1 < steps ? joined(decays[first], decays[first + 1]) : decays[first];",
-        "return first < steps ? ChunkDecay{-99, 1} : decays[first];",
+        "segments.cuh", "return joined(decays[first], decays[first + 1]);",
+        "return first < 0 ? decays[first] : ChunkDecay{-99, 1};",
     ),
     "values_of_warmups_are_not_waited_for": Mistake(
         "chain.cuh", "copy_wait<1>();  // V of this step", "copy_wait<2>();  // V"
@@ -159,21 +159,15 @@ BACKWARD = {
     "no_projection": Mistake("gradients.cuh", "-r * r * sum_of(which, row(i, h))", "0"),
     "queries_do_not_move_the_gradient": Mistake("gradient_chain.cuh", "this->add_to_state(outputs, Q);", ""),
     # segments
-    "gradients_fade_as_states_do": Mistake(
-        "segments.cuh", "warmup_length<kPass>(boundary, warmup_limit<kPass>(p.segment_chunks)",
-        "warmup_length(boundary, warmup_limit<kPass>(p.segment_chunks)",
-    ),
-    "warmup_of_gradients_is_too_short": Mistake(
+    "warmup_of_gradients_is_a_chunk_short": Mistake(
         "segments.cuh", "warmup > 0 && warmup < boundary ? warmup :",
-        "warmup > 0 && warmup < boundary ? (kGradients && warmup > 3 ? warmup / 4 : warmup) :",
+        "warmup > 0 && warmup < boundary ? warmup - kGradients :",
     ),
-    "decays_of_gradients_are_not_mirrored": Mistake("segments.cuh", "(kGradients ? chunks - 1 - c : c)",
-                                                    "(kGradients ? c : c)"),
-    "decay_of_a_step_without_tokens": Mistake("segments.cuh", "return first + 1 < steps ? joined(",
-                                              "return first < steps ? joined("),
-    "gradients_of_warmups_are_stored": Mistake("gradient_chain.cuh", "if (ends_chunk && has_outputs) this->keep_state(",
-                                               "if (ends_chunk) this->keep_state("),
-    "states_of_warmups_are_stored": Mistake("states.cuh", "if (begins_chunk && has_outputs)", "if (begins_chunk)"),
+    "gradients_of_warmups_are_stored": Mistake(
+        "gradient_chain.cuh", "if (ends_chunk && has_outputs) this->next_snapshot(",
+        "if (ends_chunk) this->next_snapshot(",
+    ),
+    "states_of_warmups_are_stored": Mistake("states.cuh", "if (!has_outputs) return;", ""),
     "snapshots_begin_with_the_warmup": Mistake("states.cuh", "this->snapshot_at(at, segment.chunk)",
                                                "this->snapshot_at(at, first)"),
     "values_begin_with_the_warmup": Mistake(
@@ -192,9 +186,6 @@ BACKWARD = {
                                               "chain.maps = p.maps"),
     "no_maps_for_gradients": Mistake(
         "states.cuh", "return gradients->is_entered() && gradients[-p.value_heads].is_entered();", "return false;"
-    ),
-    "maps_for_gradients_begin_with_a_warmup": Mistake(
-        "states.cuh", "is_map ? 0 : segment.warmup_chunks()", "segment.warmup_chunks()"
     ),
 }  # fmt: skip
 
