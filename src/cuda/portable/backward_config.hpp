@@ -82,7 +82,6 @@ struct BackwardParams : Params {
   float* dots;                  // [chunks][value_heads][parts][Dots::kFloats]
   float* key_sums;   // [chunks][key_heads][2][64][K]: dq and dk before l2norm's projection; null = not needed
   float* head_sums;  // [chunks][value_heads][2], of dA_log and d_dt_bias; null = not wanted
-  float* gradient_entries;
   int parts;
   uint32_t u_stride, d_o_stride, dv_stride;
 
@@ -183,8 +182,7 @@ inline Params gradient_pass_params(const BackwardParams& p) {
   chain.o = p.dv, chain.o_stride = p.dv_stride;
   chain.initial = p.d_final, chain.final = p.d_initial;
   chain.snapshots = p.gradients;
-  chain.is_mirrored = true;
-  chain.segments = p.gradient_segments, chain.entries = p.gradient_entries, chain.maps = p.gradient_maps;
+  chain.segments = p.gradient_segments, chain.entries = p.gradient_entries;
   return chain;
 }
 

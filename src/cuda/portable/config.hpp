@@ -258,17 +258,16 @@ struct Params {
   int* order;                 // [N] sequences, longest first; null = as they come
   int64_t* first_checkpoint;  // [N] number of its first checkpoint, of packed sequences
   // Of a call that cuts sequences:
-  int segment_chunks;          // 0 = none is cut
-  int map_column;              // of transitions: the column that stands for the first one of M; otherwise 0
-  bool is_mirrored;            // of the chain of gradients: from the last segment to the first
-  Segment* segments;           // [slots][value_heads]; null = none is cut
-  Segment* gradient_segments;  // the same of the chain of gradients, in a backward
-  ChunkDecay* decays;          // [value_heads][chunks][kStepsPerChunk], of the steps
-  void* initial_copy;          // [N][value_heads][K V] as p.initial; null = the initial states stay as they are
-  float* entries;              // [slots][value_heads][K V], states that segments begin with, matrices as the caller's
-  float* maps;                 // [slots][value_heads][K][K], M^T of a segment
-  float* gradient_maps;        // M, in a backward
-
+  int segment_chunks;  // 0 = none is cut
+  int map_column;      // of transitions: the column that stands for the first one of M; otherwise 0
+  ChunkDecay* decays;  // [value_heads][chunks][kStepsPerChunk], of the steps
+  void* initial_copy;  // [N][value_heads][K V] as p.initial; null = the initial states stay as they are
+  Segment* segments;   // [slots][value_heads]; null = none is cut
+  float* entries;      // [slots][value_heads][K V], states that segments begin with, matrices as the caller's
+  float* maps;         // [slots][value_heads][K][K], M^T of a segment
+  // The same of the chain of gradients, in a backward; its maps are M.
+  Segment* gradient_segments;
+  float *gradient_entries, *gradient_maps;
   GD_HOST_DEVICE SegmentSlots slots() const { return {int64_t{segment_chunks} * kChunkTokens}; }
   GD_HOST_DEVICE int64_t state_numbers() const { return int64_t{key_dim} * value_dim; }
   GD_HOST_DEVICE ChunkDecay* step_decays(int64_t chunk_index, int head) const {

@@ -76,14 +76,14 @@ inline Cut choose_cut(const Layer& in, std::initializer_list<ChainWork> chains, 
     if (slots > entry_slots) return;
     const int64_t ctas = items * parts(kind, in.value_dim);
     const auto L = static_cast<float>(length);
-    const auto steps = static_cast<float>((chunks + length - 1) / length - 2);  // of a fold
+    const int64_t steps = (chunks + length - 1) / length - 2;  // of a fold
     const ChainKind narrow = transition_kind(kind);
-    float cost = CutCosts::kSegments;
+    float cost = CutCosts::kSegments + CutCosts::kFolds;
+    if (steps > 0) cost += CutCosts::kFoldStep * static_cast<float>(steps);
     for (const ChainWork& chain : chains) {
       const int64_t wide = items * parts(narrow, in.value_dim + (chain.makes_maps ? in.key_dim : 0));
       const auto persistent = static_cast<int64_t>(CutCosts::kPersistent * static_cast<float>(wide)) + 1;
       cost += CutCosts::kTransitions + chain_time(narrow, persistent, L * chain.silent, multiprocessors);
-      cost += CutCosts::kFolds + CutCosts::kFoldStep * (steps > 0 ? steps : 0);
       cost += chain_time(kind, ctas, L * chain.chunk + chain.warmup * chain.silent, multiprocessors);
     }
     if (least >= 0 && cost >= least) return;
@@ -114,12 +114,12 @@ inline Cut choose_cut(const ForwardProblem& p, const ForwardWorkspace& layout, i
 // ---- launches ------------------------------------------------------------------------------------------------------
 
 // Of the transitions of a chain: those of states have more CTAs of a head, for M.
-inline Params transition_params(const Params& p, ChainKind kind) {
+inline Params transition_params(const Params& p, ChainKind kind, bool makes_maps) {
   const int columns = chain_columns(transition_kind(kind));
   Params transitions = p;
   transitions.log_parts = log_parts(p.value_dim, columns);
   transitions.map_column = columns << transitions.log_parts;
-  if (!p.is_mirrored) transitions.log_parts = log_parts(transitions.map_column + p.key_dim, columns);
+  if (makes_maps) transitions.log_parts = log_parts(transitions.map_column + p.key_dim, columns);
   return transitions;
 }
 
@@ -131,8 +131,10 @@ inline int64_t segment_ctas(const Params& p) {
   const int64_t copies = p.initial_copy ? int64_t{p.sequences.count} * p.value_heads : 0;
   return p.slots().count(p.sequences) + copies;
 }
+// Both chains of a backward fold at the same time.
 inline int64_t fold_ctas(const Params& p) {
-  return int64_t{p.sequences.count} * p.value_heads * (p.value_dim / kFoldColumns);
+  const int chains = p.gradient_segments ? 2 : 1;
+  return int64_t{chains} * p.sequences.count * p.value_heads * (p.value_dim / kFoldColumns);
 }
 
 }  // namespace gatedelta::cuda::portable

@@ -1,4 +1,4 @@
-// The chunked backward on devices of compute capability 8.0 and later, for all head sizes: four to twelve kernels on
+// The chunked backward on devices of compute capability 8.0 and later, for all head sizes: four to eleven kernels on
 // the caller's stream. No instruction here is newer than 8.0.
 #include "cuda/backend.hpp"
 #include "cuda/host/device.cuh"
@@ -37,25 +37,25 @@ Outcome launch(const BackwardProblem& problem, const Context& context, int multi
   const auto small = [&](auto kernel, int64_t ctas, int threads) {
     return ctas == 0 ? cudaSuccess : launch_kernel(false, kernel, ctas, threads, 0, stream, p);
   };
-  const auto begin_chain = [&](const Params& chain, auto launch_transitions) {
-    return p.segment_chunks == 0 ||
-           (ran(launch_transitions(transition_params(chain, cut.kind), transition_kind(cut.kind), device, stream),
-                "launch the transitions") &&
-            ran(launch_folds(chain, device, stream), "launch the folds"));
+  const auto begin_chains = [&] {
+    const ChainKind kind = transition_kind(cut.kind);
+    return ran(launch_segments(p, stream), "launch the kernel that finds segments") &&
+           ran(launch_states(transition_params(states, cut.kind, true), kind, device, stream),
+               "launch the transitions of states") &&
+           ran(launch_gradient_chain(transition_params(gradients, cut.kind, false), kind, device, stream),
+               "launch the transitions of gradients") &&
+           ran(launch_folds(p, device, stream), "launch the folds");
   };
-  const bool all =
-      (problem.saved ||
-       ran(launch_prepare(p, prepare_ctas(forward_of(problem)), device, stream), "launch the prepare kernel")) &&
-      (p.segment_chunks == 0 || ran(launch_segments(p, stream), "launch the kernel that finds segments")) &&
-      begin_chain(states, launch_states) &&
-      ran(launch_states(states, cut.kind, device, stream), "launch the states kernel") &&
-      begin_chain(gradients, launch_gradient_chain) &&
-      ran(launch_gradient_chain(gradients, cut.kind, device, stream), "launch the chain of gradients") &&
-      ran(launch_gradients(p, gradient_ctas(problem), device, stream), "launch the gradients kernel") &&
-      ran(small(portable_gate_gradients_kernel<Elem>, gate_ctas(problem), kGateThreads),
-          "launch the gradients of gates") &&
-      (!p.key_sums || ran(small(portable_project_kernel<Elem>, project_ctas(problem), kProjectThreads),
-                          "launch the projection of l2norm"));
+  const bool all = (problem.saved || ran(launch_prepare(p, prepare_ctas(forward_of(problem)), device, stream),
+                                         "launch the prepare kernel")) &&
+                   (p.segment_chunks == 0 || begin_chains()) &&
+                   ran(launch_states(states, cut.kind, device, stream), "launch the states kernel") &&
+                   ran(launch_gradient_chain(gradients, cut.kind, device, stream), "launch the chain of gradients") &&
+                   ran(launch_gradients(p, gradient_ctas(problem), device, stream), "launch the gradients kernel") &&
+                   ran(small(portable_gate_gradients_kernel<Elem>, gate_ctas(problem), kGateThreads),
+                       "launch the gradients of gates") &&
+                   (!p.key_sums || ran(small(portable_project_kernel<Elem>, project_ctas(problem), kProjectThreads),
+                                       "launch the projection of l2norm"));
   if (all && p.head_sums)
     ran(small(portable_head_sums_kernel, p.value_heads, kHeadSumThreads), "launch the sums over tokens");
   return ran.outcome;

@@ -36,11 +36,12 @@ Outcome launch(const ForwardProblem& problem, const Context& context, int multip
   Launched ran;
   if (!ran(launch_prepare(p, prepare_ctas(problem), device, stream), "launch the prepare kernel")) return ran.outcome;
   if (chain_ctas(p) == 0) return ran.outcome;
-  const bool begun = p.segment_chunks == 0 ||
-                     (ran(launch_segments(p, stream), "launch the kernel that finds segments") &&
-                      ran(launch_states(transition_params(p, cut.kind), transition_kind(cut.kind), device, stream),
-                          "launch the transitions") &&
-                      ran(launch_folds(p, device, stream), "launch the folds"));
+  const bool begun =
+      p.segment_chunks == 0 ||
+      (ran(launch_segments(p, stream), "launch the kernel that finds segments") &&
+       ran(launch_states(transition_params(p, cut.kind, true), transition_kind(cut.kind), device, stream),
+           "launch the transitions") &&
+       ran(launch_folds(p, device, stream), "launch the folds"));
   if (begun)
     ran(p.q.dtype == GD_BF16 ? launch_forward<Bf16>(p, cut.kind, device, stream)
                              : launch_forward<Fp16>(p, cut.kind, device, stream),

@@ -80,22 +80,31 @@ struct Fold {
   const int tid, row = tid / Config::kColumns * 4, column = tid % Config::kColumns;
   int n, head, first_column, segments;
   int64_t first_slot;
+  bool is_mirrored;  // of the chain of gradients, which the second half of the CTAs have
+  const Segment* records;
+  float* entries;
+  const float* maps;
 
   GD_DEVICE Fold(const Params& params, int cta, int thread) : p(params), tid(thread) {
-    const int parts = p.value_dim / Config::kColumns, item = cta / parts;
+    const int parts = p.value_dim / Config::kColumns, items = p.sequences.count * p.value_heads;
+    is_mirrored = cta >= items * parts;
+    records = is_mirrored ? p.gradient_segments : p.segments;
+    entries = is_mirrored ? p.gradient_entries : p.entries;
+    maps = is_mirrored ? p.gradient_maps : p.maps;
+    const int item = cta / parts % items;
     n = item / p.value_heads;
     head = item - n * p.value_heads;
-    first_column = (cta - item * parts) * Config::kColumns;
+    first_column = cta % parts * Config::kColumns;
     first_slot = p.slots().first_slot(p.sequences, n);
     segments = static_cast<int>(p.slots().segments(p.sequences[n].length));
   }
   // Segments as their chain takes them.
   GD_DEVICE int64_t block_of(int segment) const {
-    return (first_slot + (p.is_mirrored ? segments - 1 - segment : segment)) * p.value_heads + head;
+    return (first_slot + (is_mirrored ? segments - 1 - segment : segment)) * p.value_heads + head;
   }
-  GD_DEVICE bool is_entered(int segment) const { return p.segments[block_of(segment)].is_entered(); }
+  GD_DEVICE bool is_entered(int segment) const { return records[block_of(segment)].is_entered(); }
   GD_DEVICE float* entry(int segment, int k, int c) const {
-    return p.entries + block_of(segment) * p.state_numbers() + k * p.key_state_stride +
+    return entries + block_of(segment) * p.state_numbers() + k * p.key_state_stride +
            (first_column + c) * p.value_state_stride;
   }
   GD_DEVICE uint32_t state_at(int k, int c) const { return smem + Smem::kState + (k * Config::kColumns + c) * 4; }
@@ -142,7 +151,7 @@ struct Fold {
   }
   // Rows of M^T; those past K and numbers past K are zero.
   GD_DEVICE void load_block(int segment, int b, int block) const {
-    const float* const from = p.maps + block_of(segment) * p.key_dim * p.key_dim;
+    const float* const from = maps + block_of(segment) * p.key_dim * p.key_dim;
     const uint32_t to = smem + Smem::kMaps + block % Config::kStages * Smem::kStageBytes;
     constexpr int kPackets = kKeys / 4;
 #pragma unroll 1

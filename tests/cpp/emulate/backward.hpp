@@ -23,11 +23,12 @@ void run_kernels(const BackwardProblem& problem, char* workspace, const Options&
   const Params states = states_params(p), gradients = gradient_pass_params(p);
   if (p.segment_chunks) {
     run_segments(p, options);
-    run_entries<States, Transitions<StatesPass, Config>>(states, cut.kind, options);
+    run_transitions<States, Transitions<StatesPass, Config>>(states, cut.kind, options);
+    run_transitions<GradientChain, Transitions<GradientPass, Config>>(gradients, cut.kind, options);
+    run_folds<Config::kKeys>(p, options);
   }
   launch(chain_ctas(states), Forward::kThreads, Forward::Smem::kBytes, options,
          [&](int cta, int tid) { States<Forward>(states, cta, tid).run(); });
-  if (p.segment_chunks) run_entries<GradientChain, Transitions<GradientPass, Config>>(gradients, cut.kind, options);
   launch(chain_ctas(gradients), Backward::kThreads, Backward::Smem::kBytes, options,
          [&](int cta, int tid) { GradientChain<Backward>(gradients, cta, tid).run(); });
   launch(gradient_ctas(problem), Rows::kThreads, Rows::Smem::kBytes, options,

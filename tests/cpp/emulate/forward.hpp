@@ -125,16 +125,19 @@ inline void run_segments(const cuda::portable::Params& p, const Options& options
   launch(segment_ctas(p), kSegmentThreads, 0, options,
          [&](int cta, int tid) { FindSegments::run(p, cta, static_cast<int>(p.slots().count(p.sequences)), tid); });
 }
-// Transitions and folds of a chain.
 template <template <class> class Chain, class Config>
-void run_entries(const cuda::portable::Params& p, cuda::portable::ChainKind kind, const Options& options) {
+void run_transitions(const cuda::portable::Params& p, cuda::portable::ChainKind kind, const Options& options) {
   using namespace cuda::portable;
-  const Params transitions = transition_params(p, kind);
+  const Params transitions = transition_params(p, kind, std::is_same_v<typename Config::Pass, StatesPass>);
   launch(chain_ctas(transitions), Config::kThreads, Config::Smem::kBytes, options,
          [&](int cta, int tid) { Chain<Config>(transitions, cta, tid).run(); });
-  using FoldKeys = FoldConfig<Config::kKeys>;
-  launch(fold_ctas(p), FoldKeys::kThreads, FoldKeys::Smem::kBytes, options,
-         [&](int cta, int tid) { Fold<FoldKeys>(p, cta, tid).run(); });
+}
+template <int kKeys>
+void run_folds(const cuda::portable::Params& p, const Options& options) {
+  using namespace cuda::portable;
+  using Config = FoldConfig<kKeys>;
+  launch(fold_ctas(p), Config::kThreads, Config::Smem::kBytes, options,
+         [&](int cta, int tid) { Fold<Config>(p, cta, tid).run(); });
 }
 
 template <class Config>
@@ -146,7 +149,8 @@ void run_kernels(const ForwardProblem& problem, char* workspace, const Options& 
   run_prepare<typename Config::Elem, Config::kKeys>(p, prepare_ctas(problem), options);
   if (p.segment_chunks) {
     run_segments(p, options);
-    run_entries<States, Transitions<StatesPass, Config>>(p, cut.kind, options);
+    run_transitions<States, Transitions<StatesPass, Config>>(p, cut.kind, options);
+    run_folds<Config::kKeys>(p, options);
   }
   launch(chain_ctas(p), Config::kThreads, Config::Smem::kBytes, options,
          [&](int cta, int tid) { Forward<Config>(p, cta, tid).run(); });

@@ -180,10 +180,10 @@ BACKWARD = {
     ),
     "gradients_enter_the_wrong_segment": Mistake("chain.cuh", "block() + Pass::kDirection * p.value_heads",
                                                  "block() + p.value_heads"),
-    "folds_of_gradients_are_not_mirrored": Mistake("segments.cuh", "p.is_mirrored ? segments - 1 - segment : segment",
+    "folds_of_gradients_are_not_mirrored": Mistake("segments.cuh", "is_mirrored ? segments - 1 - segment : segment",
                                                    "segment"),
-    "gradients_by_the_map_of_states": Mistake("backward_config.hpp", "chain.maps = p.gradient_maps",
-                                              "chain.maps = p.maps"),
+    "gradients_by_the_map_of_states": Mistake("segments.cuh", "maps = is_mirrored ? p.gradient_maps : p.maps;",
+                                              "maps = p.maps;"),
     "no_maps_for_gradients": Mistake(
         "states.cuh", "return gradients->is_entered() && gradients[-p.value_heads].is_entered();", "return false;"
     ),
