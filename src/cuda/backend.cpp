@@ -34,12 +34,10 @@ size_t saved_bytes(const Problem& p) {
   return enough_for_both<Problem>(p, saved_layout(p.in).bytes,
                                   [](const Problem& of) { return portable::saved_bytes(of.in); });
 }
-// Whether it is for Hopper's kernels: then they say why they do not do it. Of the backwards theirs alone cuts.
-bool asks_for_hoppers(const ForwardProblem& p, const gd_exec& exec) {
+// Whether it is for Hopper's kernels: then they say why they do not do it.
+template <class Problem>
+bool asks_for_hoppers(const Problem& p, const gd_exec& exec) {
   return exec.isa == GD_ISA_AUTO && (p.segment_chunks || p.saved) && is_hoppers(p.in);
-}
-bool asks_for_hoppers(const BackwardProblem& p, const gd_exec& exec) {
-  return exec.isa == GD_ISA_AUTO && (p.segment_chunks || (p.saved && is_hoppers(p.in)));
 }
 
 }  // namespace
@@ -76,7 +74,9 @@ const Backend<ForwardProblem> portable_forward_backend = {
 const Backend<BackwardProblem> sm90_backward_backend = {
     GD_CUDA,
     [](const BackwardProblem& p, const gd_exec& exec) {
-      return exec.isa == GD_ISA_CUDA_PORTABLE ? forced("cut backward") : check_limits(p);
+      if (exec.isa == GD_ISA_CUDA_PORTABLE)
+        return refusal(GD_UNSUPPORTED, "isa is portable: Hopper's kernels are left out");
+      return check_limits(p);
     },
     [](const BackwardProblem& p, const gd_exec&) {
       return enough_for_both<BackwardProblem>(

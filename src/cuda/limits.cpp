@@ -52,9 +52,8 @@ Outcome check_chunks(int64_t blocks, int64_t most, int64_t helpers) {
 Outcome check_layer(const Layer& in) {
   for (const auto& [name, size] : {std::pair("K", in.key_dim), std::pair("V", in.value_dim)})
     if (size != kHeadDim)
-      return refusal(GD_UNSUPPORTED,
-                     "%s is %d, must be %d on CUDA in summaries, and with segment_chunks or small_workspace", name,
-                     size, kHeadDim);
+      return refusal(GD_UNSUPPORTED, "%s is %d, must be %d on CUDA in summaries and with small_workspace", name, size,
+                     kHeadDim);
   GD_CHECK(check_inputs(in));
   if (in.group > kMaxGroup)
     return refusal(GD_UNSUPPORTED, "Hv / Hk is %" PRId64 ", must be at most %" PRId64 " on CUDA", in.group, kMaxGroup);
@@ -171,12 +170,10 @@ Outcome check_portable_limits(const BackwardProblem& p) {
   const Layer& in = p.in;
   if (p.small_workspace)
     return refusal(GD_UNSUPPORTED, "small_workspace is set, but the portable CUDA kernels have one size of workspace");
-  if (p.segment_chunks)
-    return refusal(GD_UNSUPPORTED, "segment_chunks is %" PRId64 ": the portable CUDA backward cuts no sequence",
-                   p.segment_chunks);
+  const ForwardProblem forward = portable::forward_of(p);
+  GD_CHECK(check_portable_segments(forward));
   GD_CHECK(check_inputs(in));
   GD_CHECK(check_seq_heads(in, portable::kMaxSeqHeads));
-  const ForwardProblem forward = portable::forward_of(p);
   GD_CHECK(check_chunks(portable::prepare_ctas(forward), portable::kMaxCtas, portable::prepare_helpers(forward)));
   const int64_t chunks = portable::sequences_of(in).workspace_chunks();
   if (chunks > portable::kMaxCtas / (2 * in.value_heads))  // and parts of K, which are two at most

@@ -77,7 +77,7 @@ ROOMS = {
     "src/cuda/portable/config.hpp": [
         "src/core", "src/cuda/host_device.hpp", "src/cuda/tensors.hpp", "src/cuda/schedule",
     ],
-    "src/cuda/portable/backward_config.hpp": ["src/cuda/portable/config.hpp"],
+    "src/cuda/portable/backward_config.hpp": ["src/cuda/portable/cut.hpp"],
     "src/cuda/portable/cut.hpp": ["src/cuda/portable/config.hpp"],
     "src/cuda/portable/ptx.cuh": ["src/cuda/portable/config.hpp"],
     "src/cuda/portable": [

@@ -20,11 +20,7 @@ cudaError_t launch_instance(const Params& p, int device, cudaStream_t stream) {
 }
 
 Outcome launch_all(const Params& p, bool has_saved, int device, cudaStream_t stream) {
-  Outcome outcome;
-  const auto ran = [&](cudaError_t error, const char* what) {
-    if (error) outcome = failure(error, what);
-    return !error;
-  };
+  Launched ran;
   const int64_t chunks = p.sequences.workspace_chunks();
   const bool recomputed = has_saved || (ran(launch_prepare(p, stream), "launch the prepare kernel") &&
                                         ran(launch_reads(p, device, stream), "launch the loop of reads"));
@@ -34,7 +30,7 @@ Outcome launch_all(const Params& p, bool has_saved, int device, cudaStream_t str
       ran(launch_chunks<Finish>(p, chunks * p.key_heads, stream), "launch the sums over heads") &&
       ran(launch_chunks<GateGradients>(p, chunks, stream), "launch the gradients of gates") && p.head_sums)
     ran(launch_chunks<HeadSums>(p, (p.value_heads + kWarps - 1) / kWarps, stream), "launch the sums over tokens");
-  return outcome;
+  return ran.outcome;
 }
 
 }  // namespace

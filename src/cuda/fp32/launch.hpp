@@ -21,10 +21,7 @@ template <class Config, template <class> class Loop>
 cudaError_t launch_loop(const Params& p, int device, cudaStream_t stream) {
   const int64_t ctas = int64_t{p.sequences.count} * p.value_heads * p.parts;
   if (ctas == 0) return cudaSuccess;
-  static std::atomic<uint64_t> allowed{0};
-  constexpr auto kernel = fp32_loop_kernel<Config, Loop>;
-  if (const cudaError_t error = allow_shared_memory(kernel, Config::kBytes, device, allowed)) return error;
-  return launch_kernel(false, kernel, ctas, kThreads, Config::kBytes, stream, p);
+  return launch_large<fp32_loop_kernel<Config, Loop>>(false, ctas, kThreads, Config::kBytes, device, stream, p);
 }
 
 // What has no state.

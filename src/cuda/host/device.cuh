@@ -17,7 +17,7 @@ struct Capabilities {
   const char* supported;
 };
 constexpr Capabilities kHopperDevices = {
-    9, 9, "summaries, and a backward's segment_chunks and small_workspace, support 9.0 (Hopper)"};
+    9, 9, "summaries, and a backward's small_workspace, support 9.0 (Hopper)"};
 constexpr Capabilities kPortableDevices = {8, 1 << 15, "the chunked forward and backward support 8.0 and later"};
 constexpr Capabilities kDecodeDevices = {8, 1 << 15, "recurrent steps support 8.0 and later"};
 
@@ -33,6 +33,15 @@ constexpr Capabilities kDecodeDevices = {8, 1 << 15, "recurrent steps support 8.
 inline Outcome failure(cudaError_t error, const char* what) {
   return failure(GD_INTERNAL, "CUDA failed to %s: %s", what, cudaGetErrorString(error));
 }
+// Tells whether a launch went well, and keeps the outcome of one that did not.
+struct Launched {
+  Outcome outcome;
+
+  bool operator()(cudaError_t error, const char* what) {
+    if (error) outcome = failure(error, what);
+    return !error;
+  }
+};
 
 struct DeviceFacts {
   int16_t major, minor;

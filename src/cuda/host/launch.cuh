@@ -8,11 +8,12 @@
 namespace gatedelta::cuda {
 
 // Raises a kernel's shared-memory limit to the most any launch needs. Done once per device for the first 64 devices.
-template <class Kernel>
-cudaError_t allow_shared_memory(Kernel kernel, int bytes, int device, std::atomic<uint64_t>& allowed) {
+template <auto kKernel>
+cudaError_t allow_shared_memory(int bytes, int device) {
+  static std::atomic<uint64_t> allowed{0};
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
   if (allowed.load(std::memory_order_relaxed) & bit) return cudaSuccess;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  const cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (!error) allowed.fetch_or(bit, std::memory_order_relaxed);
   return error;
 }
@@ -39,6 +40,18 @@ cudaError_t launch_kernel(bool early_too, Kernel kernel, GridSize grid, int thre
   config.attrs = &early;
   config.numAttrs = early_too ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args...);
+}
+// Shared memory of a launch, in bytes, and the most of all launches of its kernel.
+struct SharedMemory {
+  SharedMemory(int bytes_) : SharedMemory(bytes_, bytes_) {}
+  SharedMemory(int bytes_, int most_) : bytes(bytes_), most(most_) {}
+  int bytes, most;
+};
+template <auto kKernel, class... Args>
+cudaError_t launch_large(bool early_too, GridSize grid, int threads, SharedMemory memory, int device,
+                         cudaStream_t stream, const Args&... args) {
+  if (const cudaError_t error = allow_shared_memory<kKernel>(memory.most, device)) return error;
+  return launch_kernel(early_too, kKernel, grid, threads, memory.bytes, stream, args...);
 }
 template <class Kernel, class... Args>
 cudaError_t launch_early(Kernel kernel, int64_t blocks, int threads, int bytes, cudaStream_t stream,

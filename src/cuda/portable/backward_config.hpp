@@ -1,7 +1,7 @@
 // Tiles, parameters and memory of the portable backward: plain arithmetic that needs no CUDA.
 #pragma once
 
-#include "cuda/portable/config.hpp"
+#include "cuda/portable/cut.hpp"
 
 namespace gatedelta::cuda::portable {
 
@@ -99,12 +99,14 @@ inline ForwardProblem forward_of(const BackwardProblem& p) {
   ForwardProblem forward;
   forward.in = p.in;
   forward.saved = p.saved;
-  forward.context_parallel = false;  // nothing is cut yet
+  forward.context_parallel = p.context_parallel, forward.batch_invariant = p.batch_invariant;
+  forward.segment_chunks = p.segment_chunks;
   return forward;
 }
 
 struct BackwardWorkspace {
-  ForwardWorkspace forward;
+  ForwardWorkspace forward;  // what prepare leaves, and the segments of states
+  size_t gradient_segments = 0, gradient_entries = 0, gradient_maps = 0;
   size_t states = 0, gradients = 0, u = 0, dv = 0, dots = 0, key_sums = 0, head_sums = 0;
   size_t bytes = 0;
 };
@@ -114,6 +116,11 @@ inline BackwardWorkspace backward_layout(const BackwardProblem& p) {
   w.bytes = w.forward.bytes;
   const auto take = [&](int64_t bytes) { return take_bytes(w.bytes, bytes); };
   const Layer& in = p.in;
+  if (const int64_t slots = w.forward.entry_slots; slots > 0) {
+    w.gradient_segments = take(segment_bytes(in, slots));
+    w.gradient_entries = take(entry_bytes(in, slots));
+    w.gradient_maps = take(map_bytes(in, slots));
+  }
   const int64_t chunks = sequences_of(in).workspace_chunks(), chunk_heads = chunks * in.value_heads,
                 rows = in.sequences.batch * in.sequences.tokens * in.value_heads * in.value_dim;
   w.states = take(chunk_heads * in.key_dim * in.value_dim * 2);
@@ -127,11 +134,17 @@ inline BackwardWorkspace backward_layout(const BackwardProblem& p) {
   return w;
 }
 
-inline BackwardParams params_of(const BackwardProblem& problem, char* workspace, int cta_columns) {
+inline Cut choose_cut(const BackwardProblem& p, const BackwardWorkspace& layout, int multiprocessors) {
+  return choose_cut(p.in, {CutCosts::kStates, CutCosts::kGradients}, layout.forward.entry_slots, p.segment_chunks,
+                    multiprocessors);
+}
+
+// layout: that of the problem.
+inline BackwardParams params_of(const BackwardProblem& problem, const BackwardWorkspace& layout, char* workspace,
+                                const Cut& cut) {
   const Layer& in = problem.in;
-  const BackwardWorkspace layout = backward_layout(problem);
   BackwardParams p{};
-  static_cast<Params&>(p) = params_of(forward_of(problem), workspace, cta_columns, true);
+  static_cast<Params&>(p) = params_of(forward_of(problem), layout.forward, workspace, cut, true);
   const int64_t row = in.value_heads * in.value_dim;
   const auto rows_at = [&](size_t at) -> TokenRows {
     return {workspace + at, in.q.dtype, in.sequences.tokens * row, row, in.value_dim};
@@ -149,6 +162,10 @@ inline BackwardParams params_of(const BackwardProblem& problem, char* workspace,
   if (problem.dA_log || problem.d_dt_bias) p.head_sums = reinterpret_cast<float*>(workspace + layout.head_sums);
   p.u_stride = static_cast<uint32_t>(p.u.token_stride), p.d_o_stride = static_cast<uint32_t>(p.d_o.token_stride);
   p.dv_stride = static_cast<uint32_t>(p.dv.token_stride);
+  if (cut.chunks == 0) return p;
+  p.gradient_segments = reinterpret_cast<Segment*>(workspace + layout.gradient_segments);
+  p.gradient_entries = reinterpret_cast<float*>(workspace + layout.gradient_entries);
+  p.gradient_maps = reinterpret_cast<float*>(workspace + layout.gradient_maps);
   return p;
 }
 
@@ -165,6 +182,7 @@ inline Params gradient_pass_params(const BackwardParams& p) {
   chain.o = p.dv, chain.o_stride = p.dv_stride;
   chain.initial = p.d_final, chain.final = p.d_initial;
   chain.snapshots = p.gradients;
+  chain.segments = p.gradient_segments, chain.entries = p.gradient_entries;
   return chain;
 }
 

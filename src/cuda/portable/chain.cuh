@@ -42,16 +42,17 @@ struct Chain {
     int sequence, head, column;  // column: the warp's first
     SequenceSpan span;
   };
-  GD_DEVICE Place place() const {
-    const int block = opaque(cta) >> p.log_parts, item = block / p.value_heads;
-    const int n = p.order ? p.order[item] : item;
-    return {n, block - item * p.value_heads, column(), p.sequences[n]};
+  // Of segments and heads.
+  GD_DEVICE int block() const { return opaque(cta) >> p.log_parts; }
+  // This CTA's segment. Where no sequence is cut it is a whole one, and the longest come first.
+  GD_DEVICE Segment segment() const {
+    if (p.segments) return p.segments[block()];
+    const int item = block() / p.value_heads, n = p.order ? p.order[item] : item;
+    return {n, 0, static_cast<int>(ChunkedSequences::chunks(p.sequences[n].length)), 0};
   }
-  // Of a kernel that has segments: this CTA's, and where it is.
-  GD_DEVICE const Segment& segment() const { return p.segments[opaque(cta) >> p.log_parts]; }
   GD_DEVICE Place place_in(const Segment& segment) const {
     const int n = segment.sequence;
-    return {n, (opaque(cta) >> p.log_parts) % p.value_heads, column(), p.sequences[n]};
+    return {n, block() % p.value_heads, column(), p.sequences[n]};
   }
   // Tokens of the sequence up to the segment's end.
   GD_DEVICE static int64_t end_of(const Segment& segment, const Place& at) {
@@ -73,16 +74,19 @@ struct Chain {
       : p(params), smem(shared_base()), cta(cta_), warp(shuffle(tid_ >> 5, 0)) {
     set_thread(tid_);
   }
-  // Of the first step the kernel takes.
-  GD_DEVICE void set_rows(const Place& at, int step = 0) {
+  // The column of M that the warp's first column stands for, in a transition; negative: it stands for itself.
+  GD_DEVICE int map_column() const { return is_transition() ? column() - p.map_column : -1; }
+  GD_DEVICE bool is_transition() const { return Config::kHasTransitions && p.map_column > 0; }
+  // Of the first step the kernel takes, and of the first one with outputs.
+  GD_DEVICE void set_rows(const Place& at, int step, int output_step) {
     const int64_t batch = at.span.batch, begin = at.span.begin + step * kStep;
     const int key_head = at.head / p.group, row = tid >> 3, column = (tid & 7) * kPacketColumns;
     k = static_cast<const uint16_t*>(p.k.data) + p.k.offset(batch, begin, key_head) + row * p.k_stride + column;
     q = static_cast<const uint16_t*>(p.q.data) + p.q.offset(batch, begin, key_head) + row * p.q_stride + column;
     v = static_cast<const uint16_t*>(p.v.data) + p.v.offset(batch, begin, at.head) + at.column +
         lane / kValuePackets * p.v_stride + lane % kValuePackets * kPacketColumns;
-    o = static_cast<uint16_t*>(p.o.data) + p.o.offset(batch, begin, at.head) + at.column + g * p.o_stride +
-        (t & 1) * 8 + (t >> 1) * 4;
+    o = static_cast<uint16_t*>(p.o.data) + p.o.offset(batch, at.span.begin + output_step * kStep, at.head) + at.column +
+        g * p.o_stride + (t & 1) * 8 + (t >> 1) * 4;
     prepared = p.prepared_step(p.sequences.first_chunk_index(at.sequence) + step / kStepsPerChunk, at.head,
                                step % kStepsPerChunk) +
                tid * kPacketBytes;
@@ -180,17 +184,12 @@ struct Chain {
       each_number(column, [&](float& x, int i) { x = Stored::widen(from[i]); });
     });
   }
-  GD_DEVICE void load_state(const Place& at) {
-    zero_state();
-    const int64_t slot = p.initial.slot(at.sequence);
-    if (slot >= 0) load_matrix(p.initial.data, p.initial.dtype, p.initial.offset(slot, at.head), at.column);
-  }
   // The state a segment begins with, or its warm-up.
   GD_DEVICE void enter(const Segment& segment, const Place& at) {
     zero_state();
-    if (segment.warmup == Segment::kFromEntry) {
-      load_matrix(p.entries, GD_F32, (opaque(cta) >> p.log_parts) * p.state_numbers(), at.column);
-    } else if (segment.chunk == 0) {
+    if (segment.is_entered()) {
+      load_matrix(p.entries, GD_F32, block() * p.state_numbers(), at.column);
+    } else if (segment.warmup == 0) {
       const int64_t slot = p.initial.slot(at.sequence);
       if (slot < 0) return;
       const bool is_copied = p.initial_copy;
@@ -396,9 +395,11 @@ struct Chain {
         }
   }
 
-  // ---- steps without outputs ---------------------------------------------------------------------------------------
+  // ---- steps of the state alone ------------------------------------------------------------------------------------
 
-  GD_DEVICE void advance_state(int stage, int rows) {
+  // keep(s, kk) gets the state before the step, packed, store(U) what its tokens write.
+  template <class Keep, class Store>
+  GD_DEVICE void advance_state(int stage, int rows, const Keep& keep, const Store& store) {
     const uint32_t K = smem + Smem::kK + stage * Config::kTiles * Config::kTileBytes;
     const uint32_t prep = smem + Smem::kPrepared + stage * Prepared::kBytes;
     const float end = load_shared(prep + Prepared::kEnd);
@@ -409,6 +410,7 @@ struct Chain {
     for (int kk = 0; kk < Config::kKeys / 16; ++kk) {
       uint32_t s[kI][4];
       pack_state(s, kk);
+      keep(s, kk);
       scale_state(kk, end);
       multiply_rows(W, s, K, kk);  // (K S)^T
     }
@@ -420,6 +422,7 @@ struct Chain {
     if (rows > kStep) load_own_values(rows - kStep);
     copy_commit();
     multiply_triangle(W, packed, prep + Prepared::kN);  // U = W + N W
+    store(W);
     scale(W, prep, kTail);
     pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
     add_to_state(packed, K);
@@ -445,6 +448,15 @@ struct Chain {
     }
     copy_commit();
   }
+
+  // ---- transitions -------------------------------------------------------------------------------------------------
+
+  // Whether the state a segment ends with is the next one's entry. In the gradient chain the next one is that before.
+  GD_DEVICE bool leaves_entry(const Segment& segment, const Place& at) const {
+    const bool is_last = Pass::kDirection > 0 ? end_of(segment, at) >= at.span.length : segment.chunk == 0;
+    return !is_last && p.segments[next_block()].is_entered();
+  }
+  GD_DEVICE int next_block() const { return block() + Pass::kDirection * p.value_heads; }
 
   // ---- outputs -----------------------------------------------------------------------------------------------------
 

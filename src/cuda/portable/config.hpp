@@ -131,6 +131,8 @@ struct ChainConfig {
   static constexpr int kTiles = kKeys / kTileColumns;
   static constexpr int kTileBytes = kStep * kTileRowBytes;
   static constexpr int kStages = 2;
+  // Whether it runs transitions, too: transition_kind. With 32 rows the states kernel would spill.
+  static constexpr bool kHasTransitions = kRows == 16;
 
   struct Smem {
     static constexpr int kK = 0;
@@ -164,6 +166,8 @@ inline ChainKind chain_kind(const Layer& in, int multiprocessors) {
   if (2 * ctas > multiprocessors && in.value_dim > 64) return ChainKind::k128;
   return 4 * ctas > multiprocessors ? ChainKind::k128Half : ChainKind::k128Quarter;
 }
+// What transitions of a call run with. Most heads have none, so few columns of more CTAs are better anyway.
+inline ChainKind transition_kind(ChainKind kind) { return kind == ChainKind::k128 ? ChainKind::k128Half : kind; }
 // Calls run with the config of a kind.
 template <class Pass, class Elem, class Run>
 auto with_chain(ChainKind kind, const Run& run) {
@@ -178,12 +182,13 @@ auto with_chain(ChainKind kind, const Run& run) {
 }
 
 constexpr int kSegmentThreads = 128;
-constexpr int kFoldColumns = 16;  // value columns of a CTA of the fold
+constexpr int kFoldColumns = 8;  // value columns of a CTA of the fold
 template <int kKeysOf>
 struct FoldConfig {
   static constexpr int kKeys = kKeysOf, kColumns = kFoldColumns;
-  static constexpr int kThreads = kKeys / 4 * (kColumns / 2);
-  static constexpr int kDepth = 16, kStages = 4;  // rows of M^T in a stage
+  static constexpr int kThreads = kKeys / 4 * kColumns;
+  static constexpr int kDepth = kKeys == 128 ? 32 : 16, kStages = 4;  // rows of M^T in a stage
+  static_assert(kStages - 1 <= kKeys / kDepth);                       // what is loaded ahead is the next M's at most
 
   struct Smem {
     static constexpr int kState = 0;
@@ -215,12 +220,16 @@ struct SegmentSlots {
   }
 };
 
-// What a CTA of the cut forward does for a value head.
+// What a CTA of a chain does for a value head. Where gradients are followed, from the last token to the first, "before"
+// means behind.
 struct alignas(16) Segment {
   static constexpr int kFromEntry = -1;
   int sequence;       // negative: nothing
   int chunk, chunks;  // the first one with outputs, and how many they are
-  int warmup;         // chunks before them, from no state; kFromEntry: it begins with the state at its boundary
+  int warmup;         // chunks before them, from no state; kFromEntry: it begins with the state at its boundary;
+                      // 0: it is the first one and begins with what the caller gives
+  GD_HOST_DEVICE bool is_entered() const { return warmup == kFromEntry; }
+  GD_HOST_DEVICE int warmup_chunks() const { return warmup > 0 ? warmup : 0; }
 };
 
 // ---- what kernels are told -----------------------------------------------------------------------------------------
@@ -250,13 +259,15 @@ struct Params {
   int64_t* first_checkpoint;  // [N] number of its first checkpoint, of packed sequences
   // Of a call that cuts sequences:
   int segment_chunks;  // 0 = none is cut
-  int map_column;      // of the transitions kernel: the column that stands for the first one of M
-  Segment* segments;   // [slots][value_heads]
+  int map_column;      // of transitions: the column that stands for the first one of M; otherwise 0
   ChunkDecay* decays;  // [value_heads][chunks][kStepsPerChunk], of the steps
   void* initial_copy;  // [N][value_heads][K V] as p.initial; null = the initial states stay as they are
+  Segment* segments;   // [slots][value_heads]; null = none is cut
   float* entries;      // [slots][value_heads][K V], states that segments begin with, matrices as the caller's
   float* maps;         // [slots][value_heads][K][K], M^T of a segment
-
+  // The same of the chain of gradients, in a backward; its maps are M.
+  Segment* gradient_segments;
+  float *gradient_entries, *gradient_maps;
   GD_HOST_DEVICE SegmentSlots slots() const { return {int64_t{segment_chunks} * kChunkTokens}; }
   GD_HOST_DEVICE int64_t state_numbers() const { return int64_t{key_dim} * value_dim; }
   GD_HOST_DEVICE ChunkDecay* step_decays(int64_t chunk_index, int head) const {
@@ -315,10 +326,11 @@ inline int64_t most_slots(const ForwardProblem& p) {
   return SegmentSlots{chunks * kChunkTokens}.count(sequences_of(p.in));
 }
 
-// Documented bound of the workspace: bytes per token and value head, plus a constant. States and transitions of
-// segments get what is left below it, or what a forced segment length needs.
+// Documented bound of a forward's workspace: bytes per token and value head, plus a constant. States and transitions of
+// segments get what is left below it, or what a forced segment length needs. A backward has both for each of its
+// chains, and no other bound.
 constexpr int64_t kBytesPerToken = 192, kFixedBytes = int64_t{1} << 20;
-constexpr int64_t kMostEntryBytes = int64_t{48} << 20;
+constexpr int64_t kMostEntryBytes = int64_t{48} << 20;  // of a chain
 
 struct ForwardWorkspace {
   static constexpr size_t kAlign = 64;  // of every part, and of the memory itself
@@ -336,8 +348,11 @@ inline size_t take_bytes(size_t& bytes, int64_t more) {
 }
 // What prepare leaves; with `saved` it lies there, and the backward of the same inputs needs no prepare.
 struct PreparedLayout {
-  size_t prepared = 0, order = 0, vectors = 0, norms = 0, bytes = 0;
+  size_t prepared = 0, order = 0, vectors = 0, norms = 0, decays = 0, bytes = 0;
 };
+inline int64_t decay_bytes(const Layer& in) {
+  return sequences_of(in).workspace_chunks() * in.value_heads * kStepsPerChunk * int64_t{sizeof(ChunkDecay)};
+}
 inline PreparedLayout prepared_layout(const Layer& in, bool for_backward) {
   PreparedLayout w;
   const auto take = [&](int64_t bytes) { return take_bytes(w.bytes, bytes); };
@@ -347,32 +362,57 @@ inline PreparedLayout prepared_layout(const Layer& in, bool for_backward) {
   if (!for_backward) return w;
   w.vectors = take(chunks * in.value_heads * kChunkVectors * kChunkTokens * int64_t{sizeof(float)});
   w.norms = take(chunks * in.key_heads * 2 * kChunkTokens * int64_t{sizeof(float)});
+  w.decays = take(decay_bytes(in));
   return w;
 }
 inline size_t saved_bytes(const Layer& in) { return prepared_layout(in, true).bytes; }
+// Of a chain that is cut: what its segments begin with, in so many slots.
+inline int64_t segment_bytes(const Layer& in, int64_t slots) {
+  return slots * in.value_heads * int64_t{sizeof(Segment)};
+}
+inline int64_t entry_bytes(const Layer& in, int64_t slots) {
+  return slots * in.value_heads * in.key_dim * in.value_dim * int64_t{sizeof(float)};
+}
+inline int64_t map_bytes(const Layer& in, int64_t slots) {
+  return slots * in.value_heads * in.key_dim * in.key_dim * int64_t{sizeof(float)};
+}
+// for_backward: prepare leaves what a backward needs, too, as it does with `saved`.
 inline ForwardWorkspace forward_layout(const ForwardProblem& p, bool for_backward = false) {
   ForwardWorkspace w;
+  const bool keeps_all = for_backward || p.saved;
   w.prepared = take_bytes(w.bytes, p.saved ? 0 : static_cast<int64_t>(prepared_layout(p.in, for_backward).bytes));
   w.first_checkpoint = take_bytes(w.bytes, counts_checkpoints(p) ? p.in.sequences.count * int64_t{sizeof(int64_t)} : 0);
   if (!may_cut(p)) return w;
   const Layer& in = p.in;
   ForwardWorkspace cut = w;
   const auto take = [&](int64_t bytes) { return take_bytes(cut.bytes, bytes); };
-  const int64_t heads = in.value_heads, matrix = int64_t{in.key_dim} * in.value_dim,
-                map = int64_t{in.key_dim} * in.key_dim;
+  const int64_t heads = in.value_heads, matrix = int64_t{in.key_dim} * in.value_dim;
   const int64_t slots = most_slots(p);
-  cut.decays = take(sequences_of(in).workspace_chunks() * heads * kStepsPerChunk * int64_t{sizeof(ChunkDecay)});
-  cut.segments = take(slots * heads * int64_t{sizeof(Segment)});
-  cut.initial_copy = take(in.initial ? in.sequences.count * heads * matrix * dtype_bytes(in.initial.dtype) : 0);
+  cut.decays = take(keeps_all ? 0 : decay_bytes(in));
+  const bool may_overwrite = in.initial && !for_backward;
+  cut.initial_copy = take(may_overwrite ? in.sequences.count * heads * matrix * dtype_bytes(in.initial.dtype) : 0);
   const int64_t promised = kBytesPerToken * in.sequences.batch * in.sequences.tokens * heads + kFixedBytes;
-  const int64_t left = promised - static_cast<int64_t>(cut.bytes) - 2 * int64_t{ForwardWorkspace::kAlign};
-  if (!p.segment_chunks && left < 0) return w;
-  const int64_t room =
-      (left < kMostEntryBytes ? left : kMostEntryBytes) / ((matrix + map) * heads * int64_t{sizeof(float)});
-  cut.entry_slots = p.segment_chunks || room > slots ? slots : room;
-  cut.entries = take(cut.entry_slots * heads * matrix * int64_t{sizeof(float)});
-  cut.maps = take(cut.entry_slots * heads * map * int64_t{sizeof(float)});
+  const int64_t left = promised - static_cast<int64_t>(cut.bytes) - 3 * int64_t{ForwardWorkspace::kAlign};
+  const int64_t room = for_backward || left > kMostEntryBytes ? kMostEntryBytes : left;
+  const int64_t fitting = room / (segment_bytes(in, 1) + entry_bytes(in, 1) + map_bytes(in, 1));
+  // Each sequence has a slot, and one more that is cut in two.
+  if (!p.segment_chunks && fitting <= in.sequences.count) return w;
+  cut.entry_slots = p.segment_chunks || fitting > slots ? slots : fitting;
+  cut.segments = take(segment_bytes(in, cut.entry_slots));
+  cut.entries = take(entry_bytes(in, cut.entry_slots));
+  cut.maps = take(map_bytes(in, cut.entry_slots));
   return cut;
+}
+
+// Whether states that are read may be overwritten in the same call.
+inline bool overlap(const StateRows& a, const StateRows& b, const Layer& in) {
+  if (!a || !b) return false;
+  const auto last = [&](const StateRows& x) {
+    const int64_t numbers =
+        (x.slots - 1) * x.slot_stride + (in.value_heads - 1) * x.head_stride + int64_t{in.key_dim} * in.value_dim;
+    return reinterpret_cast<uintptr_t>(x.data) + static_cast<uintptr_t>(numbers * dtype_bytes(x.dtype));
+  };
+  return reinterpret_cast<uintptr_t>(a.data) < last(b) && reinterpret_cast<uintptr_t>(b.data) < last(a);
 }
 
 // CTAs of a chain kernel for columns of a head, as a power of two.
@@ -382,10 +422,16 @@ inline int log_parts(int columns, int cta_columns) {
   return log;
 }
 
-// for_backward: prepare leaves what a backward needs, too, as it does with `saved`.
-inline Params params_of(const ForwardProblem& problem, char* workspace, int cta_columns, bool for_backward = false) {
+// A cut of sequences (cut.hpp).
+struct Cut {
+  int chunks = 0;  // of a segment; 0 = no sequence is cut
+  ChainKind kind = ChainKind::k64;
+};
+
+// layout: that of the problem.
+inline Params params_of(const ForwardProblem& problem, const ForwardWorkspace& layout, char* workspace, const Cut& cut,
+                        bool for_backward = false) {
   const Layer& in = problem.in;
-  const ForwardWorkspace layout = forward_layout(problem, for_backward);
   const bool keeps_all = for_backward || problem.saved;
   const PreparedLayout parts = prepared_layout(in, keeps_all);
   char* const kept = problem.saved ? static_cast<char*>(problem.saved.data) : workspace + layout.prepared;
@@ -399,7 +445,7 @@ inline Params params_of(const ForwardProblem& problem, char* workspace, int cta_
   p.group = static_cast<int>(in.group);
   p.key_dim = in.key_dim, p.value_dim = in.value_dim;
   p.prepare_helpers = static_cast<int>(prepare_helpers(problem));
-  p.log_parts = log_parts(in.value_dim, cta_columns);
+  p.log_parts = log_parts(in.value_dim, chain_columns(cut.kind));
   p.q_stride = static_cast<uint32_t>(in.q.token_stride), p.k_stride = static_cast<uint32_t>(in.k.token_stride);
   p.v_stride = static_cast<uint32_t>(in.v.token_stride), p.o_stride = static_cast<uint32_t>(problem.o.token_stride);
   p.gate = in.gate, p.beta_kind = in.beta_kind;
@@ -413,7 +459,16 @@ inline Params params_of(const ForwardProblem& problem, char* workspace, int cta_
   if (is_sorted(in)) p.order = reinterpret_cast<int*>(kept + parts.order);
   if (keeps_all) p.vectors = reinterpret_cast<float*>(kept + parts.vectors);
   if (keeps_all) p.norms = reinterpret_cast<float*>(kept + parts.norms);
+  if (keeps_all) p.decays = reinterpret_cast<ChunkDecay*>(kept + parts.decays);
   if (counts_checkpoints(problem)) p.first_checkpoint = reinterpret_cast<int64_t*>(workspace + layout.first_checkpoint);
+  if (cut.chunks == 0) return p;
+  p.segment_chunks = cut.chunks;
+  p.segments = reinterpret_cast<Segment*>(workspace + layout.segments);
+  if (!keeps_all) p.decays = reinterpret_cast<ChunkDecay*>(workspace + layout.decays);
+  if (overlap(p.initial, p.final, in) || overlap(p.initial, p.checkpoints, in))
+    p.initial_copy = workspace + layout.initial_copy;
+  p.entries = reinterpret_cast<float*>(workspace + layout.entries);
+  p.maps = reinterpret_cast<float*>(workspace + layout.maps);
   return p;
 }
 

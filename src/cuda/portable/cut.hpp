@@ -2,41 +2,44 @@
 // multiprocessors. Lengths and gates are on the device; what a segment begins with is found there (segments.cuh).
 #pragma once
 
+#include <initializer_list>
+
 #include "cuda/portable/config.hpp"
 
 namespace gatedelta::cuda::portable {
 
-struct Cut {
-  int chunks = 0;  // of a segment; 0 = no sequence is cut
-  ChainKind kind = ChainKind::k64;
-};
-
 // Microseconds, on an H200.
 struct ChainCosts {
-  float chunk;   // with outputs, of a CTA that is alone on its multiprocessor
+  float chunk;   // of the forward, with outputs, of a CTA that is alone on its multiprocessor
   float beside;  // more of it for every other CTA there
   int resident;  // CTAs of a multiprocessor
+};
+// A chain kernel of a call, against the forward's.
+struct ChainWork {
+  float chunk;      // with outputs
+  float silent;     // of a warm-up or a transition
+  float warmup;     // chunks of a usual one
+  bool makes_maps;  // its transitions have columns for M, too
 };
 struct CutCosts {
   static constexpr ChainCosts chain(ChainKind kind) {
     switch (kind) {
       case ChainKind::k64: return {1.6f, 0.4f, 4};
       case ChainKind::k128: return {3.2f, 1.8f, 2};
-      case ChainKind::k128Half: return {2.4f, 0.9f, 3};
-      case ChainKind::k128Quarter: return {2.0f, 0.5f, 4};
+      case ChainKind::k128Half: return {2.15f, 1.07f, 3};
+      case ChainKind::k128Quarter: return {1.9f, 0.6f, 4};
       case ChainKind::k256: break;
     }
     return {5.1f, 0.0f, 1};
   }
-  static constexpr float kWithoutOutputs = 0.65f;  // such a chunk, against one with outputs
-  static constexpr float kWarmup = 6;              // chunks of a usual warm-up
-  static constexpr float kSegments = 5;            // the kernel that finds segments
-  static constexpr float kFolds = 6;               // the launches of transitions and folds
-  static constexpr float kFoldStep = 2.5f;
+  static constexpr ChainWork kForward = {1.0f, 0.65f, 6, true}, kStates = {1.12f, 0.7f, 6, true},
+                             kGradients = {1.28f, 1.15f, 11, false};
+  // What kernels take besides their chunks and steps, each with its launch.
+  static constexpr float kSegments = 7, kTransitions = 15, kFolds = 5;
+  static constexpr float kFoldStep = 3.0f;
   static constexpr float kPersistent = 0.25f;  // the share of heads taken for persistent
-  // A cut is taken where its estimate is below this share of the time without one. Measured cuts take about 1.75 times
-  // their estimate: 0.91 of the uncut time where the estimate is 0.54 of it.
-  static constexpr float kGain = 0.55f;
+  // A cut is taken where its estimate is below this share of the time without one.
+  static constexpr float kGain = 0.87f;
 };
 
 // The time of a chain kernel: rounds of as many CTAs as are resident, the last one with fewer.
@@ -50,33 +53,39 @@ inline float chain_time(ChainKind kind, int64_t ctas, float chunks, int multipro
   return static_cast<float>(ctas / together) * round(costs.resident) + last;
 }
 
-inline Cut choose_cut(const ForwardProblem& p, int multiprocessors) {
-  const Layer& in = p.in;
+// The cut of a call whose chains run one after the other, by the same segments; entries and maps have room for so many
+// slots. forced: chunks of a segment, or 0.
+inline Cut choose_cut(const Layer& in, std::initializer_list<ChainWork> chains, int64_t entry_slots, int64_t forced,
+                      int multiprocessors) {
   Cut best;
   best.kind = chain_kind(in, multiprocessors);
-  const ForwardWorkspace room = forward_layout(p);
-  if (!may_cut(p) || room.entry_slots == 0) return best;
+  if (entry_slots == 0) return best;
   const ChunkedSequences sequences = sequences_of(in);
   const int64_t heads = in.value_heads;
   // Of packed sequences the lengths are not known: they count as equal.
   const int64_t tokens = in.sequences.offsets ? in.sequences.tokens / in.sequences.count : in.sequences.tokens;
   const int64_t chunks = ChunkedSequences::chunks(tokens);
   const auto parts = [](ChainKind kind, int columns) { return int64_t{1} << log_parts(columns, chain_columns(kind)); };
-  const float whole = chain_time(best.kind, in.sequences.count * heads * parts(best.kind, in.value_dim),
-                                 static_cast<float>(chunks), multiprocessors);
-  float least = p.segment_chunks ? -1.0f : CutCosts::kGain * whole;
+  float whole = 0;
+  for (const ChainWork& chain : chains)
+    whole += chain_time(best.kind, in.sequences.count * heads * parts(best.kind, in.value_dim),
+                        chain.chunk * static_cast<float>(chunks), multiprocessors);
+  float least = forced ? -1.0f : CutCosts::kGain * whole;
   const auto consider = [&](ChainKind kind, int64_t length) {
     const int64_t slots = SegmentSlots{length * kChunkTokens}.count(sequences), items = slots * heads;
-    if (slots > room.entry_slots) return;
+    if (slots > entry_slots) return;
     const int64_t ctas = items * parts(kind, in.value_dim);
-    const auto time = [&](int64_t count, float of) { return chain_time(kind, count, of, multiprocessors); };
     const auto L = static_cast<float>(length);
-    const float outputs = time(ctas, L), faded = time(ctas, L + CutCosts::kWarmup * CutCosts::kWithoutOutputs);
-    const int64_t wide = items * parts(kind, in.value_dim + in.key_dim);
-    const float steps = static_cast<float>((chunks + length - 1) / length);
-    const float persistent = time(wide, L * CutCosts::kWithoutOutputs) + CutCosts::kFoldStep * steps + outputs;
-    const float cost = CutCosts::kSegments + CutCosts::kFolds + (1 - CutCosts::kPersistent) * faded +
-                       CutCosts::kPersistent * persistent;
+    const int64_t steps = (chunks + length - 1) / length - 2;  // of a fold
+    const ChainKind narrow = transition_kind(kind);
+    float cost = CutCosts::kSegments + CutCosts::kFolds;
+    if (steps > 0) cost += CutCosts::kFoldStep * static_cast<float>(steps);
+    for (const ChainWork& chain : chains) {
+      const int64_t wide = items * parts(narrow, in.value_dim + (chain.makes_maps ? in.key_dim : 0));
+      const auto persistent = static_cast<int64_t>(CutCosts::kPersistent * static_cast<float>(wide)) + 1;
+      cost += CutCosts::kTransitions + chain_time(narrow, persistent, L * chain.silent, multiprocessors);
+      cost += chain_time(kind, ctas, L * chain.chunk + chain.warmup * chain.silent, multiprocessors);
+    }
     if (least >= 0 && cost >= least) return;
     least = cost;
     best = {static_cast<int>(length), kind};
@@ -87,8 +96,8 @@ inline Cut choose_cut(const ForwardProblem& p, int multiprocessors) {
     consider(ChainKind::k128Half, length);
     consider(ChainKind::k128Quarter, length);
   };
-  if (p.segment_chunks) {
-    if (p.segment_chunks * kChunkTokens < in.sequences.tokens) consider_kinds(p.segment_chunks);
+  if (forced) {
+    if (forced * kChunkTokens < in.sequences.tokens) consider_kinds(forced);
     return best;
   }
   // The host's time counts: beyond eight segments not every number of them is tried, and none that would fill the
@@ -98,37 +107,19 @@ inline Cut choose_cut(const ForwardProblem& p, int multiprocessors) {
     consider_kinds((chunks + segments - 1) / segments);
   return best;
 }
+inline Cut choose_cut(const ForwardProblem& p, const ForwardWorkspace& layout, int multiprocessors) {
+  return choose_cut(p.in, {CutCosts::kForward}, layout.entry_slots, p.segment_chunks, multiprocessors);
+}
 
 // ---- launches ------------------------------------------------------------------------------------------------------
 
-// Whether states that are read may be overwritten in the same call.
-inline bool overlap(const StateRows& a, const StateRows& b, const Layer& in) {
-  if (!a || !b) return false;
-  const auto last = [&](const StateRows& x) {
-    const int64_t numbers =
-        (x.slots - 1) * x.slot_stride + (in.value_heads - 1) * x.head_stride + int64_t{in.key_dim} * in.value_dim;
-    return reinterpret_cast<uintptr_t>(x.data) + static_cast<uintptr_t>(numbers * dtype_bytes(x.dtype));
-  };
-  return reinterpret_cast<uintptr_t>(a.data) < last(b) && reinterpret_cast<uintptr_t>(b.data) < last(a);
-}
-inline Params params_of(const ForwardProblem& problem, char* workspace, int cta_columns, const Cut& cut) {
-  Params p = params_of(problem, workspace, cta_columns);
-  if (cut.chunks == 0) return p;
-  const ForwardWorkspace layout = forward_layout(problem);
-  p.segment_chunks = cut.chunks;
-  p.segments = reinterpret_cast<Segment*>(workspace + layout.segments);
-  p.decays = reinterpret_cast<ChunkDecay*>(workspace + layout.decays);
-  if (overlap(p.initial, p.final, problem.in) || overlap(p.initial, p.checkpoints, problem.in))
-    p.initial_copy = workspace + layout.initial_copy;
-  p.entries = reinterpret_cast<float*>(workspace + layout.entries);
-  p.maps = reinterpret_cast<float*>(workspace + layout.maps);
-  return p;
-}
-// The transitions kernel has the forward's CTAs of a head, and more for M.
-inline Params transition_params(const Params& p, int cta_columns) {
+// Of the transitions of a chain: those of states have more CTAs of a head, for M.
+inline Params transition_params(const Params& p, ChainKind kind, bool makes_maps) {
+  const int columns = chain_columns(transition_kind(kind));
   Params transitions = p;
-  transitions.map_column = cta_columns << p.log_parts;
-  transitions.log_parts = log_parts(transitions.map_column + p.key_dim, cta_columns);
+  transitions.log_parts = log_parts(p.value_dim, columns);
+  transitions.map_column = columns << transitions.log_parts;
+  if (makes_maps) transitions.log_parts = log_parts(transitions.map_column + p.key_dim, columns);
   return transitions;
 }
 
@@ -140,8 +131,10 @@ inline int64_t segment_ctas(const Params& p) {
   const int64_t copies = p.initial_copy ? int64_t{p.sequences.count} * p.value_heads : 0;
   return p.slots().count(p.sequences) + copies;
 }
+// Both chains of a backward fold at the same time.
 inline int64_t fold_ctas(const Params& p) {
-  return int64_t{p.sequences.count} * p.value_heads * (p.value_dim / kFoldColumns);
+  const int chains = p.gradient_segments ? 2 : 1;
+  return int64_t{chains} * p.sequences.count * p.value_heads * (p.value_dim / kFoldColumns);
 }
 
 }  // namespace gatedelta::cuda::portable

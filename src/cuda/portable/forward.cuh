@@ -11,8 +11,8 @@
 
 namespace gatedelta::cuda::portable {
 
-// kIsCut: a CTA has a segment (segments.cuh), perhaps after steps without outputs.
-template <class Config, bool kIsCut = false>
+// Where sequences are cut, a CTA has a segment (segments.cuh), perhaps after steps without outputs.
+template <class Config>
 struct Forward : Chain<Config> {
   using Base = Chain<Config>;
   using Base::kI, Base::p, Base::smem;
@@ -22,36 +22,21 @@ struct Forward : Chain<Config> {
   GD_DEVICE Forward(const Params& params, int cta, int tid) : Base(params, cta, tid) {}
 
   GD_DEVICE void run() {
-    if constexpr (kIsCut) {
-      const Segment& segment = this->segment();
-      if (segment.sequence < 0) return;
-      const Place at = this->place_in(segment);
-      if (at.column - this->warp * kRows >= p.value_dim) return;
-      const int warmup = segment.warmup > 0 ? segment.warmup : 0, first = segment.chunk - warmup;
-      this->set_rows(at, first * kStepsPerChunk);
-      int rows = static_cast<int>(Base::end_of(segment, at)) - first * kChunkTokens;
-      this->load_first(rows);
-      this->enter(segment, at);
+    const Segment segment = this->segment();
+    if (segment.sequence < 0 || p.is_padding(segment.sequence)) return;  // prepare has zeroed its outputs
+    const Place at = this->place_in(segment);
+    if (at.column - this->warp * kRows >= p.value_dim) return;  // the power of two is larger than needed
+    const int warmup = segment.warmup_chunks(), first = segment.chunk - warmup;
+    this->set_rows(at, first * kStepsPerChunk, segment.chunk * kStepsPerChunk);
+    int rows = static_cast<int>(Base::end_of(segment, at)) - first * kChunkTokens;
+    this->load_first(rows);
+    this->enter(segment, at);
 #pragma unroll 1
-      for (int step = 0; step < warmup * kStepsPerChunk; ++step, rows -= kStep) {
-        this->begin_step(step & 1, rows);
-        this->advance_state(step & 1, rows);
-        this->o += Base::step_stride(p.o_stride);
-      }
-      run_outputs(rows);
-    } else {
-      const Place at = this->place();
-      if (p.is_padding(at.sequence)) return;                      // prepare has zeroed its outputs
-      if (at.column - this->warp * kRows >= p.value_dim) return;  // the power of two is larger than needed
-      this->set_rows(at);
-      const int rows = static_cast<int>(at.span.length);
-      this->load_first(rows);
-      this->load_state(at);
-      run_outputs(rows);
+    for (int step = 0; step < warmup * kStepsPerChunk; ++step, rows -= kStep) {
+      this->begin_step(step & 1, rows);
+      this->advance_state(
+          step & 1, rows, [](const uint32_t(&)[kI][4], int) {}, [](const Tokens&) {});
     }
-  }
-
-  GD_DEVICE void run_outputs(int rows) {
 #pragma unroll 1
     for (int stage = 0;; stage ^= 1, rows -= kStep) {
       if (rows <= 0 || p.checkpoints) store_states(rows);
@@ -106,17 +91,10 @@ struct Forward : Chain<Config> {
   }
   // Both kinds by one loop: the code that stores is long. A state between two segments is the second one's to store.
   GD_DEVICE void store_states(int rows) {
-    Place at;
-    int64_t end;
-    if constexpr (kIsCut) {
-      const Segment& segment = this->segment();
-      at = this->place_in(segment);
-      end = Base::end_of(segment, at);
-      if (rows <= 0 && end < at.span.length) return;
-    } else {
-      at = this->place();
-      end = at.span.length;
-    }
+    const Segment segment = this->segment();
+    const Place at = this->place_in(segment);
+    const int64_t end = Base::end_of(segment, at);
+    if (rows <= 0 && end < at.span.length) return;
 #pragma unroll 1
     for (int is_final = 0; is_final < 2; ++is_final) {
       const int64_t slot = !is_final ? checkpoint_slot(at, end - rows) : rows <= 0 ? p.final.slot(at.sequence) : -1;

@@ -3,7 +3,8 @@
 // where the initial state was. Per step:
 //   dU = P^T dO + delta o (K G)    Z = dU + N^T dU    dV = beta o Z
 //   G <- gamma_L G + K^T (-beta gamma o Z) + Q^T (s gamma o dO)
-// Rows with a small beta leave as Z (stores_unscaled). G after every chunk goes to memory for the gradients.
+// Rows with a small beta leave as Z (stores_unscaled). G after every chunk goes to memory for the gradients. A segment
+// may begin with steps of a warm-up, which store nothing, as do all steps of a transition (segments.cuh).
 #pragma once
 
 #include "cuda/portable/chain.cuh"
@@ -23,21 +24,31 @@ struct GradientChain : Chain<Config> {
   GD_DEVICE GradientChain(const Params& params, int cta, int tid) : Base(params, cta, tid) {}
 
   GD_DEVICE void run() {
-    const Place at = this->place();
+    const Segment segment = this->segment();
+    if (segment.sequence < 0) return;
+    const Place at = this->place_in(segment);
     if (at.column - this->warp * kRows >= p.value_dim) return;  // the power of two is larger than needed
-    const int length = static_cast<int>(at.span.length);
-    int step = (length + kStep - 1) / kStep - 1;  // the one to come; -1 of an empty sequence
-    int rows = length - step * kStep;             // only the last step may have fewer tokens than others
+    if (this->is_transition() && !this->leaves_entry(segment, at)) return;
+    const int begin = segment.chunk * kChunkTokens, end = static_cast<int>(Base::end_of(segment, at)) - begin;
+    const int length = min(end + segment.warmup_chunks() * kChunkTokens, static_cast<int>(at.span.length) - begin);
+    int step = steps_of(length) - 1;   // the one to come; -1 of an empty sequence
+    int rows = length - step * kStep;  // only the last step may have fewer tokens than others
+    const int outputs = this->is_transition() ? 0 : steps_of(end);
     if (step >= 0) {
-      this->set_rows(at, step);
-      snapshot = this->snapshot_at(at, step / kStepsPerChunk);
+      const int first = segment.chunk * kStepsPerChunk;
+      this->set_rows(at, first + step, first + steps_of(end) - 1);
+      snapshot = this->snapshot_at(at, segment.chunk + segment.chunks - 1);
       this->load_shared_rows(0, rows);
       this->next_prepared(step % kStepsPerChunk);
       copy_commit();
       this->load_own_values(rows);
       copy_commit();
     }
-    this->load_state(at);
+    if (this->is_transition() && segment.is_entered()) {
+      this->zero_state();
+    } else {
+      this->enter(segment, at);
+    }
     bool ends_chunk = true;
 #pragma unroll 1
     for (int stage = 0; step >= 0; --step, stage ^= 1, rows = kStep) {
@@ -48,15 +59,25 @@ struct GradientChain : Chain<Config> {
         this->next_prepared((step - 1) % kStepsPerChunk);
       }
       copy_commit();
-      advance(stage, rows, ends_chunk, step > 0);
+      advance(stage, rows, ends_chunk, step<outputs, step> 0);
       ends_chunk = step % kStepsPerChunk == 0;  // the next one does
     }
-    const Place end = this->place();
-    const int64_t slot = p.final.slot(end.sequence);
-    if (slot >= 0) this->store_state(p.final.data, p.final.dtype, p.final.offset(slot, end.head), end.column);
+    store();
+  }
+  GD_DEVICE static int steps_of(int tokens) { return (tokens + kStep - 1) / kStep; }
+
+  GD_DEVICE void store() {
+    const Segment segment = this->segment();
+    const Place at = this->place_in(segment);
+    const bool is_entry = this->is_transition();
+    if (!is_entry && segment.chunk > 0) return;
+    const int64_t slot = is_entry ? 0 : p.final.slot(at.sequence);
+    if (slot >= 0)
+      this->store_state(is_entry ? p.entries : p.final.data, is_entry ? GD_F32 : p.final.dtype,
+                        is_entry ? this->next_block() * p.state_numbers() : p.final.offset(slot, at.head), at.column);
   }
 
-  GD_DEVICE void advance(int stage, int rows, bool ends_chunk, bool more) {
+  GD_DEVICE void advance(int stage, int rows, bool ends_chunk, bool has_outputs, bool more) {
     const uint32_t K = smem + Smem::kK + stage * Config::kTiles * Config::kTileBytes, Q = K + (Smem::kQ - Smem::kK);
     const uint32_t prep = smem + Smem::kPrepared + stage * Prepared::kBytes;
     const float end = load_shared(prep + Prepared::kEnd);
@@ -67,11 +88,11 @@ struct GradientChain : Chain<Config> {
     for (int kk = 0; kk < Config::kKeys / 16; ++kk) {
       uint32_t s[kI][4];
       this->pack_state(s, kk);
-      if (ends_chunk) this->keep_state(snapshot, s, kk);
+      if (ends_chunk && has_outputs) this->keep_state(snapshot, s, kk);
       this->scale_state(kk, end);
       this->multiply_rows(Z, s, K, kk);  // (K G)^T
     }
-    if (ends_chunk) this->next_snapshot(snapshot);
+    if (ends_chunk && has_outputs) this->next_snapshot(snapshot);
     copy_wait<1>();  // dO of this step; the rows of the next one may still be on their way
     sync_warp();
     load_outputs(outputs);
@@ -82,8 +103,10 @@ struct GradientChain : Chain<Config> {
     this->multiply_transposed_triangle(Z, outputs, prep + Prepared::kP);  // dU
     solve(Z, packed, prep);
     scale_operands(packed, outputs, Z, prep);
-    scale_values(Z, prep);
-    this->store_outputs(Z, rows);
+    if (has_outputs) {
+      scale_values(Z, prep);
+      this->store_outputs(Z, rows);
+    }
     this->add_to_state(packed, K);
     this->add_to_state(outputs, Q);
   }

@@ -1,5 +1,5 @@
-// The chunked backward on devices of compute capability 8.0 and later, for all head sizes: four to seven kernels on the
-// caller's stream. No instruction here is newer than 8.0.
+// The chunked backward on devices of compute capability 8.0 and later, for all head sizes: four to eleven kernels on
+// the caller's stream. No instruction here is newer than 8.0.
 #include "cuda/backend.hpp"
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
@@ -27,24 +27,30 @@ __global__ void __launch_bounds__(kHeadSumThreads) portable_head_sums_kernel(con
 
 template <class Elem>
 Outcome launch(const BackwardProblem& problem, const Context& context, int multiprocessors) {
-  const ChainKind kind = chain_kind(problem.in, multiprocessors);
-  const BackwardParams p = params_of(problem, context.workspace, chain_columns(kind));
+  const BackwardWorkspace layout = backward_layout(problem);
+  const Cut cut = choose_cut(problem, layout, multiprocessors);
+  const BackwardParams p = params_of(problem, layout, context.workspace, cut);
+  const Params states = states_params(p), gradients = gradient_pass_params(p);
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const int device = context.device;
-  Outcome outcome;
-  const auto ran = [&](cudaError_t error, const char* what) {
-    if (error) outcome = failure(error, what);
-    return !error;
-  };
+  Launched ran;
   const auto small = [&](auto kernel, int64_t ctas, int threads) {
     return ctas == 0 ? cudaSuccess : launch_kernel(false, kernel, ctas, threads, 0, stream, p);
   };
-  const int64_t ctas = chain_ctas(p);
+  const auto begin_chains = [&] {
+    const ChainKind kind = transition_kind(cut.kind);
+    return ran(launch_segments(p, stream), "launch the kernel that finds segments") &&
+           ran(launch_states(transition_params(states, cut.kind, true), kind, device, stream),
+               "launch the transitions of states") &&
+           ran(launch_gradient_chain(transition_params(gradients, cut.kind, false), kind, device, stream),
+               "launch the transitions of gradients") &&
+           ran(launch_folds(p, device, stream), "launch the folds");
+  };
   const bool all = (problem.saved || ran(launch_prepare(p, prepare_ctas(forward_of(problem)), device, stream),
                                          "launch the prepare kernel")) &&
-                   ran(launch_states(states_params(p), kind, ctas, device, stream), "launch the states kernel") &&
-                   ran(launch_gradient_chain(gradient_pass_params(p), kind, ctas, device, stream),
-                       "launch the chain of gradients") &&
+                   (p.segment_chunks == 0 || begin_chains()) &&
+                   ran(launch_states(states, cut.kind, device, stream), "launch the states kernel") &&
+                   ran(launch_gradient_chain(gradients, cut.kind, device, stream), "launch the chain of gradients") &&
                    ran(launch_gradients(p, gradient_ctas(problem), device, stream), "launch the gradients kernel") &&
                    ran(small(portable_gate_gradients_kernel<Elem>, gate_ctas(problem), kGateThreads),
                        "launch the gradients of gates") &&
@@ -52,7 +58,7 @@ Outcome launch(const BackwardProblem& problem, const Context& context, int multi
                                        "launch the projection of l2norm"));
   if (all && p.head_sums)
     ran(small(portable_head_sums_kernel, p.value_heads, kHeadSumThreads), "launch the sums over tokens");
-  return outcome;
+  return ran.outcome;
 }
 
 }  // namespace

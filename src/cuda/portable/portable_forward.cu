@@ -19,39 +19,34 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 }
 
 template <class Elem>
-cudaError_t launch_uncut(const Params& p, ChainKind kind, int device, cudaStream_t stream) {
+cudaError_t launch_forward(const Params& p, ChainKind kind, int device, cudaStream_t stream) {
   return with_chain<ForwardPass, Elem>(kind, [&](auto config) {
     using Config = decltype(config);
-    static std::atomic<uint64_t> allowed{0};
-    constexpr auto kernel = portable_forward_kernel<Config>;
-    if (const cudaError_t e = allow_shared_memory(kernel, Config::Smem::kBytes, device, allowed)) return e;
-    return launch_kernel(false, kernel, chain_ctas(p), Config::kThreads, Config::Smem::kBytes, stream, p);
+    return launch_large<portable_forward_kernel<Config>>(false, chain_ctas(p), Config::kThreads, Config::Smem::kBytes,
+                                                         device, stream, p);
   });
 }
 
 Outcome launch(const ForwardProblem& problem, const Context& context, int multiprocessors) {
-  const Cut cut = choose_cut(problem, multiprocessors);
-  const Params p = params_of(problem, context.workspace, chain_columns(cut.kind), cut);
+  const ForwardWorkspace layout = forward_layout(problem);
+  const Cut cut = choose_cut(problem, layout, multiprocessors);
+  const Params p = params_of(problem, layout, context.workspace, cut);
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const int device = context.device;
-  Outcome outcome;
-  const auto ran = [&](cudaError_t error, const char* what) {
-    if (error) outcome = failure(error, what);
-    return !error;
-  };
-  if (!ran(launch_prepare(p, prepare_ctas(problem), device, stream), "launch the prepare kernel")) return outcome;
-  if (chain_ctas(p) == 0) return outcome;
-  if (p.segment_chunks == 0) {
-    ran(p.q.dtype == GD_BF16 ? launch_uncut<Bf16>(p, cut.kind, device, stream)
-                             : launch_uncut<Fp16>(p, cut.kind, device, stream),
+  Launched ran;
+  if (!ran(launch_prepare(p, prepare_ctas(problem), device, stream), "launch the prepare kernel")) return ran.outcome;
+  if (chain_ctas(p) == 0) return ran.outcome;
+  const bool begun =
+      p.segment_chunks == 0 ||
+      (ran(launch_segments(p, stream), "launch the kernel that finds segments") &&
+       ran(launch_states(transition_params(p, cut.kind, true), transition_kind(cut.kind), device, stream),
+           "launch the transitions") &&
+       ran(launch_folds(p, device, stream), "launch the folds"));
+  if (begun)
+    ran(p.q.dtype == GD_BF16 ? launch_forward<Bf16>(p, cut.kind, device, stream)
+                             : launch_forward<Fp16>(p, cut.kind, device, stream),
         "launch the forward kernel");
-    return outcome;
-  }
-  const bool begun = ran(launch_segments(p, stream), "launch the kernel that finds segments") &&
-                     ran(launch_transitions(p, cut.kind, device, stream), "launch the transitions") &&
-                     ran(launch_folds(p, device, stream), "launch the folds");
-  if (begun) ran(launch_cut_forward(p, cut.kind, device, stream), "launch the forward kernel");
-  return outcome;
+  return ran.outcome;
 }
 
 }  // namespace

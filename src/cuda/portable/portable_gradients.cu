@@ -15,10 +15,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
 template <class Config>
 cudaError_t launch(const BackwardParams& p, int64_t ctas, int device, cudaStream_t stream) {
-  static std::atomic<uint64_t> allowed{0};
-  constexpr auto kernel = portable_gradients_kernel<Config>;
-  if (const cudaError_t e = allow_shared_memory(kernel, Config::Smem::kBytes, device, allowed)) return e;
-  return launch_kernel(false, kernel, ctas, Config::kThreads, Config::Smem::kBytes, stream, p);
+  return launch_large<portable_gradients_kernel<Config>>(false, ctas, Config::kThreads, Config::Smem::kBytes, device,
+                                                         stream, p);
 }
 template <class Elem>
 cudaError_t launch_instance(const BackwardParams& p, int64_t ctas, int device, cudaStream_t stream) {

@@ -15,12 +15,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
 template <class Config>
 cudaError_t launch(const Params& p, int64_t ctas, int device, cudaStream_t stream) {
-  static std::atomic<uint64_t> allowed{0};
-  constexpr auto kernel = portable_prepare_kernel<Config>;
   using Smem = typename Config::Smem;
-  if (const cudaError_t e = allow_shared_memory(kernel, Smem::allocated(Config::kHeadsAtOnce), device, allowed))
-    return e;
-  return launch_kernel(false, kernel, ctas, Config::kThreads, Smem::allocated(p.group), stream, p);
+  const SharedMemory memory(Smem::allocated(p.group), Smem::allocated(Config::kHeadsAtOnce));
+  return launch_large<portable_prepare_kernel<Config>>(false, ctas, Config::kThreads, memory, device, stream, p);
 }
 template <class Elem>
 cudaError_t launch_instance(const Params& p, int64_t ctas, int device, cudaStream_t stream) {

@@ -1,4 +1,4 @@
-// The states kernels of a portable backward.
+// The states kernels: the first pass of a portable backward, and the transitions of states where sequences are cut.
 #include "cuda/host/launch.cuh"
 #include "cuda/portable/launch.hpp"
 #include "cuda/portable/states.cuh"
@@ -14,22 +14,20 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 }
 
 template <class Elem>
-cudaError_t launch_instance(const Params& p, ChainKind kind, int64_t ctas, int device, cudaStream_t stream) {
+cudaError_t launch_instance(const Params& p, ChainKind kind, int device, cudaStream_t stream) {
   return with_chain<StatesPass, Elem>(kind, [&](auto config) {
     using Config = decltype(config);
-    static std::atomic<uint64_t> allowed{0};
-    constexpr auto kernel = portable_states_kernel<Config>;
-    if (const cudaError_t e = allow_shared_memory(kernel, Config::Smem::kBytes, device, allowed)) return e;
-    return launch_kernel(false, kernel, ctas, Config::kThreads, Config::Smem::kBytes, stream, p);
+    return launch_large<portable_states_kernel<Config>>(false, chain_ctas(p), Config::kThreads, Config::Smem::kBytes,
+                                                        device, stream, p);
   });
 }
 
 }  // namespace
 
-cudaError_t launch_states(const Params& p, ChainKind kind, int64_t ctas, int device, cudaStream_t stream) {
-  if (ctas == 0) return cudaSuccess;
-  return p.q.dtype == GD_BF16 ? launch_instance<Bf16>(p, kind, ctas, device, stream)
-                              : launch_instance<Fp16>(p, kind, ctas, device, stream);
+cudaError_t launch_states(const Params& p, ChainKind kind, int device, cudaStream_t stream) {
+  if (chain_ctas(p) == 0) return cudaSuccess;
+  return p.q.dtype == GD_BF16 ? launch_instance<Bf16>(p, kind, device, stream)
+                              : launch_instance<Fp16>(p, kind, device, stream);
 }
 
 }  // namespace gatedelta::cuda::portable

@@ -1,14 +1,16 @@
-// What runs between prepare and a cut forward. A segment is affine in the state it begins with, S_out = M S_in + S_loc.
-// Where the state before a boundary has faded, the segment behind it begins some chunks earlier with no state;
+// What runs between prepare and a chain that is cut. A segment is affine in the state it begins with, S_out = M S_in +
+// S_loc. Where the state before a boundary has faded, the segment behind it begins some chunks earlier with no state;
 // otherwise with the state at the boundary (its entry), which comes from transitions and folds:
 //   segments       what each segment begins with, by the decays that prepare has left
-//   transitions    S_loc and M of the segments before such boundaries. Where S_in is the initial state, or has faded,
-//                  S_loc comes from there and is the entry
+//   transitions    S_loc and M of the segments before such boundaries (states.cuh). Where S_in is the initial state, or
+//                  has faded, S_loc comes from there and is the entry
 //   folds          S <- M S + S_loc for the other boundaries, one after the other, in fp32
+// The chain of gradients has the same segments, from the last to the first: G <- M^T G + G_loc, G_loc from transitions
+// of its own (gradient_chain.cuh). Below, the segment before another one is the one that its chain comes from.
 #pragma once
 
-#include "cuda/portable/chain.cuh"
 #include "cuda/portable/lengths.cuh"
+#include "cuda/portable/numbers.cuh"
 
 namespace gatedelta::cuda::portable {
 
@@ -23,25 +25,30 @@ struct FindSegments {
     const int i = is_sequence ? cta - static_cast<int>(p.slots().first_slot(p.sequences, n)) : 0;
     const int chunks = is_sequence ? static_cast<int>(ChunkedSequences::chunks(p.sequences[n].length)) : 0;
     const bool is_segment = is_sequence && (i == 0 || i * L < chunks);
-    for (int head = tid; head < p.value_heads; head += kSegmentThreads)
-      p.segments[int64_t{cta} * p.value_heads + head] =
-          is_segment ? segment_of(p, n, head, i, chunks) : Segment{-1, 0, 0, 0};
+    for (int head = tid; head < p.value_heads; head += kSegmentThreads) {
+      const int64_t block = int64_t{cta} * p.value_heads + head;
+      Segment segment{-1, 0, 0, 0};
+      if (is_segment) segment = {n, i * L, min((i + 1) * L, chunks) - i * L, 0};
+      p.segments[block] = with_warmup<Pass::kForward>(p, segment, head, chunks);
+      if (p.gradient_segments) p.gradient_segments[block] = with_warmup<Pass::kBackward>(p, segment, head, chunks);
+    }
   }
 
-  // The boundary before segment i: chunks of a warm-up that does not reach the beginning, or kFromEntry.
-  GD_DEVICE static int warmup_of(const Params& p, const ChunkDecay* decays, int i) {
-    const int chunk = i * p.segment_chunks;
-    if (chunk == 0) return 0;
-    const int warmup = warmup_length(chunk, warmup_limit(p.segment_chunks), [&](int c) {
-      const ChunkDecay* const steps = decays + c * kStepsPerChunk;
-      return joined(steps[0], steps[1]);
+  // The boundary before a segment: chunks of a warm-up that does not reach the beginning, or kFromEntry. Gradients
+  // begin behind the last chunk. That one, which may have no second step, never counts: a warm-up is shorter than all
+  // chunks.
+  template <Pass kPass>
+  GD_DEVICE static Segment with_warmup(const Params& p, Segment segment, int head, int chunks) {
+    constexpr bool kGradients = kPass == Pass::kBackward;
+    const int boundary = kGradients ? chunks - segment.chunk - segment.chunks : segment.chunk;
+    if (segment.sequence < 0 || boundary == 0) return segment;
+    const ChunkDecay* const decays = p.step_decays(p.sequences.first_chunk_index(segment.sequence), head);
+    const int warmup = warmup_length<kPass>(boundary, warmup_limit<kPass>(p.segment_chunks), [&](int c) {
+      const int first = (kGradients ? chunks - 1 - c : c) * kStepsPerChunk;
+      return joined(decays[first], decays[first + 1]);
     });
-    return warmup > 0 && warmup < chunk ? warmup : Segment::kFromEntry;
-  }
-  GD_DEVICE static Segment segment_of(const Params& p, int n, int head, int i, int chunks) {
-    const int L = p.segment_chunks;
-    const ChunkDecay* const decays = p.step_decays(p.sequences.first_chunk_index(n), head);
-    return {n, i * L, min((i + 1) * L, chunks) - i * L, warmup_of(p, decays, i)};
+    segment.warmup = warmup > 0 && warmup < boundary ? warmup : Segment::kFromEntry;
+    return segment;
   }
 
   GD_DEVICE static void copy_initial(const Params& p, int item, int tid) {
@@ -59,64 +66,10 @@ struct FindSegments {
   }
 };
 
-// ---- transitions ---------------------------------------------------------------------------------------------------
-
-// The forward kernel without Q and O. Columns from map_column on stand for those of M: a state that begins with the
-// identity and has no values.
-template <class Config>
-struct Transitions : Chain<Config> {
-  using Base = Chain<Config>;
-  using Base::p;
-  using typename Base::Place;
-
-  GD_DEVICE Transitions(const Params& params, int cta, int tid) : Base(params, cta, tid) {}
-
-  GD_DEVICE void run() {
-    const Segment& segment = this->segment();
-    if (segment.sequence < 0) return;
-    const Place at = this->place_in(segment);
-    const int64_t end = Base::end_of(segment, at);
-    if (end >= at.span.length || (&segment)[p.value_heads].warmup != Segment::kFromEntry) return;
-    const bool is_map = at.column >= p.map_column, is_entered = segment.warmup == Segment::kFromEntry;
-    const int first_column = at.column - this->warp * Config::kRows;
-    if (is_map ? !is_entered || first_column - p.map_column >= p.key_dim : first_column >= p.value_dim) return;
-    const int first = segment.chunk - (is_entered ? 0 : segment.warmup);
-    this->set_rows(at, first * kStepsPerChunk);
-    int rows = static_cast<int>(end) - first * kChunkTokens;
-    this->load_first(rows);
-    if (is_entered) {
-      this->zero_state();
-      if (is_map) each_of_map([&](float& x, int i) { x = i % (p.key_dim + 1) == 0 ? 1.0f : 0.0f; });
-    } else {
-      this->enter(segment, at);
-    }
-#pragma unroll 1
-    for (int stage = 0; rows > 0; stage ^= 1, rows -= kStep) {
-      this->begin_step(stage, rows);
-      this->advance_state(stage, rows);
-    }
-    store();
-  }
-
-  template <class F>
-  GD_DEVICE void each_of_map(const F& f) {
-    this->each_number(this->column() - p.map_column, p.key_dim, 1, p.key_dim, f);
-  }
-  GD_DEVICE void store() {
-    const int block = opaque(this->cta) >> p.log_parts, column = this->column();
-    if (column < p.map_column) {
-      this->store_state(p.entries, GD_F32, (int64_t{block} + p.value_heads) * p.state_numbers(), column);
-    } else {
-      float* const to = p.maps + int64_t{block} * p.key_dim * p.key_dim;
-      each_of_map([&](float& x, int i) { to[i] = x; });
-    }
-  }
-};
-
 // ---- folds ---------------------------------------------------------------------------------------------------------
 
-// A CTA has 16 value columns of a head of a sequence: S in shared memory, rows of M^T in stages. A thread has four rows
-// of S by two columns.
+// A CTA has eight value columns of a head of a sequence: S in shared memory, rows of M^T in stages. A thread has four
+// rows of a column of S.
 template <class Config>
 struct Fold {
   using Smem = typename Config::Smem;
@@ -124,28 +77,40 @@ struct Fold {
 
   const Params& p;
   const uint32_t smem = shared_base();
-  const int tid, row = tid / 8 * 4, column = tid % 8 * 2;
-  int n, head, first_column;
+  const int tid, row = tid / Config::kColumns * 4, column = tid % Config::kColumns;
+  int n, head, first_column, segments;
   int64_t first_slot;
+  bool is_mirrored;  // of the chain of gradients, which the second half of the CTAs have
+  const Segment* records;
+  float* entries;
+  const float* maps;
 
   GD_DEVICE Fold(const Params& params, int cta, int thread) : p(params), tid(thread) {
-    const int parts = p.value_dim / Config::kColumns, item = cta / parts;
+    const int parts = p.value_dim / Config::kColumns, items = p.sequences.count * p.value_heads;
+    is_mirrored = cta >= items * parts;
+    records = is_mirrored ? p.gradient_segments : p.segments;
+    entries = is_mirrored ? p.gradient_entries : p.entries;
+    maps = is_mirrored ? p.gradient_maps : p.maps;
+    const int item = cta / parts % items;
     n = item / p.value_heads;
     head = item - n * p.value_heads;
-    first_column = (cta - item * parts) * Config::kColumns;
+    first_column = cta % parts * Config::kColumns;
     first_slot = p.slots().first_slot(p.sequences, n);
+    segments = static_cast<int>(p.slots().segments(p.sequences[n].length));
   }
-  GD_DEVICE int64_t block_of(int segment) const { return (first_slot + segment) * p.value_heads + head; }
-  GD_DEVICE bool is_entered(int segment) const { return p.segments[block_of(segment)].warmup == Segment::kFromEntry; }
+  // Segments as their chain takes them.
+  GD_DEVICE int64_t block_of(int segment) const {
+    return (first_slot + (is_mirrored ? segments - 1 - segment : segment)) * p.value_heads + head;
+  }
+  GD_DEVICE bool is_entered(int segment) const { return records[block_of(segment)].is_entered(); }
   GD_DEVICE float* entry(int segment, int k, int c) const {
-    return p.entries + block_of(segment) * p.state_numbers() + k * p.key_state_stride +
+    return entries + block_of(segment) * p.state_numbers() + k * p.key_state_stride +
            (first_column + c) * p.value_state_stride;
   }
   GD_DEVICE uint32_t state_at(int k, int c) const { return smem + Smem::kState + (k * Config::kColumns + c) * 4; }
 
   GD_DEVICE void run() {
-    const int segments = static_cast<int>(p.slots().segments(p.sequences[n].length));
-    if (p.is_padding(n) || segments < 3 || !any_entered(segments)) return;
+    if (segments < 3 || !any_entered()) return;
     bool here = is_entered(1), next = is_entered(2);
     bool is_loaded = false;  // S is in shared memory, and the first blocks of M are on their way
     int block = 0;           // of all steps
@@ -165,7 +130,7 @@ struct Fold {
   }
 
   // Most heads fade: they are not to wait for one record after the other.
-  GD_DEVICE bool any_entered(int segments) const {
+  GD_DEVICE bool any_entered() const {
     int count = 0;
 #pragma unroll 1
     for (int i = 1 + (tid & 31); i - (tid & 31) < segments; i += 32)
@@ -186,7 +151,7 @@ struct Fold {
   }
   // Rows of M^T; those past K and numbers past K are zero.
   GD_DEVICE void load_block(int segment, int b, int block) const {
-    const float* const from = p.maps + block_of(segment) * p.key_dim * p.key_dim;
+    const float* const from = maps + block_of(segment) * p.key_dim * p.key_dim;
     const uint32_t to = smem + Smem::kMaps + block % Config::kStages * Smem::kStageBytes;
     constexpr int kPackets = kKeys / 4;
 #pragma unroll 1
@@ -200,11 +165,9 @@ struct Fold {
 
   // From the state that enters a segment to the next one's.
   GD_DEVICE void multiply(int segment, int block, bool goes_on) {
-    float sum[4][2];
+    float local[4], sum[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int r = 0; r < 4; ++r)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) sum[r][c] = row < p.key_dim ? *entry(segment + 1, row + r, column + c) : 0.0f;
+    for (int r = 0; r < 4; ++r) local[r] = row < p.key_dim ? *entry(segment + 1, row + r, column) : 0.0f;
 #pragma unroll 1
     for (int b = 0; b < kBlocks; ++b) {
       copy_wait<Config::kStages - 2>();
@@ -221,23 +184,20 @@ struct Fold {
 #pragma unroll 8
       for (int j = 0; j < Config::kDepth; ++j) {
         const float4 m = load_shared4(map + j * kKeys * 4);
-        const float2 s = load_shared2(state_at(b * Config::kDepth + j, column));
-        const float rows[4] = {m.x, m.y, m.z, m.w};
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          sum[r][0] = fmaf(rows[r], s.x, sum[r][0]);
-          sum[r][1] = fmaf(rows[r], s.y, sum[r][1]);
-        }
+        const float s = load_shared(state_at(b * Config::kDepth + j, column));
+        sum[0] = fmaf(m.x, s, sum[0]);
+        sum[1] = fmaf(m.y, s, sum[1]);
+        sum[2] = fmaf(m.z, s, sum[2]);
+        sum[3] = fmaf(m.w, s, sum[3]);
       }
     }
     sync_cta();  // S is not read any more
 #pragma unroll
-    for (int r = 0; r < 4; ++r)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        store_shared(state_at(row + r, column + c), sum[r][c]);
-        if (row < p.key_dim) *entry(segment + 1, row + r, column + c) = sum[r][c];
-      }
+    for (int r = 0; r < 4; ++r) {
+      const float x = sum[r] + local[r];
+      store_shared(state_at(row + r, column), x);
+      if (row < p.key_dim) *entry(segment + 1, row + r, column) = x;
+    }
   }
 };
 

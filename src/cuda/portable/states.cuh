@@ -1,5 +1,8 @@
-// The first pass of a backward: the forward kernel without outputs. The state before every chunk and U, what tokens
-// write, go to memory for the gradients.
+// The forward kernel without Q and O. It runs in two calls:
+//   the first pass of a backward    the state before every chunk and U, what tokens write, go to memory for the
+//   gradients transitions (segments.cuh)      the state that a segment ends with, or its M. Columns from map_column on
+//   stand for
+//                                   those of M: a state that begins with the identity and has no values
 #pragma once
 
 #include "cuda/portable/chain.cuh"
@@ -9,68 +12,84 @@ namespace gatedelta::cuda::portable {
 template <class Config>
 struct States : Chain<Config> {
   using Base = Chain<Config>;
-  using Base::kI, Base::p, Base::smem;
-  using typename Base::Operand, typename Base::Place, typename Base::Smem, typename Base::Tokens;
+  using Base::kI, Base::p;
+  using typename Base::Place, typename Base::Tokens;
 
   uint32_t* snapshot;
 
   GD_DEVICE States(const Params& params, int cta, int tid) : Base(params, cta, tid) {}
 
   GD_DEVICE void run() {
-    const Place at = this->place();
-    if (at.column - this->warp * Config::kRows >= p.value_dim) return;  // the power of two is larger than needed
-    int rows = static_cast<int>(at.span.length);
+    const Segment segment = this->segment();
+    if (segment.sequence < 0) return;
+    const Place at = this->place_in(segment);
+    const bool is_map = this->map_column() >= 0;
+    if (this->is_transition() && !(is_map ? leaves_map(segment, at) : this->leaves_entry(segment, at))) return;
+    const int first_column = (is_map ? this->map_column() : at.column) - this->warp * Config::kRows;
+    if (first_column >= (is_map ? p.key_dim : p.value_dim)) return;  // the power of two is larger than needed
+    const int warmup = is_map ? 0 : segment.warmup_chunks(), first = segment.chunk - warmup;
+    int rows = static_cast<int>(Base::end_of(segment, at)) - first * kChunkTokens;
     if (rows <= 0) return;
-    this->set_rows(at);
-    snapshot = this->snapshot_at(at, 0);
-    this->load_shared_rows(0, rows);
-    this->next_prepared(0);
-    copy_commit();
-    this->load_own_values(rows);
-    copy_commit();
-    this->load_state(at);
+    const int outputs = this->is_transition() ? 0 : rows - warmup * kChunkTokens;
+    this->set_rows(at, first * kStepsPerChunk, segment.chunk * kStepsPerChunk);
+    snapshot = this->snapshot_at(at, segment.chunk);
+    this->load_first(rows);
+    if (this->is_transition() && (is_map || segment.is_entered())) {
+      this->zero_state();
+      if (is_map)
+        this->each_number(this->map_column(), p.key_dim, 1, p.key_dim,
+                          [&](float& x, int i) { x = i % (p.key_dim + 1) == 0 ? 1.0f : 0.0f; });
+    } else {
+      this->enter(segment, at);
+    }
 #pragma unroll 1
     for (int stage = 0; rows > 0; stage ^= 1, rows -= kStep) {
-      copy_wait<1>();  // the rows of this step; its V may still be on its way
-      sync_cta();      // of every thread; and the step before, whose stage is overwritten now, is over
-      if (rows > kStep) {
-        this->load_shared_rows(stage ^ 1, rows - kStep);
-        this->next_prepared(stage ^ 1);
-      }
-      copy_commit();
-      advance(stage, rows);
+      this->begin_step(stage, rows);
+      advance(stage, rows, rows <= outputs);
     }
+    if (this->is_transition()) store();
   }
 
-  GD_DEVICE void advance(int stage, int rows) {
-    const uint32_t K = smem + Smem::kK + stage * Config::kTiles * Config::kTileBytes;
-    const uint32_t prep = smem + Smem::kPrepared + stage * Prepared::kBytes;
-    const float end = load_shared(prep + Prepared::kEnd);
-    this->set_thread(opaque(this->tid));
+  GD_DEVICE void advance(int stage, int rows, bool has_outputs) {
     const bool begins_chunk = stage == 0;
-    Tokens W;
-    Operand packed;
-#pragma unroll
-    for (int kk = 0; kk < Config::kKeys / 16; ++kk) {
-      uint32_t s[kI][4];
-      this->pack_state(s, kk);
-      if (begins_chunk) this->keep_state(snapshot, s, kk);
-      this->scale_state(kk, end);
-      this->multiply_rows(W, s, K, kk);  // (K S)^T
+    this->advance_state(
+        stage, rows,
+        [&](const uint32_t(&s)[kI][4], int kk) {
+          if (begins_chunk && has_outputs) this->keep_state(snapshot, s, kk);
+        },
+        [&](const Tokens& U) {
+          if (!has_outputs) return;
+          if (begins_chunk) this->next_snapshot(snapshot);
+          this->store_outputs(U, rows);
+        });
+  }
+
+  // ---- transitions -------------------------------------------------------------------------------------------------
+
+  // Whether a fold goes over the segment, from state to state or from gradient to gradient.
+  GD_DEVICE bool leaves_map(const Segment& segment, const Place& at) const {
+    if (segment.is_entered() && this->leaves_entry(segment, at)) return true;
+    if (!p.gradient_segments || segment.chunk == 0) return false;
+    const Segment* const gradients = p.gradient_segments + this->block();
+    return gradients->is_entered() && gradients[-p.value_heads].is_entered();
+  }
+  // Both kinds by one loop: the code that stores is long. M leaves as the folds read it: M^T by rows, and M by rows for
+  // gradients.
+  GD_DEVICE void store() {
+    const int64_t map = int64_t{this->block()} * p.key_dim * p.key_dim;
+    const bool is_map = this->map_column() >= 0;
+#pragma unroll 1
+    for (int i = 0; i < (is_map && p.gradient_maps ? 2 : 1); ++i) {
+      float* to = p.entries + this->next_block() * p.state_numbers();
+      int key_stride = p.key_state_stride, value_stride = p.value_state_stride;
+      if (is_map) {
+        to = (i == 0 ? p.maps : p.gradient_maps) + map;
+        key_stride = i == 0 ? 1 : p.key_dim;
+        value_stride = i == 0 ? p.key_dim : 1;
+      }
+      this->each_number(is_map ? this->map_column() : this->column(), is_map ? p.key_dim : p.value_dim, key_stride,
+                        value_stride, [&](const float& x, int at) { to[at] = x; });
     }
-    if (begins_chunk) this->next_snapshot(snapshot);
-    copy_wait<1>();  // V of this step; the rows of the next one may still be on their way
-    sync_warp();
-    this->find_values(W, prep);
-    Base::pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
-    sync_warp();  // all lanes have read V
-    if (rows > kStep) this->load_own_values(rows - kStep);
-    copy_commit();
-    this->multiply_triangle(W, packed, prep + Prepared::kN);  // U = W + N W
-    this->store_outputs(W, rows);
-    this->scale(W, prep, kTail);
-    Base::pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
-    this->add_to_state(packed, K);
   }
 };
 

@@ -86,8 +86,9 @@ TEST(Portable, Workspace) {
 TEST(Portable, PartsOfAHeadAreAPowerOfTwo) {
   for (int V = 16; V <= 256; V += 16) {
     const ForwardProblem problem = problem_of(1, 64, 1, 128, V);
-    for (const int columns : {32, 64, 128}) {
-      const int parts = 1 << params_of(problem, nullptr, columns).log_parts;
+    for (const ChainKind kind : {ChainKind::k128Quarter, ChainKind::k128Half, ChainKind::k128}) {
+      const int columns = chain_columns(kind);
+      const int parts = 1 << params_of(problem, forward_layout(problem), nullptr, {0, kind}).log_parts;
       EXPECT_GE(parts * columns, V);
       EXPECT_TRUE(parts == 1 || parts / 2 * columns < V);
     }
@@ -101,18 +102,27 @@ ForwardProblem pack_of(int64_t count, int64_t tokens, int64_t heads, int K, int 
   return p;
 }
 
+Cut cut_of(const ForwardProblem& p, int multiprocessors) { return choose_cut(p, forward_layout(p), multiprocessors); }
+Cut cut_of(const BackwardProblem& p, int multiprocessors) { return choose_cut(p, backward_layout(p), multiprocessors); }
+BackwardProblem backward_of(const ForwardProblem& forward) {
+  BackwardProblem p;
+  p.in = forward.in;
+  p.dv.dtype = GD_BF16;
+  return p;
+}
+
 TEST(PortableCut, FewHeadsAreCut) {
   for (const int size : {64, 128, 256}) {
     const auto chunks = [&](int64_t batch, int64_t tokens, int64_t heads) {
-      return choose_cut(problem_of(batch, tokens, heads, size, size), 132).chunks;
+      return cut_of(problem_of(batch, tokens, heads, size, size), 132).chunks;
     };
     EXPECT_GT(chunks(1, 32768, 8), 0) << size;
     EXPECT_EQ(chunks(1, 8192, 8) > 0, size <= 128) << size;
-    EXPECT_EQ(chunks(1, 32768, 32) > 0, size <= 128) << size;
+    EXPECT_GT(chunks(1, 32768, 32), 0) << size;
     EXPECT_EQ(chunks(8, 8192, 64), 0) << size;  // 512 heads
     EXPECT_EQ(chunks(1, 1024, 8), 0) << size;
     EXPECT_EQ(chunks(600, 8192, 1), 0) << size;
-    EXPECT_EQ(choose_cut(problem_of(1, 32768, 8, size, size), 1).chunks, 0) << size;  // one multiprocessor is full
+    EXPECT_EQ(cut_of(problem_of(1, 32768, 8, size, size), 1).chunks, 0) << size;  // one multiprocessor is full
   }
 }
 
@@ -120,16 +130,16 @@ TEST(PortableCut, NoneWhereNoneIsAllowed) {
   ForwardProblem p = problem_of(1, 32768, 8, 128, 128);
   const size_t bytes = forward_layout(p).bytes;
   p.batch_invariant = true;
-  EXPECT_EQ(choose_cut(p, 132).chunks, 0);
+  EXPECT_EQ(cut_of(p, 132).chunks, 0);
   p.batch_invariant = false, p.context_parallel = false;
-  EXPECT_EQ(choose_cut(p, 132).chunks, 0);
+  EXPECT_EQ(cut_of(p, 132).chunks, 0);
   EXPECT_LT(forward_layout(p).bytes, bytes);
 }
 
 TEST(PortableCut, ForcedLengths) {
   ForwardProblem p = problem_of(3, 700, 40, 128, 128);
   p.segment_chunks = 2;
-  const Cut cut = choose_cut(p, 132);
+  const Cut cut = cut_of(p, 132);
   EXPECT_EQ(cut.chunks, 2);
   EXPECT_EQ(forward_layout(p).entry_slots, 3 * 6);
 }
@@ -146,7 +156,7 @@ TEST(PortableCut, FitsIntoTheWorkspace) {
             const ForwardWorkspace layout = forward_layout(p);
             EXPECT_LE(layout.bytes, static_cast<size_t>(192 * p.in.sequences.batch * tokens * heads + (1 << 20)));
             for (const int multiprocessors : {1, 8, 46, 132, 148, 300}) {
-              const Cut cut = choose_cut(p, multiprocessors);
+              const Cut cut = choose_cut(p, layout, multiprocessors);
               if (cut.chunks == 0) continue;
               const int64_t slots = SegmentSlots{cut.chunks * int64_t{kChunkTokens}}.count(sequences_of(p.in));
               EXPECT_LE(slots, layout.entry_slots);
@@ -181,16 +191,9 @@ TEST(PortableCut, StatesThatAreOverwritten) {
   EXPECT_FALSE(overlap(first, {}, in));
 }
 
-BackwardProblem backward_of(const ForwardProblem& forward) {
-  BackwardProblem p;
-  p.in = forward.in;
-  p.dv.dtype = GD_BF16;
-  return p;
-}
-
 // docs/kernels/portable.md.
 TEST(Portable, BackwardWorkspace) {
-  constexpr size_t kChunkHeads = 2 * 10 * 4, kPrepared = 7200 + 512 + 512;  // one value head a key head
+  constexpr size_t kChunkHeads = 2 * 10 * 4, kPrepared = 7200 + 512 + 512 + 16;  // one value head a key head
   BackwardProblem p = backward_of(problem_of(2, 640, 4, 128, 128));
   EXPECT_EQ(backward_layout(p).bytes, kChunkHeads * (kPrepared + 65536 + 16384 + 1040));
   p.dv = {};
@@ -205,6 +208,44 @@ TEST(Portable, BackwardWorkspace) {
   EXPECT_EQ(backward_layout(p).bytes, kChunkHeads * (kPrepared + 65536 + 8192 + 2 * 1040));
   p.in.l2norm = true;
   EXPECT_EQ(backward_layout(p).bytes, kChunkHeads * (kPrepared + 65536 + 8192 + 2 * 1040 + 512 * 256));
+}
+
+// docs/api.md: at most 98 MiB more than without cuts.
+TEST(PortableCut, OfTheBackwardFitsIntoTheWorkspace) {
+  for (const int64_t tokens : {1000, 1025, 9000, 32768, 500000})
+    for (const int64_t heads : {1, 8, 33, 64})
+      for (const int size : {16, 128, 256})
+        for (const ForwardProblem& forward :
+             {problem_of(1, tokens, heads, size, size), problem_of(3, tokens, heads, size, 256),
+              pack_of(5, tokens, heads, 128, size)}) {
+          BackwardProblem p = backward_of(forward);
+          const BackwardWorkspace layout = backward_layout(p);
+          for (const int multiprocessors : {1, 46, 132, 300}) {
+            const Cut cut = choose_cut(p, layout, multiprocessors);
+            if (cut.chunks == 0) continue;
+            const int64_t slots = SegmentSlots{cut.chunks * int64_t{kChunkTokens}}.count(sequences_of(p.in));
+            EXPECT_LE(slots, layout.forward.entry_slots);
+          }
+          p.context_parallel = false;
+          EXPECT_EQ(cut_of(p, 132).chunks, 0);
+          EXPECT_LE(layout.bytes - backward_layout(p).bytes, size_t{98} << 20);
+        }
+}
+
+TEST(PortableCut, OfTheBackward) {
+  const auto chunks = [](int64_t batch, int64_t tokens, int64_t heads) {
+    return cut_of(backward_of(problem_of(batch, tokens, heads, 128, 128)), 132).chunks;
+  };
+  EXPECT_GT(chunks(1, 8192, 4), 0);
+  EXPECT_GT(chunks(1, 32768, 8), 0);
+  EXPECT_EQ(chunks(8, 4096, 32), 0);
+  EXPECT_EQ(chunks(1, 1024, 4), 0);
+  BackwardProblem p = backward_of(problem_of(3, 700, 40, 128, 128));
+  p.segment_chunks = 2;
+  EXPECT_EQ(cut_of(p, 132).chunks, 2);
+  EXPECT_EQ(backward_layout(p).forward.entry_slots, 3 * 6);
+  p.segment_chunks = 0, p.batch_invariant = true;
+  EXPECT_EQ(cut_of(p, 132).chunks, 0);
 }
 
 TEST(Portable, PartsOfKeys) {

@@ -4,7 +4,6 @@
 #include "cuda/portable/gate_gradients.cuh"
 #include "cuda/portable/gradient_chain.cuh"
 #include "cuda/portable/gradients.cuh"
-#include "cuda/portable/states.cuh"
 #include "forward.hpp"
 
 namespace gatedelta::testing::emulated {
@@ -17,9 +16,17 @@ void run_kernels(const BackwardProblem& problem, char* workspace, const Options&
   using Forward = WithPass<StatesPass, Config>;
   using Backward = WithPass<GradientPass, Config>;
   using Rows = GradientsConfig<Elem, Config::kKeys == 64 ? 64 : 128>;
-  const BackwardParams p = params_of(problem, workspace, Config::kColumns);
+  const BackwardWorkspace layout = backward_layout(problem);
+  const Cut cut = choose_cut(problem, layout, options.multiprocessors);
+  const BackwardParams p = params_of(problem, layout, workspace, cut);
   if (!problem.saved) run_prepare<Elem, Config::kKeys>(p, prepare_ctas(forward_of(problem)), options);
   const Params states = states_params(p), gradients = gradient_pass_params(p);
+  if (p.segment_chunks) {
+    run_segments(p, options);
+    run_transitions<States, Transitions<StatesPass, Config>>(states, cut.kind, options);
+    run_transitions<GradientChain, Transitions<GradientPass, Config>>(gradients, cut.kind, options);
+    run_folds<Config::kKeys>(p, options);
+  }
   launch(chain_ctas(states), Forward::kThreads, Forward::Smem::kBytes, options,
          [&](int cta, int tid) { States<Forward>(states, cta, tid).run(); });
   launch(chain_ctas(gradients), Backward::kThreads, Backward::Smem::kBytes, options,

@@ -89,6 +89,106 @@ TEST(EmulatedBackward, StridesAndScale) {
          "T=40 K=32 V=32 dtype=fp16 scale=-2.5"});
 }
 
+// Forced cuts: heads that fade, heads that do not, and both.
+TEST(EmulatedBackward, Segments) {
+  const Specs gates = {"gate=zero",  "gate=weak",       "gate=mixed",       "gate=strong",
+                       "gate=spiky", "gate=raw l2norm", "gate=inf beta=two"};
+  check(cross({"T=330 Hk=1 Hv=3 K=32 V=48 segment=1 dtype=bf16",
+               "lengths=200+0+1+64+290 pad=7 K=48 V=32 segment=2 dtype=fp16 l2norm"},
+              gates));
+  check(cross({"T=1090 Hk=1 Hv=2 K=16 V=32 segment=4 dtype=bf16 layout=vk"}, gates));
+  check({"T=330 K=128 V=64 segment=1 gate=zero dtype=bf16", "T=330 K=128 V=160 segment=2 gate=mixed dtype=fp16",
+         "T=290 K=256 V=32 segment=1 gate=weak dtype=bf16", "T=290 K=80 V=112 segment=1 gate=zero dtype=bf16"});
+  check({"T=330 K=128 V=128 segment=1 gate=zero dtype=bf16", "T=330 K=96 V=128 segment=2 gate=spiky dtype=bf16"}, 132);
+}
+
+// Warm-ups of gradients are longer than those of states: one chain may begin with a warm-up where the other one has an
+// entry. The last chunk has one step, or two, or a few tokens.
+TEST(EmulatedBackward, SegmentsOfHeadsThatFade) {
+  check(cross(cross({"T=1100 Hk=1 Hv=3 K=32 V=16 segment=3 dtype=bf16", "T=1152 K=32 V=32 segment=2 dtype=bf16",
+                     "lengths=700+0+1+64+400 pad=7 K=32 V=32 segment=2 dtype=fp16"},
+                    {"seed=1", "seed=2 dht=0"}),
+              {"gate=zero", "gate=mixed", "gate=strong", "gate=spiky", "gate=raw"}));
+}
+
+// Of gradients the decay has to reach 2^-48, by the chunks behind a segment; of states 2^-24, by those before it.
+// Chunks decay by 2^-30 here, one of them by 2^-60.
+TEST(EmulatedBackward, WarmupsOfBothChains) {
+  using namespace cuda::portable;
+  constexpr int kChunks = 12, kSegments = 6;
+  std::vector<cuda::ChunkDecay> decays(kChunks * kStepsPerChunk, {-15, 1});
+  decays[4 * kStepsPerChunk].log2_left = -45;
+  std::vector<Segment> states(kSegments), gradients(kSegments);
+  Params p{};
+  p.sequences = {1, 1, kChunks * 64 - 40, {}};  // the last chunk has one step
+  p.value_heads = 1, p.segment_chunks = 2;
+  p.decays = decays.data(), p.segments = states.data(), p.gradient_segments = gradients.data();
+  emulated::run_segments(p, {});
+  constexpr int kGradientWarmups[kSegments] = {2, 1, 2, 2, Segment::kFromEntry, 0};
+  for (int i = 0; i < kSegments; ++i) {
+    EXPECT_EQ(states[i].warmup, i == 0 ? 0 : 1) << i;
+    EXPECT_EQ(gradients[i].warmup, kGradientWarmups[i]) << i;
+    for (const Segment& segment : {states[i], gradients[i]}) {
+      EXPECT_EQ(segment.sequence, 0);
+      EXPECT_EQ(segment.chunk, 2 * i);
+      EXPECT_EQ(segment.chunks, 2);
+    }
+  }
+}
+
+TEST(EmulatedBackward, CutsByItself) {
+  BackwardProblem problem;
+  problem.in.key_heads = problem.in.value_heads = problem.in.group = 1;
+  problem.in.key_dim = problem.in.value_dim = 32;
+  problem.in.sequences = {1, 1, 3300, {}};
+  ASSERT_GT(emulated::cut_of(problem, {132}).chunks, 0);
+  check(cross({"T=3300 K=32 V=32 dtype=bf16", "lengths=3400+3300 K=32 V=32 dtype=fp16"}, {"gate=zero", "gate=raw"}),
+        132);
+}
+
+TEST(EmulatedBackward, StatesOfSegments) {
+  check(cross(
+      cross({"lengths=200+0+64+1+265 pad=3 Hk=1 Hv=2 K=32 V=48 segment=1 dtype=bf16"}, {"gate=zero", "gate=strong"}),
+      {"pool first_slot=1", "pool i64 strided layout=vk", "h0=0 ht=0 dht=0", "state=bf16", "h0=0 keys=loose",
+       "dht=0 state=fp16"}));
+}
+
+// Cut or not, the error is about the same. A few large sums enter dg of all tokens, so its rounding errors differ from
+// cut to cut: theirs is about the same in the mean.
+TEST(EmulatedBackward, SegmentsAreAsAccurateAsNone) {
+  double ratios = 0;
+  int count = 0;
+  for (const std::string& spec :
+       cross(cross({"T=1536 Hk=1 Hv=2 K=64 V=32"}, kTypes),
+             {"gate=zero", "gate=weak", "gate=mixed", "gate=strong", "gate=zero keys=correlated"})) {
+    Judge judge(parse_case(spec));
+    const auto errors = [&](int segment) {
+      const Judgement judgement = judge.backward(Compute::tensor_cores, [&](const gd_backward_args& uncut) {
+        gd_backward_args args = uncut;
+        args.segment_chunks = segment;
+        return emulated::run(args, {});
+      });
+      EXPECT_TRUE(judgement.problems.empty()) << spec << "\n" << judgement.text();
+      return judgement.verdicts;
+    };
+    const std::vector<Verdict> whole = errors(0);
+    for (const int segment : {3, 7}) {
+      const std::vector<Verdict> cut = errors(segment);
+      ASSERT_EQ(cut.size(), whole.size());
+      for (size_t i = 0; i < cut.size(); ++i) {
+        const double ratio = cut[i].comparison.error / whole[i].comparison.error;
+        if (cut[i].quantity == "dg") {
+          ratios += ratio;
+          ++count;
+        } else {
+          EXPECT_LE(ratio, 1.1) << cut[i].quantity << " of " << spec << ", segments of " << segment;
+        }
+      }
+    }
+  }
+  EXPECT_LE(ratios / count, 1.2);
+}
+
 // Under strong gates dg consists of what one token leaves to the next, which is far smaller than a token's own terms.
 TEST(EmulatedBackward, StrongGatesKeepTheirGradient) {
   for (const std::string& spec : cross({"T=130 Hk=1 Hv=2 K=128 V=64 dtype=bf16 gate=strong"}, {"", "l2norm"})) {
@@ -133,6 +233,29 @@ TEST(EmulatedBackward, BitsDependOnTheInputsAlone) {
       if (first.empty()) first = outputs_of(args);
       EXPECT_EQ(first, outputs_of(args)) << spec << ", " << multiprocessors;
     }
+  }
+}
+
+// Two segments of a head that does not fade: either chain's second one begins with what the first one has, bit for bit.
+// From what a forward saved, too, whether that was cut or not.
+TEST(EmulatedBackward, TwoSegmentsAreAsGoodAsOne) {
+  Problem problem(parse_case("T=330 Hk=1 Hv=2 K=64 V=48 gate=zero dtype=bf16"));
+  ASSERT_EQ(emulated::run(problem.backward, {}), "");
+  const auto whole = outputs_of(problem.backward);
+  const Buffer saved(cuda::portable::saved_bytes(emulated::layer_of(problem.backward.in)));
+  for (const int saves : {0, 1, 2}) {
+    problem.reset();
+    gd_backward_args args = problem.backward;
+    if (saves) {
+      gd_forward_args forward = problem.forward;
+      forward.saved = saved.data(), forward.saved_bytes = saved.size();
+      forward.segment_chunks = saves == 2 ? 2 : 0;
+      ASSERT_EQ(emulated::run(forward, {}), "");
+      args.saved = saved.data(), args.saved_bytes = saved.size();
+    }
+    args.segment_chunks = 3;
+    ASSERT_EQ(emulated::run(args, {}), "");
+    EXPECT_EQ(whole, outputs_of(args)) << saves;
   }
 }
 

@@ -13,6 +13,7 @@
 #include "cuda/portable/forward.cuh"
 #include "cuda/portable/prepare.cuh"
 #include "cuda/portable/segments.cuh"
+#include "cuda/portable/states.cuh"
 #include "testing/generator.hpp"
 
 namespace gatedelta::testing::emulated {
@@ -86,6 +87,9 @@ inline BackwardProblem problem_of(const gd_backward_args& args) {
   p.d_final = states_of(args.d_final_state, args.d_final_indices, args.in.first_slot);
   p.d_initial = states_of(args.d_initial_state, args.d_initial_indices, args.in.first_slot);
   p.saved = {const_cast<void*>(args.saved), args.saved_bytes, args.saved != nullptr};
+  p.context_parallel = args.context_parallel == GD_CP_AUTO;
+  p.batch_invariant = args.batch_invariant != 0;
+  p.segment_chunks = args.segment_chunks;
   return p;
 }
 
@@ -111,26 +115,45 @@ template <class Pass, class Config>
 using WithPass = cuda::portable::ChainConfig<Pass, typename Config::Elem, Config::kKeys, Config::kRows, Config::kWarps,
                                              Config::kCtasPerSm>;
 
+// The instance of a pass that runs the transitions of another one's (transition_kind).
+template <class Pass, class Config>
+using Transitions =
+    cuda::portable::ChainConfig<Pass, typename Config::Elem, Config::kKeys, 16, Config::kWarps, Config::kCtasPerSm>;
+
+inline void run_segments(const cuda::portable::Params& p, const Options& options) {
+  using namespace cuda::portable;
+  launch(segment_ctas(p), kSegmentThreads, 0, options,
+         [&](int cta, int tid) { FindSegments::run(p, cta, static_cast<int>(p.slots().count(p.sequences)), tid); });
+}
+template <template <class> class Chain, class Config>
+void run_transitions(const cuda::portable::Params& p, cuda::portable::ChainKind kind, const Options& options) {
+  using namespace cuda::portable;
+  const Params transitions = transition_params(p, kind, std::is_same_v<typename Config::Pass, StatesPass>);
+  launch(chain_ctas(transitions), Config::kThreads, Config::Smem::kBytes, options,
+         [&](int cta, int tid) { Chain<Config>(transitions, cta, tid).run(); });
+}
+template <int kKeys>
+void run_folds(const cuda::portable::Params& p, const Options& options) {
+  using namespace cuda::portable;
+  using Config = FoldConfig<kKeys>;
+  launch(fold_ctas(p), Config::kThreads, Config::Smem::kBytes, options,
+         [&](int cta, int tid) { Fold<Config>(p, cta, tid).run(); });
+}
+
 template <class Config>
 void run_kernels(const ForwardProblem& problem, char* workspace, const Options& options) {
   using namespace cuda::portable;
-  const Cut cut = choose_cut(problem, options.multiprocessors);
-  const Params p = params_of(problem, workspace, Config::kColumns, cut);
+  const ForwardWorkspace layout = forward_layout(problem);
+  const Cut cut = choose_cut(problem, layout, options.multiprocessors);
+  const Params p = params_of(problem, layout, workspace, cut);
   run_prepare<typename Config::Elem, Config::kKeys>(p, prepare_ctas(problem), options);
-  if (!p.segment_chunks)
-    return launch(chain_ctas(p), Config::kThreads, Config::Smem::kBytes, options,
-                  [&](int cta, int tid) { Forward<Config>(p, cta, tid).run(); });
-  launch(segment_ctas(p), kSegmentThreads, 0, options,
-         [&](int cta, int tid) { FindSegments::run(p, cta, static_cast<int>(p.slots().count(p.sequences)), tid); });
-  using Silent = WithPass<StatesPass, Config>;
-  const Params transitions = transition_params(p, Config::kColumns);
-  launch(chain_ctas(transitions), Silent::kThreads, Silent::Smem::kBytes, options,
-         [&](int cta, int tid) { Transitions<Silent>(transitions, cta, tid).run(); });
-  using FoldKeys = FoldConfig<Config::kKeys>;
-  launch(fold_ctas(p), FoldKeys::kThreads, FoldKeys::Smem::kBytes, options,
-         [&](int cta, int tid) { Fold<FoldKeys>(p, cta, tid).run(); });
+  if (p.segment_chunks) {
+    run_segments(p, options);
+    run_transitions<States, Transitions<StatesPass, Config>>(p, cut.kind, options);
+    run_folds<Config::kKeys>(p, options);
+  }
   launch(chain_ctas(p), Config::kThreads, Config::Smem::kBytes, options,
-         [&](int cta, int tid) { Forward<Config, true>(p, cta, tid).run(); });
+         [&](int cta, int tid) { Forward<Config>(p, cta, tid).run(); });
 }
 
 inline std::vector<gd_tensor*> aligned_rows(gd_forward_args& args) {

@@ -110,9 +110,9 @@ TEST(EmulatedForward, CutsByItself) {
   ForwardProblem problem;
   problem.in.key_heads = problem.in.value_heads = problem.in.group = 1;
   problem.in.key_dim = problem.in.value_dim = 32;
-  problem.in.sequences = {1, 1, 2600, {}};
-  ASSERT_GT(cuda::portable::choose_cut(problem, 132).chunks, 0);
-  check(cross({"T=2600 K=32 V=32 dtype=bf16", "lengths=2700+2600 K=32 V=32 dtype=fp16 inplace"},
+  problem.in.sequences = {1, 1, 4000, {}};
+  ASSERT_GT(emulated::cut_of(problem, {132}).chunks, 0);
+  check(cross({"T=4000 K=32 V=32 dtype=bf16", "lengths=4100+4000 K=32 V=32 dtype=fp16 inplace"},
               {"gate=zero", "gate=raw"}),
         132);
 }

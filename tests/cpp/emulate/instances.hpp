@@ -5,16 +5,16 @@
 
 namespace gatedelta::testing::emulated {
 
-inline cuda::portable::ChainKind kind_of(const ForwardProblem& problem, const Options& options) {
-  return cuda::portable::choose_cut(problem, options.multiprocessors).kind;
+inline cuda::portable::Cut cut_of(const ForwardProblem& problem, const Options& options) {
+  return cuda::portable::choose_cut(problem, cuda::portable::forward_layout(problem), options.multiprocessors);
 }
-inline cuda::portable::ChainKind kind_of(const BackwardProblem& problem, const Options& options) {
-  return cuda::portable::chain_kind(problem.in, options.multiprocessors);
+inline cuda::portable::Cut cut_of(const BackwardProblem& problem, const Options& options) {
+  return cuda::portable::choose_cut(problem, cuda::portable::backward_layout(problem), options.multiprocessors);
 }
 template <class Elem, class Problem>
 void run_instance(const Problem& problem, char* workspace, const Options& options) {
   using namespace cuda::portable;
-  with_chain<ForwardPass, Elem>(kind_of(problem, options),
+  with_chain<ForwardPass, Elem>(cut_of(problem, options).kind,
                                 [&](auto config) { run_kernels<decltype(config)>(problem, workspace, options); });
 }
 template <class Args>

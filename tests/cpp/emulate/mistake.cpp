@@ -19,6 +19,9 @@ constexpr const char* kCases[] = {
     "T=100 Hk=1 Hv=2 K=64 V=64 dtype=bf16 beta=zeros",
     "lengths=70+0+33 pad=5 Hk=1 Hv=3 K=48 V=32 dtype=bf16 gate=raw l2norm layout=vk pool",
     "lengths=130+64 pad=70 K=64 V=48 dtype=bf16 gate=spiky",
+    "lengths=330+0+70 Hk=1 Hv=2 K=64 V=32 dtype=bf16 gate=zero segment=1",
+    "lengths=70+350 K=48 V=48 dtype=bf16 gate=strong segment=1 pool",
+    "T=1090 Hk=1 Hv=2 K=16 V=16 dtype=bf16 gate=mixed segment=2",
 };
 #else
 using Args = gd_forward_args;

@@ -63,26 +63,31 @@ FORWARD = {
     "norms_left_out_of_writes": Mistake("prepare.cuh", "exp2_approx(end - log) * rk;", "exp2_approx(end - log);"),
     # segments
     "warmup_is_a_chunk_short": Mistake(
-        "segments.cuh", "warmup > 0 && warmup < chunk ? warmup :", "warmup > 0 && warmup < chunk ? warmup - 1 :"
+        "segments.cuh", "warmup > 0 && warmup < boundary ? warmup :", "warmup > 0 && warmup < boundary ? warmup - 1 :"
     ),
-    "warmup_without_a_decay": Mistake("segments.cuh", "return joined(steps[0], steps[1]);",
-                                      "return ChunkDecay{-99, 1};"),
+    "warmup_without_a_decay": Mistake(
+        "segments.cuh", "return joined(decays[first], decays[first + 1]);",
+        "return first < 0 ? decays[first] : ChunkDecay{-99, 1};",
+    ),
     "values_of_warmups_are_not_waited_for": Mistake(
         "chain.cuh", "copy_wait<1>();  // V of this step", "copy_wait<2>();  // V"
     ),
-    "outputs_of_warmups_are_not_passed": Mistake("forward.cuh", "this->o += Base::step_stride(p.o_stride);", ""),
-    "entry_of_another_head": Mistake(
-        "chain.cuh", "load_matrix(p.entries, GD_F32, (opaque(cta) >> p.log_parts) * p.state_numbers()",
-        "load_matrix(p.entries, GD_F32, (opaque(cta) >> p.log_parts ^ 1) * p.state_numbers()",
+    "outputs_begin_with_the_warmup": Mistake(
+        "chain.cuh", "p.o.offset(batch, at.span.begin + output_step * kStep, at.head)",
+        "p.o.offset(batch, at.span.begin + (step + 0 * output_step) * kStep, at.head)",
     ),
-    "initial_states_are_overwritten": Mistake("cut.hpp", "if (!a || !b) return false;", "return false;"),
+    "entry_of_another_head": Mistake(
+        "chain.cuh", "load_matrix(p.entries, GD_F32, block() * p.state_numbers()",
+        "load_matrix(p.entries, GD_F32, (block() ^ 1) * p.state_numbers()",
+    ),
+    "initial_states_are_overwritten": Mistake("config.hpp", "if (!a || !b) return false;", "return false;"),
     "segments_share_the_final_state": Mistake(
         "forward.cuh", "if (rows <= 0 && end < at.span.length) return;", ""
     ),
-    "maps_begin_with_zero": Mistake("segments.cuh", "== 0 ? 1.0f : 0.0f", "== 0 ? 0.0f : 0.0f"),
+    "maps_begin_with_zero": Mistake("states.cuh", "== 0 ? 1.0f : 0.0f", "== 0 ? 0.0f : 0.0f"),
     "maps_are_transposed": Mistake(
-        "segments.cuh", "this->column() - p.map_column, p.key_dim, 1, p.key_dim, f",
-        "this->column() - p.map_column, p.key_dim, p.key_dim, 1, f",
+        "states.cuh", "key_stride = i == 0 ? 1 : p.key_dim;\n        value_stride = i == 0 ? p.key_dim : 1;",
+        "key_stride = i == 1 ? 1 : p.key_dim;\n        value_stride = i == 1 ? p.key_dim : 1;",
     ),
     "no_folds": Mistake("segments.cuh", "if (here && next) {", "if (here && next && i < 0) {"),
     "fold_by_the_next_map": Mistake(
@@ -101,7 +106,7 @@ FORWARD = {
 BACKWARD = {
     # barriers
     "no_barrier_between_steps_of_states": Mistake(
-        "states.cuh", "sync_cta();      // of every thread", "// of every thread"
+        "chain.cuh", "sync_cta();      // of every thread", "// of every thread"
     ),
     "no_barrier_between_steps_of_gradients": Mistake(
         "gradient_chain.cuh", "sync_cta();      // of every thread", "// of every thread"
@@ -153,6 +158,35 @@ BACKWARD = {
     "gates_pass_their_own_write": Mistake("gate_gradients.cuh", "float sum = shuffle_up(x, 1);", "float sum = x;"),
     "no_projection": Mistake("gradients.cuh", "-r * r * sum_of(which, row(i, h))", "0"),
     "queries_do_not_move_the_gradient": Mistake("gradient_chain.cuh", "this->add_to_state(outputs, Q);", ""),
+    # segments
+    "warmup_of_gradients_is_a_chunk_short": Mistake(
+        "segments.cuh", "warmup > 0 && warmup < boundary ? warmup :",
+        "warmup > 0 && warmup < boundary ? warmup - kGradients :",
+    ),
+    "gradients_of_warmups_are_stored": Mistake(
+        "gradient_chain.cuh", "if (ends_chunk && has_outputs) this->next_snapshot(",
+        "if (ends_chunk) this->next_snapshot(",
+    ),
+    "states_of_warmups_are_stored": Mistake("states.cuh", "if (!has_outputs) return;", ""),
+    "snapshots_begin_with_the_warmup": Mistake("states.cuh", "this->snapshot_at(at, segment.chunk)",
+                                               "this->snapshot_at(at, first)"),
+    "values_begin_with_the_warmup": Mistake(
+        "gradient_chain.cuh", "first + step, first + steps_of(end) - 1", "first + step, first + step"
+    ),
+    "segments_share_the_initial_gradient": Mistake("gradient_chain.cuh", "if (!is_entry && segment.chunk > 0) return;",
+                                                   ""),
+    "local_gradients_begin_with_their_entry": Mistake(
+        "gradient_chain.cuh", "if (this->is_transition() && segment.is_entered()) {", "if (segment.chunk < 0) {"
+    ),
+    "gradients_enter_the_wrong_segment": Mistake("chain.cuh", "block() + Pass::kDirection * p.value_heads",
+                                                 "block() + p.value_heads"),
+    "folds_of_gradients_are_not_mirrored": Mistake("segments.cuh", "is_mirrored ? segments - 1 - segment : segment",
+                                                   "segment"),
+    "gradients_by_the_map_of_states": Mistake("segments.cuh", "maps = is_mirrored ? p.gradient_maps : p.maps;",
+                                              "maps = p.maps;"),
+    "no_maps_for_gradients": Mistake(
+        "states.cuh", "return gradients->is_entered() && gradients[-p.value_heads].is_entered();", "return false;"
+    ),
 }  # fmt: skip
 
 FP32 = {

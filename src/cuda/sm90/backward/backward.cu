@@ -92,62 +92,49 @@ CallParams chain_params(const BackwardParams& p) {
   return chain;
 }
 
-template <auto kKernel, class... Args>
-cudaError_t launch_after(int64_t blocks, int threads, int bytes, int device, cudaStream_t stream, const Args&... args) {
-  static std::atomic<uint64_t> allowed{0};
-  if (bytes > 0)
-    if (const cudaError_t e = allow_shared_memory(kKernel, bytes, device, allowed)) return e;
-  return launch_early(kKernel, blocks, threads, bytes, stream, args...);
-}
-
 // `later`: the second slice, if there is one.
 template <class Elem>
 Outcome launch(const BackwardParams& p, const BackwardParams* later, int device, cudaStream_t stream) {
-  Outcome outcome;
-  const auto ran = [&](cudaError_t error, const char* what) {
-    if (error) outcome = failure(error, what);
-    return !error;
-  };
+  Launched ran;
   // Saved results need no prepare.
   if (!p.has_saved &&
       !ran(launch_prepare(p, std::is_same_v<Elem, __nv_bfloat16>, device, stream), "launch the prepare kernel"))
-    return outcome;
+    return ran.outcome;
   const int chain_blocks = p.main_blocks();
   constexpr int kBytes = ChainSmem::kAllocated;
   if (p.sequences.count > 0) {
     const int lists = p.list == kPlannedList ? kPlannedLists : kScheduleBlocks;
     const bool all = ran(launch_kernel(!p.has_saved, backward_lists_kernel, lists, kScheduleThreads, 0, stream, p),
                          "launch the lists of work") &&
-                     ran(launch_after<backward_chain_kernel<Elem>>(chain_blocks, kChainThreads, kBytes, device, stream,
-                                                                   chain_params(p)),
+                     ran(launch_large<backward_chain_kernel<Elem>>(true, chain_blocks, kChainThreads, kBytes, device,
+                                                                   stream, chain_params(p)),
                          "launch the chain of gradients");
-    if (!all) return outcome;
+    if (!all) return ran.outcome;
   }
   const int64_t units = p.sequences.workspace_chunks() * p.key_heads,
                 blocks = std::min<int64_t>(units, p.limits.blocks);
   for (const BackwardParams* of : {&p, later}) {
     if (!of) continue;
     if (p.sequences.count > 0 &&
-        !ran(launch_after<states_kernel<Elem>>(chain_blocks, kChainThreads, kBytes, device, stream, states_params(*of),
-                                               of->states, later != nullptr),
+        !ran(launch_large<states_kernel<Elem>>(true, chain_blocks, kChainThreads, kBytes, device, stream,
+                                               states_params(*of), of->states, later != nullptr),
              "launch the states kernel"))
-      return outcome;
-    if (blocks > 0 && !ran(launch_after<gradients_kernel<Elem>>(blocks, kGradientThreads, GradientSmem::kAllocated,
-                                                                device, stream, *of),
+      return ran.outcome;
+    if (blocks > 0 && !ran(launch_large<gradients_kernel<Elem>>(true, blocks, kGradientThreads,
+                                                                GradientSmem::kAllocated, device, stream, *of),
                            "launch the gradients kernel"))
-      return outcome;
+      return ran.outcome;
   }
-  if (p.head_sums)
-    ran(launch_after<head_sums_kernel>(p.value_heads, 256, 0, device, stream, p), "launch the sums over tokens");
-  return outcome;
+  if (p.head_sums) ran(launch_early(head_sums_kernel, p.value_heads, 256, 0, stream, p), "launch the sums over tokens");
+  return ran.outcome;
 }
 
 }  // namespace
 
 cudaError_t launch_grad_chain(const CallParams& p, bool bf16, int device, cudaStream_t stream) {
   const auto launch = [&](auto elem) {
-    return launch_after<backward_chain_kernel<decltype(elem)>>(p.main_blocks(), kChainThreads, ChainSmem::kAllocated,
-                                                               device, stream, p);
+    return launch_large<backward_chain_kernel<decltype(elem)>>(true, p.main_blocks(), kChainThreads,
+                                                               ChainSmem::kAllocated, device, stream, p);
   };
   return bf16 ? launch(__nv_bfloat16{}) : launch(__half{});
 }
@@ -155,7 +142,7 @@ cudaError_t launch_grad_chain(const CallParams& p, bool bf16, int device, cudaSt
 Outcome backward(const BackwardProblem& problem, const Context& context) {
   DeviceFacts facts{};
   if (Outcome outcome = find_facts(context.device, facts); outcome.status != GD_OK) return outcome;
-  if (facts.major != kHopperDevices.lowest_major && !problem.segment_chunks && !problem.small_workspace) {
+  if (facts.major != kHopperDevices.lowest_major && !problem.small_workspace) {
     const Outcome outcome = check_portable_limits(problem);
     return outcome.status == GD_OK ? portable_backward(problem, context) : outcome;
   }

@@ -13,13 +13,9 @@ static_assert(PrepareSmem::allocated(kMaxGroup) <= kMaxSharedBytes);
 
 template <class Elem>
 cudaError_t launch_prepare(const CallParams& p, int device, cudaStream_t stream) {
-  static std::atomic<uint64_t> allowed{0};
-  if (const cudaError_t e =
-          allow_shared_memory(prepare_kernel<Elem>, PrepareSmem::allocated(kMaxGroup), device, allowed))
-    return e;
-  const auto blocks = static_cast<unsigned>(prepare_blocks(p.sequences, p.key_heads));
-  prepare_kernel<Elem><<<blocks, kPrepareThreads, PrepareSmem::allocated(p.group), stream>>>(p);
-  return cudaGetLastError();
+  const SharedMemory memory(PrepareSmem::allocated(p.group), PrepareSmem::allocated(kMaxGroup));
+  return launch_large<prepare_kernel<Elem>>(false, prepare_blocks(p.sequences, p.key_heads), kPrepareThreads, memory,
+                                            device, stream, p);
 }
 
 inline cudaError_t launch_schedule(const CallParams& p, cudaStream_t stream) {
@@ -28,9 +24,8 @@ inline cudaError_t launch_schedule(const CallParams& p, cudaStream_t stream) {
 
 template <class Elem>
 cudaError_t launch_main(const CallParams& p, int device, cudaStream_t stream) {
-  static std::atomic<uint64_t> allowed{0};
-  if (const cudaError_t e = allow_shared_memory(forward_kernel<Elem>, ChainSmem::kAllocated, device, allowed)) return e;
-  return launch_early(forward_kernel<Elem>, p.main_blocks(), kChainThreads, ChainSmem::kAllocated, stream, p);
+  return launch_large<forward_kernel<Elem>>(true, p.main_blocks(), kChainThreads, ChainSmem::kAllocated, device, stream,
+                                            p);
 }
 
 }  // namespace gatedelta::cuda
