@@ -16,8 +16,7 @@ struct Capabilities {
   int lowest_major, highest_major;
   const char* supported;
 };
-constexpr Capabilities kHopperDevices = {
-    9, 9, "summaries, and a backward's small_workspace, support 9.0 (Hopper)"};
+constexpr Capabilities kHopperDevices = {9, 9, "summaries, and a backward's small_workspace, support 9.0 (Hopper)"};
 constexpr Capabilities kPortableDevices = {8, 1 << 15, "the chunked forward and backward support 8.0 and later"};
 constexpr Capabilities kDecodeDevices = {8, 1 << 15, "recurrent steps support 8.0 and later"};
 
