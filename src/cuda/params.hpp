@@ -45,7 +45,6 @@ struct CallParams {
   ListMode list;
   bool may_cut;
   bool may_balance;  // lengths may ask for a balanced list; only in a forward
-  bool polls_list;   // the forward kernel waits for schedule->is_ready, not for the end of the schedule kernel
   int even_parts;    // items per head of an even list
   Cut forced;        // by segment_chunks; zero lengths: not forced
 

@@ -31,8 +31,8 @@ GD_DEVICE void list_both_uncut(const BackwardParams& p) {
     p.grad_work[i] = mirrored(item, p.value_heads);
   }
   if (thread != 0) return;
-  if (!is_listed && !is_sliced) *p.schedule = Schedule::of(entries, p.main_blocks());
-  *p.grad_schedule = Schedule::of(entries, p.main_blocks());
+  if (!is_listed && !is_sliced) *p.schedule = {entries, 0, p.main_blocks()};
+  *p.grad_schedule = {entries, 0, p.main_blocks()};
 }
 
 // The states' list where the forward saved states. Call after rank_sequences.
@@ -44,8 +44,8 @@ GD_DEVICE void list_recompute(const BackwardParams& p, const ScheduleSmem& s) {
     pieces.find(
         p.sequences.count, p.value_heads, p.recompute_chunks, p.split, chunks,
         [&](int rank) { return s.items[rank].sequence; }, [&](int rank) { return s.first_chunk[rank]; });
-    *p.schedule = Schedule::of(pieces.count[0], p.main_blocks());
-    if (p.slice1_schedule) *p.slice1_schedule = Schedule::of(pieces.count[1], p.main_blocks());
+    *p.schedule = {pieces.count[0], 0, p.main_blocks()};
+    if (p.slice1_schedule) *p.slice1_schedule = {pieces.count[1], 0, p.main_blocks()};
   }
   __syncthreads();
   for (int i = threadIdx.x; i < pieces.numbers(); i += kScheduleThreads) {
@@ -71,7 +71,7 @@ GD_DEVICE bool take_saved_list(const BackwardParams& p) {
   auto* to = reinterpret_cast<uint4*>(p.grad_work);
   for (int i = threadIdx.x; i < saved_list.count * static_cast<int>(sizeof(WorkItem) / 16); i += kScheduleThreads)
     to[i] = from[i];
-  if (threadIdx.x == 0) *p.grad_schedule = Schedule::of(saved_list.count, saved_list.static_items);
+  if (threadIdx.x == 0) *p.grad_schedule = {saved_list.count, 0, saved_list.static_items};
   return true;
 }
 

@@ -62,7 +62,7 @@ GD_DEVICE void list_balanced(const CallParams& p, BalancedSmem& s) {
   if (line.borders() == 0) s.cut = 0;
   __syncthreads();
   // A second part waits for a first one, so a CTA that is not running yet must not own an item: no static items.
-  if (tid == 0) finish_list(p, s.seq_heads + s.cut, 0);
+  if (tid == 0) *p.schedule = {s.seq_heads + s.cut, 0, 0};
   const BalancedCuts cuts{s.tails, s.before, s.cut};
   for (int seq_head = tid; seq_head < s.seq_heads; seq_head += kThreads) {
     const int rank = floor_div(seq_head, heads), head = seq_head - rank * heads, chunks = s.chunks[rank];

@@ -7,18 +7,11 @@ namespace gatedelta::cuda {
 
 __global__ void __launch_bounds__(kScheduleThreads, 1) schedule_kernel(const __grid_constant__ CallParams p) {
   __shared__ ScheduleSmem smem;
-  if (blockIdx.x == 0 && threadIdx.x == 0) {  // before the forward kernel, which takes tickets and polls, may start
-    p.schedule->next_ticket = p.schedule->is_ready = 0;
-    __threadfence();
-  }
-  __syncthreads();
   allow_next_kernel();
   rank_sequences(p, smem);
   wait_for_previous_kernel();
   if (blockIdx.x == 0) {
     Scheduler<Pass::kForward>{p, smem, p.schedule, p.work, p.limits.entries}.plan();
-    __syncthreads();
-    if (threadIdx.x == 0) add_release(&p.schedule->is_ready, 1);
   } else {
     Scheduler<Pass::kBackward>{p, smem, &p.saved_list->schedule, p.saved_list->items(), SavedList::kEntries}.plan();
     if (threadIdx.x == 0) p.saved_list->limits = p.limits;

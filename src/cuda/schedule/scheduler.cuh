@@ -222,13 +222,7 @@ struct Scheduler {
     if (entries > room) return;
     // Items of a cut may wait for others, so a CTA that is not running yet must not own one: no static items.
     const bool is_cut = cut.decaying || cut.persistent;
-    if (tid == 0) {
-      if constexpr (kPass == Pass::kForward) {
-        finish_list(p, entries, is_cut ? 0 : p.main_blocks());
-      } else {
-        *schedule = Schedule::of(entries, is_cut ? 0 : p.main_blocks());
-      }
-    }
+    if (tid == 0) *schedule = {entries, 0, is_cut ? 0 : p.main_blocks()};
     __syncthreads();
     // State gradients never overwrite their input.
     const bool in_place = kPass != Pass::kBackward && p.initial && p.final;

@@ -48,17 +48,6 @@ GD_DEVICE int rank_by_length(const CallParams& p, int n, int lane) {
   return __reduce_add_sync(~0u, mine);
 }
 
-// Says how long the forward's list is. CTAs of a kernel that polls it may already have taken tickets, for their first
-// items, too.
-GD_DEVICE void finish_list(const CallParams& p, int entries, int static_items) {
-  if (!p.polls_list) {
-    *p.schedule = Schedule::of(entries, static_items);
-    return;
-  }
-  p.schedule->static_items = 0;
-  p.schedule->count = entries;
-}
-
 // Writes an uncut list with `warps` warps, each of which calls this: longest first, if there are not too many to rank.
 GD_DEVICE void list_uncut(const CallParams& p, int warp, int warps, int lane, int parts) {
   const int count = p.sequences.count, per_sequence = p.value_heads * parts;
@@ -79,7 +68,7 @@ GD_DEVICE void list_uncut(const CallParams& p, int warp, int warps, int lane, in
   }
   if (warp != 0) return;
   const int entries = count_listed(p, count, lane) * per_sequence;
-  if (lane == 0) finish_list(p, entries, p.main_blocks());
+  if (lane == 0) *p.schedule = {entries, 0, p.main_blocks()};
 }
 
 }  // namespace gatedelta::cuda

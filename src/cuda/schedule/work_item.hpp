@@ -105,12 +105,10 @@ GD_HOST_DEVICE void cut_item(WorkItem& item, int start, int end, int chunks, int
   }
 }
 
-struct alignas(16) Schedule {
+struct Schedule {
+  int count;         // entries
   int next_ticket;   // entries that CTAs have taken by ticket
   int static_items;  // leading entries, assigned by blockIdx
-  int count;         // entries
-  int is_ready;      // 1 once the list is complete, for kernels that do not wait for the end of the one that writes it
-  GD_HOST_DEVICE static Schedule of(int count, int static_items) { return {0, static_items, count, 0}; }
 };
 
 // Halves are for GPUs with idle SMs: both halves read K and Q, and if all SMs do, that costs more than it saves. Merged

@@ -233,14 +233,6 @@ GD_DEVICE int load_acquire(const int* counter) {
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
   return value;
 }
-GD_DEVICE int2 load_acquire2(const int* two) {
-  int2 value;
-  asm volatile("{.reg .b64 x; ld.acquire.gpu.global.b64 x, [%2]; mov.b64 {%0, %1}, x;}"
-               : "=r"(value.x), "=r"(value.y)
-               : "l"(two)
-               : "memory");
-  return value;
-}
 GD_DEVICE void add_release(int* counter, int n) {
   asm volatile("fence.acq_rel.gpu;\nred.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(n) : "memory");
 }

@@ -144,7 +144,6 @@ struct Chain {
     int prefetch_tokens;  // prefetch starts when no more tokens than these are left
   };
   static constexpr int kWords = sizeof(WorkItem) / sizeof(int);
-  GD_DEVICE void wait_for_list(Loader& loader) const;
   GD_DEVICE void get_initial_work(Loader& loader) const;
   GD_DEVICE void publish_dry_run(Loader& loader) const;
   GD_DEVICE void take_ticket(Loader& loader) const;

@@ -15,8 +15,6 @@ GD_DEVICE void Chain<Elem, kPass>::run_scores() const {
   if (warp == kLoadsKeysQueries) {
     if constexpr (kHasDryRun) {
       publish_dry_run(loader);
-      if constexpr (kPass == Pass::kForward)
-        if (p.polls_list) take_ticket(loader);  // for the first item: it arrives before the list does
     } else {
       get_initial_work(loader);
     }
@@ -54,7 +52,7 @@ GD_DEVICE void Chain<Elem, kPass>::run_scores() const {
       if (!is_merge) operand.advance();
     }
     if (is_dry_run) {
-      wait_for_list(loader);
+      wait_for_previous_kernel();
       if (warp == kLoadsKeysQueries) get_initial_work(loader);
     }
   }

@@ -54,28 +54,8 @@ GD_DEVICE int Chain<Elem, kPass>::next_tile(int tile, int half) {
   return tile == 0 ? 1 : tile == 1 ? 1 + half : kBoundaryTiles - tile;
 }
 
-// By the warps of scores. The forward's list is ready some microseconds before the schedule kernel counts as ended, and
-// what prepare has written is visible then, too: the schedule kernel has waited for it.
-template <class Elem, Pass kPass>
-GD_DEVICE void Chain<Elem, kPass>::wait_for_list(Loader& loader) const {
-  if constexpr (kPass == Pass::kForward) {
-    if (p.polls_list) {
-      if (warp != kLoadsKeysQueries) return;
-      int2 list;  // how long it is, and whether it is ready: one trip to memory
-      do {
-        list = load_acquire2(&p.schedule->count);
-      } while (__ballot_sync(~0u, list.y != 0) == 0);
-      loader.count = list.x;
-      return fence_async_global();  // T and the vectors come by TMA
-    }
-  }
-  wait_for_previous_kernel();
-}
-
 template <class Elem, Pass kPass>
 GD_DEVICE void Chain<Elem, kPass>::get_initial_work(Loader& loader) const {
-  if constexpr (kPass == Pass::kForward)
-    if (p.polls_list) return fetch_work(loader);
   loader.count = p.schedule->count;
   loader.static_items = p.schedule->static_items;
   if (loader.static_items > 0) {

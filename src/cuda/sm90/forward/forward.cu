@@ -75,7 +75,6 @@ Outcome forward(const ForwardProblem& problem, const Context& context) {
     };
     if (plan.which == Walked::kAll) return walk(false);
     CallParams p = call_params(problem, context.workspace, multiprocessors);
-    p.polls_list = p.list == kPlannedList;
     p.may_balance = may_balance(problem, p.limits);
     if (!problem.saved) p.limits.merged_halves = kMostMergedHalves;
     if (plan.which == Walked::kSome) p.walked_tokens = static_cast<int>(plan.longest);

@@ -25,11 +25,6 @@ struct ForwardChain : Chain<Elem, Pass::kForward> {
     if (p.walked_tokens != CallParams::kNothingWalked) allow_next_kernel();
   }
 
-  // NOTE: the next kernel of the stream waits for this one alone, so this one must not end before the previous one.
-  GD_DEVICE void end() const {
-    if (p.polls_list) wait_for_previous_kernel();
-  }
-
   GD_DEVICE void run_math(int math_wg) const {
     this->for_each_item(math_wg, [&](int i, const WorkItem& item, Chunk chunk, int half, bool is_identity, State& state,
                                      LoadStage& load, OperandStage& operand, int& storing_stage) {
@@ -61,7 +56,7 @@ struct ForwardChain : Chain<Elem, Pass::kForward> {
       }
       if (item.kind == kDryRun) {
         storing_stage = load.previous_stage();
-        if (!p.polls_list) wait_for_previous_kernel();
+        wait_for_previous_kernel();
         if (!p.is_walked(0)) this->copy_empty_sequences(state, math_wg);
       } else if (is_identity) {
         this->store_transition(state, math_wg, half, load.previous_stage(), item.to);

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kListThreads)
   const int pair = static_cast<int>(blockIdx.x * (kListThreads / 32) + threadIdx.x / 32);
   wait_for_previous_kernel();
   const int pairs = s.count * p.value_heads;
-  if (pair == 0 && lane == 0) *s.schedule = Schedule::of(2 * pairs, p.main_blocks());
+  if (pair == 0 && lane == 0) *s.schedule = {2 * pairs, 0, p.main_blocks()};
   if (pair >= pairs) return;
   const int row = floor_div(pair, p.value_heads), head = pair - row * p.value_heads, n = s.first + row;
   WorkItem item = item_of_head(p, whole_item(p, n), head);
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kListThreads)
   for (int n = thread; n < p.sequences.count; n += static_cast<int>(gridDim.x) * kListThreads)
     s.rows[n] = n >= s.first && n < s.first + s.count ? n - s.first : -1;
   const int pairs = s.count * p.value_heads;
-  if (thread == 0) *s.schedule = Schedule::of(s.parts * pairs, p.main_blocks());
+  if (thread == 0) *s.schedule = {s.parts * pairs, 0, p.main_blocks()};
   if (pair >= pairs) return;
   const int row = floor_div(pair, p.value_heads), head = pair - row * p.value_heads, n = s.first + row;
   WorkItem item = item_of_head(p, whole_item(p, n), head);
