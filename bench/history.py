@@ -52,7 +52,9 @@ def line_of(result: dict, peers: Path = ratios.PEERS) -> dict[str, str]:
 
 def commit_of(header: dict) -> str:
     """Of the rows that were measured last."""
-    return (header.get("serving", {}).get("commit") or header["commit"] or "")[:10]
+    later = header.get("serving", {})
+    is_later = later.get("commit") and later.get("date", header["date"]) >= header["date"]
+    return ((later["commit"] if is_later else header["commit"]) or "")[:10]
 
 
 def serving_columns(rows: list[dict]) -> dict[str, str]:

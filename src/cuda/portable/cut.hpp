@@ -50,7 +50,8 @@ inline float chain_time(ChainKind kind, int64_t ctas, float chunks, int multipro
   };
   const int64_t together = int64_t{costs.resident} * multiprocessors, rest = ctas % together;
   const float last = rest > 0 ? round((rest + multiprocessors - 1) / multiprocessors) : 0;
-  return static_cast<float>(ctas / together) * round(costs.resident) + last;
+  const int64_t whole_rounds = ctas / together;
+  return static_cast<float>(whole_rounds) * round(costs.resident) + last;
 }
 
 // The cut of a call whose chains run one after the other, by the same segments; entries and maps have room for so many
