@@ -5,6 +5,7 @@ usage: plant.py NAME SOURCE_FOLDER TARGET_FOLDER    writes the changed file
        plant.py --forward | --backward | --fp32     prints the names
 """
 
+import shutil
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -235,7 +236,8 @@ def main() -> int:
     if text.count(mistake.right) != 1:
         print(f"plant: {mistake.file} has {text.count(mistake.right)} times: {mistake.right!r}")
         return 1
-    Path(target).mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(target, ignore_errors=True)  # the mistake may have been in another file
+    Path(target).mkdir(parents=True)
     (Path(target) / mistake.file).write_text(text.replace(mistake.right, mistake.wrong))
     return 0
 
