@@ -335,7 +335,7 @@ TEST(Forward, CutsByKindOfHeadNeedALength) {
 
 TEST(Forward, ReservedFields) {
   ForwardCase c;
-  c.reserved[3] = 1;
+  c.reserved[2] = 1;
   EXPECT_TRUE(c.invalid("gd_forward_args: reserved fields must be zero"));
 }
 
