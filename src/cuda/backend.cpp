@@ -18,10 +18,18 @@ namespace {
 
 Context context_of(const gd_exec& exec, char* workspace) { return {exec.device_index, exec.stream, workspace}; }
 
-// Hopper's kernels are left out.
-Outcome forced(const char* operation) {
-  return refusal(GD_UNSUPPORTED, "isa is portable, but there is no portable %s on CUDA yet: leave isa at auto",
-                 operation);
+// What Hopper's kernels do not take. With isa they can be left out.
+template <class Problem>
+Outcome check_hoppers(const Problem& p, const gd_exec& exec) {
+  if (exec.isa == GD_ISA_CUDA_PORTABLE)
+    return refusal(GD_UNSUPPORTED, "isa is portable: Hopper's kernels are left out");
+  return check_limits(p);
+}
+template <class Problem>
+Outcome check_summary(const Problem& p, const gd_exec& exec) {
+  if (exec.isa == GD_ISA_CUDA_PORTABLE)
+    return refusal(GD_UNSUPPORTED, "isa is portable, but there is no portable summary on CUDA yet: leave isa at auto");
+  return check_limits(p);
 }
 
 // A query does not know the device, so the memory is enough for either kind of kernels.
@@ -44,11 +52,7 @@ bool asks_for_hoppers(const Problem& p, const gd_exec& exec) {
 
 const Backend<ForwardProblem> sm90_forward_backend = {
     GD_CUDA,
-    [](const ForwardProblem& p, const gd_exec& exec) {
-      if (exec.isa == GD_ISA_CUDA_PORTABLE)
-        return refusal(GD_UNSUPPORTED, "isa is portable: Hopper's kernels are left out");
-      return check_limits(p);
-    },
+    check_hoppers<ForwardProblem>,
     [](const ForwardProblem& p, const gd_exec&) {
       return enough_for_both<ForwardProblem>(
           p, forward_layout(p).bytes, [](const ForwardProblem& of) { return portable::forward_layout(of).bytes; });
@@ -73,11 +77,7 @@ const Backend<ForwardProblem> portable_forward_backend = {
 
 const Backend<BackwardProblem> sm90_backward_backend = {
     GD_CUDA,
-    [](const BackwardProblem& p, const gd_exec& exec) {
-      if (exec.isa == GD_ISA_CUDA_PORTABLE)
-        return refusal(GD_UNSUPPORTED, "isa is portable: Hopper's kernels are left out");
-      return check_limits(p);
-    },
+    check_hoppers<BackwardProblem>,
     [](const BackwardProblem& p, const gd_exec&) {
       return enough_for_both<BackwardProblem>(
           p, backward_layout(p).bytes, [](const BackwardProblem& of) { return portable::backward_layout(of).bytes; });
@@ -128,9 +128,7 @@ const Backend<BackwardProblem> fp32_backward_backend = {
 
 const Backend<SummaryProblem> sm90_summary_backend = {
     GD_CUDA,
-    [](const SummaryProblem& p, const gd_exec& exec) {
-      return exec.isa == GD_ISA_CUDA_PORTABLE ? forced("summary") : check_limits(p);
-    },
+    check_summary<SummaryProblem>,
     [](const SummaryProblem& p, const gd_exec&) { return summary_layout(p, true, kPreparedBytes).bytes; },
     [](const SummaryProblem& p) { return saved_layout(p.in).bytes; },
     [](const SummaryProblem& p, const gd_exec& exec, char* workspace) {
@@ -140,9 +138,7 @@ const Backend<SummaryProblem> sm90_summary_backend = {
 
 const Backend<BackwardSummaryProblem> sm90_backward_summary_backend = {
     GD_CUDA,
-    [](const BackwardSummaryProblem& p, const gd_exec& exec) {
-      return exec.isa == GD_ISA_CUDA_PORTABLE ? forced("summary") : check_limits(p);
-    },
+    check_summary<BackwardSummaryProblem>,
     [](const BackwardSummaryProblem& p, const gd_exec&) {
       return summary_layout(p, false, kBackwardPreparedBytes).bytes;
     },

@@ -234,7 +234,7 @@ def h200_segments() -> str:
         for row in worst[: max(above, 10)]
     ]
     text = (
-        f"{found['rows']} shapes. The automatic cut is slower than the fastest forced length (or no cut) by "
+        f"{found['rows']} shapes. The automatic cut is slower than the fastest cut of the search (or no cut) by "
         f"{found['median']:.1%} in the median, and by more than {regret.BAR:.0%} for {above} shapes. The worst:"
     )
     columns = ["heads, sequences; ms", "automatic", "uncut", "fastest", "slower by"]

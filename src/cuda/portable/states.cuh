@@ -1,8 +1,7 @@
-// The forward kernel without Q and O. It runs in two calls:
-//   the first pass of a backward    the state before every chunk and U, what tokens write, go to memory for the
-//   gradients transitions (segments.cuh)      the state that a segment ends with, or its M. Columns from map_column on
-//   stand for
-//                                   those of M: a state that begins with the identity and has no values
+// The forward kernel without Q and O, for two things. As the first pass of a backward it stores the state before every
+// chunk and U, what tokens write, for the gradients. As transitions (segments.cuh) it stores the state that a segment
+// ends with, or its M: columns from map_column on stand for those of M, a state that begins with the identity and has
+// no values.
 #pragma once
 
 #include "cuda/portable/chain.cuh"
