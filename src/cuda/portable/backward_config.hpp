@@ -135,8 +135,7 @@ inline BackwardWorkspace backward_layout(const BackwardProblem& p) {
 }
 
 inline Cut choose_cut(const BackwardProblem& p, const BackwardWorkspace& layout, int multiprocessors) {
-  return choose_cut(p.in, {CutCosts::kStates, CutCosts::kGradients}, layout.forward.entry_slots, p.segment_chunks,
-                    multiprocessors);
+  return choose_cut(p.in, {kStatesWork, kGradientsWork}, layout.forward.entry_slots, p.segment_chunks, multiprocessors);
 }
 
 // layout: that of the problem.

@@ -8,6 +8,7 @@
 
 #include "core/problem.hpp"
 #include "cuda/host_device.hpp"
+#include "cuda/portable/prices.hpp"
 #include "cuda/schedule/warmup.hpp"
 #include "cuda/tensors.hpp"
 
@@ -329,7 +330,7 @@ inline int64_t most_slots(const ForwardProblem& p) {
 // Documented bound of a forward's workspace: bytes per token and value head, plus a constant. States and transitions of
 // segments get what is left below it, or what a forced segment length needs. A backward has both for each of its
 // chains, and no other bound.
-constexpr int64_t kBytesPerToken = 192, kFixedBytes = int64_t{1} << 20;
+constexpr int64_t kBytesPerToken = 192, kFixedBytes = int64_t{32} << 20;
 constexpr int64_t kMostEntryBytes = int64_t{48} << 20;  // of a chain
 
 struct ForwardWorkspace {
@@ -426,6 +427,7 @@ inline int log_parts(int columns, int cta_columns) {
 struct Cut {
   int chunks = 0;  // of a segment; 0 = no sequence is cut
   ChainKind kind = ChainKind::k64;
+  CutPrices prices = {};  // of a pack, whose segments may turn out longer; otherwise of no chain
 };
 
 // layout: that of the problem.

@@ -1,115 +1,173 @@
 // Which cut of a call's sequences is taken: plain arithmetic on the host, from shapes and the number of
-// multiprocessors. Lengths and gates are on the device; what a segment begins with is found there (segments.cuh).
+// multiprocessors. Lengths and gates are on the device: what a segment begins with is found there, and how long the
+// segments of a pack are (segments.cuh).
 #pragma once
 
+#include <algorithm>
+#include <climits>
 #include <initializer_list>
 
 #include "cuda/portable/config.hpp"
 
 namespace gatedelta::cuda::portable {
 
-// Microseconds, on an H200.
-struct ChainCosts {
-  float chunk;   // of the forward, with outputs, of a CTA that is alone on its multiprocessor
-  float beside;  // more of it for every other CTA there
-  int resident;  // CTAs of a multiprocessor
-};
-// A chain kernel of a call, against the forward's.
-struct ChainWork {
-  float chunk;      // with outputs
-  float silent;     // of a warm-up or a transition
-  float warmup;     // chunks of a usual one
-  bool makes_maps;  // its transitions have columns for M, too
-};
-struct CutCosts {
-  static constexpr ChainCosts chain(ChainKind kind) {
-    switch (kind) {
-      case ChainKind::k64: return {1.6f, 0.4f, 4};
-      case ChainKind::k128: return {3.2f, 1.8f, 2};
-      case ChainKind::k128Half: return {2.15f, 1.07f, 3};
-      case ChainKind::k128Quarter: return {1.9f, 0.6f, 4};
-      case ChainKind::k256: break;
-    }
-    return {5.1f, 0.0f, 1};
+constexpr ChainCosts chain_costs(ChainKind kind) {
+  switch (kind) {
+    case ChainKind::k64: return {1.6f, 0.4f, 4};
+    case ChainKind::k128: return {3.2f, 1.8f, 2};
+    case ChainKind::k128Half: return {2.15f, 1.07f, 3};
+    case ChainKind::k128Quarter: return {1.9f, 0.6f, 4};
+    case ChainKind::k256: break;
   }
-  static constexpr ChainWork kForward = {1.0f, 0.65f, 6, true}, kStates = {1.12f, 0.7f, 6, true},
-                             kGradients = {1.28f, 1.15f, 11, false};
-  // What kernels take besides their chunks and steps, each with its launch.
-  static constexpr float kSegments = 7, kTransitions = 15, kFolds = 5;
-  static constexpr float kFoldStep = 3.0f;
-  static constexpr float kPersistent = 0.25f;  // the share of heads taken for persistent
-  // A cut is taken where its estimate is below this share of the time without one.
-  static constexpr float kGain = 0.87f;
+  return {5.1f, 0.0f, 1};
+}
+constexpr ChainWork kForwardWork = {1.0f, 1.33f, 0.65f, 6, true}, kStatesWork = {1.12f, 1.12f, 0.7f, 6, true},
+                    kGradientsWork = {1.28f, 1.28f, 1.15f, 11, false};
+
+// Lengths that a call may have, in chunks: one sequence, and others that are not longer.
+struct Lengths {
+  int longest, others, other;
+
+  float segments(int length) const {
+    return segments_of(longest, length) + static_cast<float>(others) * segments_of(other, length);
+  }
+  float uncut(const CutPrices& prices) const {
+    return prices.uncut(segments(longest), other > 0 ? others + 1 : 1, longest);
+  }
 };
 
-// The time of a chain kernel: rounds of as many CTAs as are resident, the last one with fewer.
-inline float chain_time(ChainKind kind, int64_t ctas, float chunks, int multiprocessors) {
-  const ChainCosts costs = CutCosts::chain(kind);
-  const auto round = [&](int64_t beside) {
-    return chunks * (costs.chunk + costs.beside * static_cast<float>(beside - 1));
+// The cut of a call whose chains run one after the other, by the same segments.
+struct CutSearch {
+  static constexpr int kUncut = INT_MAX;
+  struct Found {
+    int chunks;  // of a segment, or kUncut
+    float time;
   };
-  const int64_t together = int64_t{costs.resident} * multiprocessors, rest = ctas % together;
-  const float last = rest > 0 ? round((rest + multiprocessors - 1) / multiprocessors) : 0;
-  const int64_t whole_rounds = ctas / together;
-  return static_cast<float>(whole_rounds) * round(costs.resident) + last;
-}
 
-// The cut of a call whose chains run one after the other, by the same segments; entries and maps have room for so many
-// slots. forced: chunks of a segment, or 0.
-inline Cut choose_cut(const Layer& in, std::initializer_list<ChainWork> chains, int64_t entry_slots, int64_t forced,
-                      int multiprocessors) {
-  Cut best;
-  best.kind = chain_kind(in, multiprocessors);
-  if (entry_slots == 0) return best;
-  const ChunkedSequences sequences = sequences_of(in);
-  const int64_t heads = in.value_heads;
-  // Of packed sequences the lengths are not known: they count as equal.
-  const int64_t tokens = in.sequences.offsets ? in.sequences.tokens / in.sequences.count : in.sequences.tokens;
-  const int64_t chunks = ChunkedSequences::chunks(tokens);
-  const auto parts = [](ChainKind kind, int columns) { return int64_t{1} << log_parts(columns, chain_columns(kind)); };
-  float whole = 0;
-  for (const ChainWork& chain : chains)
-    whole += chain_time(best.kind, in.sequences.count * heads * parts(best.kind, in.value_dim),
-                        chain.chunk * static_cast<float>(chunks), multiprocessors);
-  float least = forced ? -1.0f : CutCosts::kGain * whole;
-  const auto consider = [&](ChainKind kind, int64_t length) {
-    const int64_t slots = SegmentSlots{length * kChunkTokens}.count(sequences), items = slots * heads;
-    if (slots > entry_slots) return;
-    const int64_t ctas = items * parts(kind, in.value_dim);
-    const auto L = static_cast<float>(length);
-    const int64_t steps = (chunks + length - 1) / length - 2;  // of a fold
+  const Layer& in;
+  std::initializer_list<ChainWork> chains;  // CutPrices::kMostChains at most
+  int64_t entry_slots;                      // that entries and maps have room for
+  int multiprocessors;
+
+  CutPrices prices_of(ChainKind kind) const {
     const ChainKind narrow = transition_kind(kind);
-    float cost = CutCosts::kSegments + CutCosts::kFolds;
-    if (steps > 0) cost += CutCosts::kFoldStep * static_cast<float>(steps);
-    for (const ChainWork& chain : chains) {
-      const int64_t wide = items * parts(narrow, in.value_dim + (chain.makes_maps ? in.key_dim : 0));
-      const auto persistent = static_cast<int64_t>(CutCosts::kPersistent * static_cast<float>(wide)) + 1;
-      cost += CutCosts::kTransitions + chain_time(narrow, persistent, L * chain.silent, multiprocessors);
-      cost += chain_time(kind, ctas, L * chain.chunk + chain.warmup * chain.silent, multiprocessors);
+    const auto ctas = [&](ChainKind by, int columns) {
+      return static_cast<float>(in.value_heads << log_parts(columns, chain_columns(by)));
+    };
+    CutPrices prices;
+    prices.costs = chain_costs(kind), prices.transition_costs = chain_costs(narrow);
+    prices.multiprocessors = static_cast<float>(multiprocessors);
+    for (const ChainWork& work : chains)
+      prices.chains[prices.chain_count++] = {work.chunk,
+                                             kind == ChainKind::k128 ? work.segment : work.chunk,
+                                             work.silent,
+                                             work.warmup,
+                                             ctas(kind, in.value_dim),
+                                             ctas(narrow, in.value_dim + (work.makes_maps ? in.key_dim : 0))};
+    return prices;
+  }
+  template <class Consider>
+  void each_kind(const Consider& consider) const {
+    if (compiled_keys(in.key_dim) != 128) return consider(chain_kind(in, multiprocessors));
+    if (in.value_dim > 64) consider(ChainKind::k128);
+    consider(ChainKind::k128Half);
+    consider(ChainKind::k128Quarter);
+  }
+  // Lengths of a batch count as they are. Those of a pack are not known: they may be equal, one sequence may have all
+  // tokens, or they are halfway between.
+  static constexpr int kGuesses = 3;
+  int guesses() const { return in.sequences.offsets && in.sequences.count > 1 ? kGuesses : 1; }
+  Lengths guess(int i) const {
+    const Sequences& s = in.sequences;
+    const auto chunks_of = [](int64_t tokens) { return static_cast<int>(ChunkedSequences::chunks(tokens)); };
+    const int mean = chunks_of(s.offsets ? s.tokens / s.count : s.tokens), others = static_cast<int>(s.count) - 1;
+    return {mean + (chunks_of(s.tokens) - mean) * i / 2, others, mean - mean * i / 2};
+  }
+
+  // What the segments kernel would take of such lengths, if any segments had slots that have room.
+  Found best_cut(const CutPrices& prices, const Lengths& lengths) const {
+    const ChunkedSequences sequences = sequences_of(in);
+    Found found{kUncut, lengths.uncut(prices) + prices.idle()};
+    float least = CutCosts::kGain * found.time;
+    // The host's time counts: no number of segments is tried that would fill the device several times.
+    const float heads = lengths.segments(lengths.longest) * static_cast<float>(in.value_heads);
+    const float most = 4 * prices.multiprocessors / heads + 1;
+    for (int number = 2; number <= lengths.longest / kLeastSegment && static_cast<float>(number) <= most;
+         number = next_number(number)) {
+      const int length = (lengths.longest + number - 1) / number;
+      if (SegmentSlots{int64_t{length} * kChunkTokens}.count(sequences) > entry_slots) break;
+      const float time = prices.cut(lengths.segments(length), length, lengths.longest);
+      if (time >= least) continue;
+      least = time;
+      found = {length, time};
     }
-    if (least >= 0 && cost >= least) return;
-    least = cost;
-    best = {static_cast<int>(length), kind};
-  };
-  const auto consider_kinds = [&](int64_t length) {
-    if (compiled_keys(in.key_dim) != 128) return consider(best.kind, length);
-    if (in.value_dim > 64) consider(ChainKind::k128, length);
-    consider(ChainKind::k128Half, length);
-    consider(ChainKind::k128Quarter, length);
-  };
-  if (forced) {
-    if (forced * kChunkTokens < in.sequences.tokens) consider_kinds(forced);
+    return found;
+  }
+
+  Cut forced(int length) const {
+    const Lengths lengths = guess(0);
+    Cut cut;
+    float least = 0;
+    each_kind([&](ChainKind kind) {
+      const float time = prices_of(kind).cut(lengths.segments(length), length, lengths.longest);
+      if (cut.chunks > 0 && time >= least) return;
+      cut = {length, kind, {}};
+      least = time;
+    });
+    return cut;
+  }
+  // Guesses weigh the same, by their times against those of the usual instance. A pack that is not cut may have
+  // another one: narrow CTAs are better for a long sequence beside short ones, and often as good for equal ones.
+  Cut chosen() const {
+    const ChainKind usual = chain_kind(in, multiprocessors);
+    const int count = guesses();
+    Lengths lengths[kGuesses];
+    float without[kGuesses];
+    for (int i = 0; i < count; ++i) {
+      lengths[i] = guess(i);
+      without[i] = lengths[i].uncut(prices_of(usual));
+    }
+    Cut best{0, usual, {}};
+    auto least = static_cast<float>(count);
+    if (count > 1)
+      each_kind([&](ChainKind kind) {
+        const CutPrices prices = prices_of(kind);
+        float sum = 0;
+        for (int i = 0; i < count; ++i) sum += lengths[i].uncut(prices) / without[i];
+        if (sum >= least || lengths[0].uncut(prices) > CutCosts::kSameTime * without[0]) return;
+        best.kind = kind;
+        least = sum;
+      });
+    // A cut takes the shortest segments that a guess wants.
+    least *= CutCosts::kGain;
+    each_kind([&](ChainKind kind) {
+      const CutPrices prices = prices_of(kind);
+      int chunks = kUncut;
+      float sum = 0, highest = 0;
+      for (int i = 0; i < count; ++i) {
+        const Found found = best_cut(prices, lengths[i]);
+        chunks = std::min(chunks, found.chunks);
+        sum += found.time / without[i];
+        highest = std::max(highest, found.time / without[i]);
+      }
+      if (chunks == kUncut || highest > CutCosts::kMostLoss || sum >= least) return;
+      best = {chunks, kind, in.sequences.offsets ? prices : CutPrices{}};
+      least = sum;
+    });
     return best;
   }
-  // The host's time counts: beyond eight segments not every number of them is tried, and none that would fill the
-  // device several times.
-  const int64_t most = 4 * multiprocessors / (in.sequences.count * heads) + 1;
-  for (int64_t segments = 2; segments <= chunks / kLeastSegment && segments <= most; segments += 1 + segments / 9)
-    consider_kinds((chunks + segments - 1) / segments);
-  return best;
+};
+
+// forced: chunks of a segment, or 0.
+inline Cut choose_cut(const Layer& in, std::initializer_list<ChainWork> chains, int64_t entry_slots, int64_t forced,
+                      int multiprocessors) {
+  const CutSearch search{in, chains, entry_slots, multiprocessors};
+  if (entry_slots > 0 && !forced) return search.chosen();
+  if (entry_slots > 0 && forced * kChunkTokens < in.sequences.tokens) return search.forced(static_cast<int>(forced));
+  return {0, chain_kind(in, multiprocessors), {}};
 }
 inline Cut choose_cut(const ForwardProblem& p, const ForwardWorkspace& layout, int multiprocessors) {
-  return choose_cut(p.in, {CutCosts::kForward}, layout.entry_slots, p.segment_chunks, multiprocessors);
+  return choose_cut(p.in, {kForwardWork}, layout.entry_slots, p.segment_chunks, multiprocessors);
 }
 
 // ---- launches ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ namespace gatedelta::cuda::portable {
 cudaError_t launch_prepare(const Params& p, int64_t ctas, int device, cudaStream_t stream);
 // Where sequences are cut: the segments of all chains, their transitions (by launch_states and launch_gradient_chain),
 // then the folds of all chains.
-cudaError_t launch_segments(const Params& p, cudaStream_t stream);
+cudaError_t launch_segments(const Params& p, const CutPrices& prices, cudaStream_t stream);
 cudaError_t launch_folds(const Params& p, int device, cudaStream_t stream);
 cudaError_t launch_states(const Params& p, ChainKind kind, int device, cudaStream_t stream);
 cudaError_t launch_gradient_chain(const Params& p, ChainKind kind, int device, cudaStream_t stream);

@@ -39,7 +39,7 @@ Outcome launch(const BackwardProblem& problem, const Context& context, int multi
   };
   const auto begin_chains = [&] {
     const ChainKind kind = transition_kind(cut.kind);
-    return ran(launch_segments(p, stream), "launch the kernel that finds segments") &&
+    return ran(launch_segments(p, cut.prices, stream), "launch the kernel that finds segments") &&
            ran(launch_states(transition_params(states, cut.kind, true), kind, device, stream),
                "launch the transitions of states") &&
            ran(launch_gradient_chain(transition_params(gradients, cut.kind, false), kind, device, stream),

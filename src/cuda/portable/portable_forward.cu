@@ -38,7 +38,7 @@ Outcome launch(const ForwardProblem& problem, const Context& context, int multip
   if (chain_ctas(p) == 0) return ran.outcome;
   const bool begun =
       p.segment_chunks == 0 ||
-      (ran(launch_segments(p, stream), "launch the kernel that finds segments") &&
+      (ran(launch_segments(p, cut.prices, stream), "launch the kernel that finds segments") &&
        ran(launch_states(transition_params(p, cut.kind, true), transition_kind(cut.kind), device, stream),
            "launch the transitions") &&
        ran(launch_folds(p, device, stream), "launch the folds"));

@@ -8,8 +8,9 @@ namespace gatedelta::cuda::portable {
 namespace {
 
 __global__ void __launch_bounds__(kSegmentThreads)
-    portable_segments_kernel(const __grid_constant__ Params p, const int slots) {
-  FindSegments::run(p, static_cast<int>(blockIdx.x), slots, static_cast<int>(threadIdx.x));
+    portable_segments_kernel(const __grid_constant__ Params p, const __grid_constant__ CutPrices prices,
+                             const int slots) {
+  FindSegments::run(p, prices, static_cast<int>(blockIdx.x), slots, static_cast<int>(threadIdx.x));
 }
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) portable_fold_kernel(const __grid_constant__ Params p) {
@@ -24,9 +25,9 @@ cudaError_t launch_fold(const Params& p, int device, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t launch_segments(const Params& p, cudaStream_t stream) {
+cudaError_t launch_segments(const Params& p, const CutPrices& prices, cudaStream_t stream) {
   const auto slots = static_cast<int>(p.slots().count(p.sequences));
-  return launch_kernel(false, portable_segments_kernel, segment_ctas(p), kSegmentThreads, 0, stream, p, slots);
+  return launch_kernel(false, portable_segments_kernel, segment_ctas(p), kSegmentThreads, 0, stream, p, prices, slots);
 }
 cudaError_t launch_folds(const Params& p, int device, cudaStream_t stream) {
   switch (compiled_keys(p.key_dim)) {

@@ -1,7 +1,7 @@
 // What runs between prepare and a chain that is cut. A segment is affine in the state it begins with, S_out = M S_in +
 // S_loc. Where the state before a boundary has faded, the segment behind it begins some chunks earlier with no state;
 // otherwise with the state at the boundary (its entry), which comes from transitions and folds:
-//   segments       what each segment begins with, by the decays that prepare has left
+//   segments       what each segment begins with, by the decays that prepare has left; in a pack how long segments are
 //   transitions    S_loc and M of the segments before such boundaries (states.cuh). Where S_in is the initial state, or
 //                  has faded, S_loc comes from there and is the entry
 //   folds          S <- M S + S_loc for the other boundaries, one after the other, in fp32
@@ -18,32 +18,70 @@ namespace gatedelta::cuda::portable {
 
 struct FindSegments {
   // CTAs from `slots` on copy the initial states, one each, of calls whose last segments overwrite them.
-  GD_DEVICE static void run(const Params& p, int cta, int slots, int tid) {
+  GD_DEVICE static void run(const Params& p, const CutPrices& prices, int cta, int slots, int tid) {
     if (cta >= slots) return copy_initial(p, cta - slots, tid);
-    const int L = p.segment_chunks, n = locate_piece(p.sequences, L * kChunkTokens, cta, tid & 31).sequence;
+    const int L = segment_length(p, prices, tid & 31);
+    int n, i = 0;
+    if (L > 0) {
+      n = locate_piece(p.sequences, p.segment_chunks * kChunkTokens, cta, tid & 31).sequence;
+    } else {  // as without a cut
+      n = cta < p.sequences.count ? p.order[cta] : p.sequences.count;
+    }
     const bool is_sequence = n < p.sequences.count && !p.is_padding(n);
-    const int i = is_sequence ? cta - static_cast<int>(p.slots().first_slot(p.sequences, n)) : 0;
     const int chunks = is_sequence ? static_cast<int>(ChunkedSequences::chunks(p.sequences[n].length)) : 0;
-    const bool is_segment = is_sequence && (i == 0 || i * L < chunks);
+    if (L > 0 && is_sequence) i = cta - static_cast<int>(p.slots().first_slot(p.sequences, n));
+    const int first = i * L, length = L > 0 ? min(L, chunks - first) : chunks;
+    const bool is_segment = is_sequence && (i == 0 || first < chunks);
     for (int head = tid; head < p.value_heads; head += kSegmentThreads) {
       const int64_t block = int64_t{cta} * p.value_heads + head;
       Segment segment{-1, 0, 0, 0};
-      if (is_segment) segment = {n, i * L, min((i + 1) * L, chunks) - i * L, 0};
-      p.segments[block] = with_warmup<Pass::kForward>(p, segment, head, chunks);
-      if (p.gradient_segments) p.gradient_segments[block] = with_warmup<Pass::kBackward>(p, segment, head, chunks);
+      if (is_segment) segment = {n, first, length, 0};
+      p.segments[block] = with_warmup<Pass::kForward>(p, segment, head, chunks, L);
+      if (p.gradient_segments) p.gradient_segments[block] = with_warmup<Pass::kBackward>(p, segment, head, chunks, L);
     }
+  }
+
+  // Chunks of a segment: as the host says, or of a pack what is best for its lengths, but not fewer, for which there
+  // are no slots; 0: nothing is cut. Every warp finds it by itself, with a number of segments for each lane.
+  GD_DEVICE static int segment_length(const Params& p, const CutPrices& prices, int lane) {
+    if (prices.chain_count == 0) return p.segment_chunks;
+    const auto chunks_of = [&](int n) { return static_cast<int>(ChunkedSequences::chunks(p.sequences[n].length)); };
+    const int longest = chunks_of(p.order[0]);
+    int number = 1;
+#pragma unroll 1
+    for (int i = 0; i < lane; ++i) number = next_number(number);
+    int length = (longest + number - 1) / number;
+    length = min(length < p.segment_chunks ? p.segment_chunks : length, longest);
+    float segments = 0;
+    int count = 0;
+#pragma unroll 4
+    for (int n = 0; n < p.sequences.count; ++n) {
+      const int chunks = chunks_of(n);
+      segments += segments_of(chunks, length);
+      count += chunks > 0;
+    }
+    float least = prices.of(segments, count, length, longest);
+#pragma unroll 1
+    for (int by = 16; by > 0; by /= 2) {
+      const float other = shuffle_xor(least, by);
+      const int other_length = shuffle(length, lane ^ by);
+      const bool is_better = other < least || (other == least && other_length > length);
+      least = is_better ? other : least;
+      length = is_better ? other_length : length;
+    }
+    return length < longest ? length : 0;
   }
 
   // The boundary before a segment: chunks of a warm-up that does not reach the beginning, or kFromEntry. Gradients
   // begin behind the last chunk. That one, which may have no second step, never counts: a warm-up is shorter than all
   // chunks.
   template <Pass kPass>
-  GD_DEVICE static Segment with_warmup(const Params& p, Segment segment, int head, int chunks) {
+  GD_DEVICE static Segment with_warmup(const Params& p, Segment segment, int head, int chunks, int length) {
     constexpr bool kGradients = kPass == Pass::kBackward;
     const int boundary = kGradients ? chunks - segment.chunk - segment.chunks : segment.chunk;
     if (segment.sequence < 0 || boundary == 0) return segment;
     const ChunkDecay* const decays = p.step_decays(p.sequences.first_chunk_index(segment.sequence), head);
-    const int warmup = warmup_length<kPass>(boundary, warmup_limit<kPass>(p.segment_chunks), [&](int c) {
+    const int warmup = warmup_length<kPass>(boundary, warmup_limit<kPass>(length), [&](int c) {
       const int first = (kGradients ? chunks - 1 - c : c) * kStepsPerChunk;
       return joined(decays[first], decays[first + 1]);
     });
@@ -96,7 +134,14 @@ struct Fold {
     head = item - n * p.value_heads;
     first_column = cta % parts * Config::kColumns;
     first_slot = p.slots().first_slot(p.sequences, n);
-    segments = static_cast<int>(p.slots().segments(p.sequences[n].length));
+    segments = count_segments();
+  }
+  // By the length of the first one: the segments kernel may have taken longer ones than the host, or none.
+  GD_DEVICE int count_segments() const {
+    const Segment first = records[first_slot * p.value_heads + head];
+    if (first.sequence != n || first.chunks == 0) return 0;
+    const int chunks = static_cast<int>(ChunkedSequences::chunks(p.sequences[n].length));
+    return (chunks + first.chunks - 1) / first.chunks;
   }
   // Segments as their chain takes them.
   GD_DEVICE int64_t block_of(int segment) const {

@@ -22,7 +22,7 @@ void run_kernels(const BackwardProblem& problem, char* workspace, const Options&
   if (!problem.saved) run_prepare<Elem, Config::kKeys>(p, prepare_ctas(forward_of(problem)), options);
   const Params states = states_params(p), gradients = gradient_pass_params(p);
   if (p.segment_chunks) {
-    run_segments(p, options);
+    run_segments(p, cut.prices, options);
     run_transitions<States, Transitions<StatesPass, Config>>(states, cut.kind, options);
     run_transitions<GradientChain, Transitions<GradientPass, Config>>(gradients, cut.kind, options);
     run_folds<Config::kKeys>(p, options);

@@ -123,7 +123,7 @@ TEST(EmulatedBackward, WarmupsOfBothChains) {
   p.sequences = {1, 1, kChunks * 64 - 40, {}};  // the last chunk has one step
   p.value_heads = 1, p.segment_chunks = 2;
   p.decays = decays.data(), p.segments = states.data(), p.gradient_segments = gradients.data();
-  emulated::run_segments(p, {});
+  emulated::run_segments(p, {}, {});
   constexpr int kGradientWarmups[kSegments] = {2, 1, 2, 2, Segment::kFromEntry, 0};
   for (int i = 0; i < kSegments; ++i) {
     EXPECT_EQ(states[i].warmup, i == 0 ? 0 : 1) << i;
@@ -143,6 +143,94 @@ TEST(EmulatedBackward, CutsByItself) {
   problem.in.sequences = {1, 1, 3300, {}};
   ASSERT_GT(emulated::cut_of(problem, {132}).chunks, 0);
   check(cross({"T=3300 K=32 V=32 dtype=bf16", "lengths=3400+3300 K=32 V=32 dtype=fp16"}, {"gate=zero", "gate=raw"}),
+        132);
+}
+
+// What the segments kernel makes of the lengths of a pack, for 132 multiprocessors and K = V = 128. Heads do not fade.
+struct PackSegments {
+  cuda::portable::Cut cut;
+  std::vector<cuda::portable::Segment> states, gradients;  // of the first head
+};
+PackSegments pack_segments(const std::vector<int64_t>& lengths, int64_t tokens, int heads) {
+  using namespace cuda::portable;
+  const int count = static_cast<int>(lengths.size());
+  std::vector<int32_t> offsets = {0};
+  for (const int64_t length : lengths) offsets.push_back(offsets.back() + static_cast<int32_t>(length));
+  std::vector<int> order(lengths.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return lengths[a] > lengths[b]; });
+  BackwardProblem problem;
+  problem.in.key_heads = problem.in.value_heads = heads, problem.in.group = 1;
+  problem.in.key_dim = problem.in.value_dim = 128;
+  problem.in.sequences = {count, 1, tokens, {offsets.data(), false, true}};
+  PackSegments found{emulated::cut_of(problem, {132}), {}, {}};
+  Params p{};
+  p.sequences = sequences_of(problem.in);
+  p.value_heads = heads, p.segment_chunks = found.cut.chunks;
+  p.order = order.data();
+  if (found.cut.chunks == 0) return found;
+  const auto blocks = static_cast<size_t>(p.slots().count(p.sequences) * heads);
+  std::vector<cuda::ChunkDecay> decays(static_cast<size_t>(p.sequences.workspace_chunks() * heads) * kStepsPerChunk,
+                                       {0, 1});
+  std::vector<Segment> states(blocks), gradients(blocks);
+  p.decays = decays.data(), p.segments = states.data(), p.gradient_segments = gradients.data();
+  emulated::run_segments(p, found.cut.prices, {});
+  for (size_t i = 0; i < blocks; i += static_cast<size_t>(heads)) {
+    found.states.push_back(states[i]);
+    found.gradients.push_back(gradients[i]);
+  }
+  return found;
+}
+// Every sequence's chunks, each once, by segments that follow each other; returns the longest segment.
+int expect_all_chunks(const std::vector<cuda::portable::Segment>& segments, const std::vector<int64_t>& lengths) {
+  std::vector<int> done(lengths.size(), 0), seen(lengths.size(), 0);
+  int longest = 0;
+  for (const cuda::portable::Segment& segment : segments) {
+    if (segment.sequence < 0) continue;
+    const auto n = static_cast<size_t>(segment.sequence);
+    EXPECT_EQ(segment.chunk, done[n]);
+    done[n] += segment.chunks;
+    ++seen[n];
+    longest = std::max(longest, segment.chunks);
+  }
+  for (size_t n = 0; n < lengths.size(); ++n) {
+    EXPECT_GT(seen[n], 0) << n;  // one without tokens has a state to pass on
+    EXPECT_EQ(done[n], cuda::ChunkedSequences::chunks(lengths[n])) << n;
+  }
+  return longest;
+}
+
+TEST(EmulatedBackward, PacksAreCutByTheirLengths) {
+  using Lengths = std::vector<int64_t>;
+  for (const Lengths& lengths : {Lengths{30000, 2768}, Lengths{100, 0, 8000, 0}, Lengths{5809, 1244, 406, 733},
+                                 Lengths{3274, 1029, 2909, 5061, 2011, 3793, 9932, 4759}, Lengths{32768}}) {
+    const int64_t tokens = std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
+    for (const int heads : {4, 8}) {
+      const PackSegments found = pack_segments(lengths, tokens + 7, heads);
+      ASSERT_GT(found.cut.chunks, 0) << lengths[0];
+      const auto longest = cuda::ChunkedSequences::chunks(*std::max_element(lengths.begin(), lengths.end()));
+      for (const auto& segments : {found.states, found.gradients}) {
+        const int length = expect_all_chunks(segments, lengths);
+        EXPECT_LT(length, longest) << lengths[0];
+        EXPECT_GE(length, found.cut.chunks) << lengths[0];
+      }
+    }
+  }
+  // Lengths that are not worth it. The sequences are whole, the longest first, and all other slots are empty.
+  for (const Lengths& lengths : {Lengths{1000, 0, 1200}, Lengths{0, 0, 0}, Lengths{64, 1, 63}}) {
+    const PackSegments found = pack_segments(lengths, 32768, 4);
+    ASSERT_GT(found.cut.chunks, 0);
+    for (const auto& segments : {found.states, found.gradients}) {
+      expect_all_chunks(segments, lengths);
+      for (size_t i = 0; i < segments.size(); ++i) {
+        EXPECT_EQ(segments[i].sequence < 0, i >= lengths.size());
+        EXPECT_EQ(segments[i].warmup, 0);
+        EXPECT_LE(segments[i].chunks, segments[i == 0 ? 0 : i - 1].chunks);
+      }
+    }
+  }
+  check(cross({"lengths=5300+0+700 pad=2000 K=32 V=16 dtype=bf16", "lengths=300+0+900 pad=6800 K=32 V=32 dtype=fp16"},
+              {"gate=zero", "gate=raw"}),
         132);
 }
 
@@ -234,6 +322,19 @@ TEST(EmulatedBackward, BitsDependOnTheInputsAlone) {
       EXPECT_EQ(first, outputs_of(args)) << spec << ", " << multiprocessors;
     }
   }
+}
+
+// A pack that the segments kernel does not cut has the bits of a call that forbids cuts.
+TEST(EmulatedBackward, UncutPacksHaveTheSameBits) {
+  Problem problem(parse_case("lengths=600+0+900 pad=6500 K=32 V=16 dtype=bf16"));
+  const emulated::Options options{132, true, 1};
+  ASSERT_GT(emulated::cut_of(emulated::problem_of(problem.backward), options).chunks, 0);
+  ASSERT_EQ(emulated::run(problem.backward, options), "");
+  const auto outputs = outputs_of(problem.backward);
+  problem.reset();
+  problem.backward.context_parallel = GD_CP_OFF;
+  ASSERT_EQ(emulated::run(problem.backward, options), "");
+  EXPECT_EQ(outputs, outputs_of(problem.backward));
 }
 
 // Two segments of a head that does not fade: either chain's second one begins with what the first one has, bit for bit.

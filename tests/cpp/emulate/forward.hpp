@@ -120,10 +120,12 @@ template <class Pass, class Config>
 using Transitions =
     cuda::portable::ChainConfig<Pass, typename Config::Elem, Config::kKeys, 16, Config::kWarps, Config::kCtasPerSm>;
 
-inline void run_segments(const cuda::portable::Params& p, const Options& options) {
+inline void run_segments(const cuda::portable::Params& p, const cuda::portable::CutPrices& prices,
+                         const Options& options) {
   using namespace cuda::portable;
+  const auto slots = static_cast<int>(p.slots().count(p.sequences));
   launch(segment_ctas(p), kSegmentThreads, 0, options,
-         [&](int cta, int tid) { FindSegments::run(p, cta, static_cast<int>(p.slots().count(p.sequences)), tid); });
+         [&](int cta, int tid) { FindSegments::run(p, prices, cta, slots, tid); });
 }
 template <template <class> class Chain, class Config>
 void run_transitions(const cuda::portable::Params& p, cuda::portable::ChainKind kind, const Options& options) {
@@ -148,7 +150,7 @@ void run_kernels(const ForwardProblem& problem, char* workspace, const Options& 
   const Params p = params_of(problem, layout, workspace, cut);
   run_prepare<typename Config::Elem, Config::kKeys>(p, prepare_ctas(problem), options);
   if (p.segment_chunks) {
-    run_segments(p, options);
+    run_segments(p, cut.prices, options);
     run_transitions<States, Transitions<StatesPass, Config>>(p, cut.kind, options);
     run_folds<Config::kKeys>(p, options);
   }

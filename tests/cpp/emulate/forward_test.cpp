@@ -117,6 +117,36 @@ TEST(EmulatedForward, CutsByItself) {
         132);
 }
 
+// Of a pack the segments kernel knows the lengths: where the host may cut, it does so or not, and takes longer segments
+// where they are better. What it finds is in records.
+TEST(EmulatedForward, PacksAreCutByTheirLengths) {
+  check(cross({"lengths=6900+0+1100 K=32 V=32 dtype=bf16", "lengths=64+7300+636 pad=9 K=32 V=16 dtype=fp16 inplace",
+               "lengths=900+0+700 pad=6400 K=32 V=32 dtype=bf16 inplace"},
+              {"gate=zero", "gate=raw"}),
+        132);
+}
+
+std::vector<char> bytes_of(const gd_tensor& t) {  // of a tensor without gaps
+  const char* data = static_cast<const char*>(t.data);
+  return {data, data + element_count(t) * element_bytes(t.dtype)};
+}
+
+// A pack that the segments kernel does not cut has the bits of a call that forbids cuts.
+TEST(EmulatedForward, UncutPacksHaveTheSameBits) {
+  for (const char* gates : {"gate=zero", "gate=raw"}) {
+    Problem problem(parse_case(std::string("lengths=600+0+900 pad=6500 K=32 V=32 dtype=bf16 inplace ") + gates));
+    const emulated::Options options{132, true, 1};
+    ASSERT_GT(emulated::cut_of(emulated::problem_of(problem.forward), options).chunks, 0);
+    ASSERT_EQ(run(problem.forward, options), "");
+    const auto o = bytes_of(problem.forward.o), states = bytes_of(problem.forward.final_state);
+    problem.reset();
+    problem.forward.context_parallel = GD_CP_OFF;
+    ASSERT_EQ(run(problem.forward, options), "");
+    EXPECT_EQ(o, bytes_of(problem.forward.o)) << gates;
+    EXPECT_EQ(states, bytes_of(problem.forward.final_state)) << gates;
+  }
+}
+
 TEST(EmulatedForward, SegmentsOfHeadsThatFade) {
   check(cross({"T=1100 Hk=1 Hv=3 K=32 V=16 segment=3 dtype=bf16",
                "lengths=700+0+1+64+400 pad=7 K=32 V=32 segment=2 dtype=fp16"},
@@ -153,11 +183,6 @@ TEST(EmulatedForward, SegmentsAreAsAccurateAsNone) {
       for (size_t i = 0; i < cut.size(); ++i) EXPECT_LE(cut[i], 1.02 * whole[i]) << spec << ", segments of " << segment;
     }
   }
-}
-
-std::vector<char> bytes_of(const gd_tensor& t) {  // of a tensor without gaps
-  const char* data = static_cast<const char*>(t.data);
-  return {data, data + element_count(t) * element_bytes(t.dtype)};
 }
 
 // Two segments of a head that does not fade: the second begins with the state that the first one has, bit for bit.
