@@ -41,7 +41,8 @@ GD_HOST_DEVICE inline float ceil_of(float x) { return floor_of(x) < x ? floor_of
 // Segments of a sequence, both in chunks. One that is not cut counts as the part of a segment that it is.
 GD_HOST_DEVICE inline float segments_of(int sequence, int segment) {
   if (sequence <= segment) return sequence == 0 ? 0.0f : static_cast<float>(sequence) / static_cast<float>(segment);
-  return static_cast<float>((sequence + segment - 1) / segment);
+  const int whole = (sequence + segment - 1) / segment;
+  return static_cast<float>(whole);
 }
 // Numbers of segments that are tried for the longest sequence, one after the other: beyond eight not every one.
 GD_HOST_DEVICE inline int next_number(int segments) { return segments + 1 + segments / 9; }

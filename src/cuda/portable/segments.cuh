@@ -134,16 +134,9 @@ struct Fold {
     head = item - n * p.value_heads;
     first_column = cta % parts * Config::kColumns;
     first_slot = p.slots().first_slot(p.sequences, n);
-    segments = count_segments();
+    segments = static_cast<int>(p.slots().segments(p.sequences[n].length));
   }
-  // By the length of the first one: the segments kernel may have taken longer ones than the host, or none.
-  GD_DEVICE int count_segments() const {
-    const Segment first = records[first_slot * p.value_heads + head];
-    if (first.sequence != n || first.chunks == 0) return 0;
-    const int chunks = static_cast<int>(ChunkedSequences::chunks(p.sequences[n].length));
-    return (chunks + first.chunks - 1) / first.chunks;
-  }
-  // Segments as their chain takes them.
+  // Segments as their chain takes them. Where the segments kernel has made fewer, those of empty slots have no entry.
   GD_DEVICE int64_t block_of(int segment) const {
     return (first_slot + (is_mirrored ? segments - 1 - segment : segment)) * p.value_heads + head;
   }

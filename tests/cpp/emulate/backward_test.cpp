@@ -146,12 +146,13 @@ TEST(EmulatedBackward, CutsByItself) {
         132);
 }
 
-// What the segments kernel makes of the lengths of a pack, for 132 multiprocessors and K = V = 128. Heads do not fade.
+// What the segments kernel makes of the lengths of a pack. Heads do not fade.
 struct PackSegments {
   cuda::portable::Cut cut;
   std::vector<cuda::portable::Segment> states, gradients;  // of the first head
 };
-PackSegments pack_segments(const std::vector<int64_t>& lengths, int64_t tokens, int heads) {
+PackSegments pack_segments(const std::vector<int64_t>& lengths, int64_t tokens, int heads, int size = 128,
+                           int multiprocessors = 132) {
   using namespace cuda::portable;
   const int count = static_cast<int>(lengths.size());
   std::vector<int32_t> offsets = {0};
@@ -161,9 +162,9 @@ PackSegments pack_segments(const std::vector<int64_t>& lengths, int64_t tokens, 
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return lengths[a] > lengths[b]; });
   BackwardProblem problem;
   problem.in.key_heads = problem.in.value_heads = heads, problem.in.group = 1;
-  problem.in.key_dim = problem.in.value_dim = 128;
+  problem.in.key_dim = problem.in.value_dim = size;
   problem.in.sequences = {count, 1, tokens, {offsets.data(), false, true}};
-  PackSegments found{emulated::cut_of(problem, {132}), {}, {}};
+  PackSegments found{emulated::cut_of(problem, {multiprocessors}), {}, {}};
   Params p{};
   p.sequences = sequences_of(problem.in);
   p.value_heads = heads, p.segment_chunks = found.cut.chunks;
@@ -229,6 +230,12 @@ TEST(EmulatedBackward, PacksAreCutByTheirLengths) {
       }
     }
   }
+  // Longer segments than the host's, on a small device.
+  const PackSegments longer = pack_segments({3840, 30}, 6000, 1, 32, 6);
+  EXPECT_GT(expect_all_chunks(longer.states, {3840, 30}), longer.cut.chunks);
+  check({"lengths=3840+30 pad=2130 K=32 V=32 dtype=bf16 gate=zero",
+         "lengths=30+3840 pad=2130 K=32 V=32 dtype=bf16 gate=raw"},
+        6);
   check(cross({"lengths=5300+0+700 pad=2000 K=32 V=16 dtype=bf16", "lengths=300+0+900 pad=6800 K=32 V=32 dtype=fp16"},
               {"gate=zero", "gate=raw"}),
         132);
