@@ -79,10 +79,11 @@ ROOMS = {
     ],
     "src/cuda/portable/backward_config.hpp": ["src/cuda/portable/cut.hpp"],
     "src/cuda/portable/cut.hpp": ["src/cuda/portable/config.hpp"],
+    "src/cuda/portable/summary_config.hpp": ["src/cuda/portable/cut.hpp"],
     "src/cuda/portable/ptx.cuh": ["src/cuda/portable/config.hpp"],
     "src/cuda/portable": [
-        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/portable/backward_config.hpp",
-        "src/cuda/portable/cut.hpp", "src/cuda/portable/ptx.cuh",
+        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/schedule", "src/cuda/portable/backward_config.hpp",
+        "src/cuda/portable/cut.hpp", "src/cuda/portable/ptx.cuh", "src/cuda/portable/summary_config.hpp",
     ],
     # fp32 inputs, for the same devices
     "src/cuda/fp32/config.hpp": [
