@@ -46,8 +46,8 @@ inline gd_inputs without_state(gd_inputs in) {
 }
 
 // M of a head that forgets is small against the identity it began with: `scale` is what counts as small.
-inline void expect_close(const std::vector<double>& got, const std::vector<double>& truth, Quantity quantity, const Case& c,
-                  Compute compute, const std::string& what, double scale = 0) {
+inline void expect_close(const std::vector<double>& got, const std::vector<double>& truth, Quantity quantity,
+                         const Case& c, Compute compute, const std::string& what, double scale = 0) {
   ASSERT_EQ(got.size(), truth.size());
   if (truth.empty()) return;
   Tolerance bound = tolerance(quantity, compute, GD_F32, c);

@@ -175,6 +175,9 @@ Outcome check_portable_limits(const ForwardProblem& p) {
 Outcome check_portable_limits(const BackwardProblem& p) {
   const Layer& in = p.in;
   GD_CHECK(check_small_workspace(p));
+  if (p.small_workspace && in.key_heads == 1)
+    return refusal(GD_UNSUPPORTED,
+                   "small_workspace is set, but Hk is 1: the portable CUDA kernels take halves of the key heads");
   const ForwardProblem forward = portable::forward_of(p);
   GD_CHECK(check_portable_segments(forward));
   GD_CHECK(check_inputs(in));

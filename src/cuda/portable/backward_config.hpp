@@ -106,7 +106,7 @@ inline ForwardProblem forward_of(const BackwardProblem& p) {
 
 // With `small_workspace` one half of the key heads follows the other, each with its value heads as a call of its own in
 // the same memory. How sequences are cut is found for all heads together, so no bit changes.
-inline int slice_count(const BackwardProblem& p) { return p.small_workspace && p.in.key_heads > 1 ? 2 : 1; }
+inline int slice_count(const BackwardProblem& p) { return p.small_workspace ? 2 : 1; }
 struct HeadRange {
   int64_t first, count;  // key heads
 };

@@ -129,9 +129,10 @@ struct Chain {
   // From a step, 0 or 1 of its chunk. The steps of a chunk follow each other, the chunks of a head do not.
   GD_DEVICE void next_prepared(int step) {
     constexpr int kLast = Pass::kDirection > 0 ? kStepsPerChunk - 1 : 0;
-    prepared += Pass::kDirection *
-                (step != kLast ? Prepared::kBytes
-                               : (int64_t{p.prepared_heads} * kStepsPerChunk - (kStepsPerChunk - 1)) * Prepared::kBytes);
+    prepared +=
+        Pass::kDirection *
+        (step != kLast ? Prepared::kBytes
+                       : (int64_t{p.prepared_heads} * kStepsPerChunk - (kStepsPerChunk - 1)) * Prepared::kBytes);
   }
   // A warp's own columns of V.
   static constexpr int kValuePackets = kRows / kPacketColumns, kValueRowStep = 32 / kValuePackets;

@@ -26,11 +26,12 @@ Outcome launch_summary(const Problem& problem, const Context& context, int multi
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const int device = context.device;
   Launched ran;
-  const bool all = (is_prepared || ran(launch_prepare(chain.p, prepare_ctas(prepared_forward(problem)), device, stream),
-                                       "launch the prepare kernel")) &&
-                   (problem.count == 0 || ran(launch_kernel(false, portable_summary_kernel<kPass>, summary_ctas(chain.p),
-                                                            kSegmentThreads, 0, stream, chain.p, chain.range),
-                                              "launch the kernel that finds what is read"));
+  const bool all =
+      (is_prepared || ran(launch_prepare(chain.p, prepare_ctas(prepared_forward(problem)), device, stream),
+                          "launch the prepare kernel")) &&
+      (problem.count == 0 || ran(launch_kernel(false, portable_summary_kernel<kPass>, summary_ctas(chain.p),
+                                               kSegmentThreads, 0, stream, chain.p, chain.range),
+                                 "launch the kernel that finds what is read"));
   if (all) ran(launch_chain(chain.transitions, chain.kind, device, stream), "launch the chain of a summary");
   return ran.outcome;
 }

@@ -71,8 +71,8 @@ struct SummaryChain {
 inline SummaryChain chain_of(const SummaryProblem& problem, const SummaryWorkspace& layout, char* workspace,
                              int multiprocessors) {
   const Layer& in = problem.in;
-  const ChainKind kind = transition_kind(
-      summary_kind(problem, in.value_dim + (problem.transition ? in.key_dim : 0), multiprocessors));
+  const ChainKind kind =
+      transition_kind(summary_kind(problem, in.value_dim + (problem.transition ? in.key_dim : 0), multiprocessors));
   Params p = summary_params(problem, layout, workspace, kind);
   p.final = rows_by_sequence(problem.local, problem.first);
   p.transition = rows_by_sequence(problem.transition, problem.first);
