@@ -132,7 +132,7 @@ std::string refusal(int index, const std::vector<Gpu>& gpus) {
   const auto& [name, major, minor] = gpus[static_cast<size_t>(index)];
   if (major >= 8) return "";
   return name + " has compute capability " + std::to_string(major) + "." + std::to_string(minor) +
-         ", but the library needs 8.0, and for summaries 9.0";
+         ", but the library needs 8.0";
 }
 
 Device chosen_device(const Options& options, const std::vector<std::string>& cpu_flags) {

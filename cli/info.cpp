@@ -33,7 +33,7 @@ Json isa_array(int bits) {
 const char* kernels_of(const Gpu& gpu) {
   if (gpu.major < 8) return "nothing runs there";
   return gpu.major == 9 ? "every operation; portable kernels where K or V is not 128"
-                        : "portable kernels; every operation but summaries";
+                        : "every operation; portable kernels";
 }
 
 }  // namespace

@@ -15,8 +15,8 @@
  *   - Outputs overlap neither each other nor inputs. State pools are the documented exception.
  *   - On CUDA a call launches kernels on the stream and returns; it waits for nothing and can be captured in a graph.
  *     Tensors and workspace are device memory. The contents of cu_seqlens and index tensors are not validated; bad
- *     values are undefined behaviour. The two summaries need compute capability 9.0, K = V = 128 and bf16 or fp16;
- *     everything else 8.0 or later (docs/api.md).
+ *     values are undefined behaviour. Everything needs compute capability 8.0 or later, and the two summaries bf16 or
+ *     fp16 (docs/api.md).
  *   - Strides are in elements. A tensor is absent when its dtype is GD_DTYPE_NONE (all-zero struct).
  *   - Results do not depend on the thread count and repeat bit for bit.
  */
@@ -59,8 +59,8 @@ typedef enum gd_device { GD_CPU = 0, GD_CUDA = 1 } gd_device;
 
 /* CPU instruction sets. GD_ISA_AUTO picks the best the machine has; any other value forces one, or is refused. On CUDA
  * GD_ISA_AUTO picks the kernels made for the device, and GD_ISA_CUDA_PORTABLE the ones that every device from compute
- * capability 8.0 on has (gd_forward and gd_backward of bf16 and fp16; summaries have none of these, fp32 and other
- * operations no others). */
+ * capability 8.0 on has (gd_forward, gd_backward and the summaries of bf16 and fp16; fp32 and other operations have no
+ * others). */
 typedef enum gd_isa {
   GD_ISA_AUTO = 0,
   GD_ISA_GENERIC = 1,
@@ -204,8 +204,8 @@ typedef struct gd_backward_args {
   int32_t context_parallel;  /* this and the next two as in gd_forward_args */
   int32_t segment_chunks;
   int32_t batch_invariant;
-  int32_t small_workspace;     /* nonzero: less scratch memory, more time, the same bits; on CUDA it needs `saved` and
-                                  Hopper's kernels */
+  int32_t small_workspace;     /* nonzero: less scratch memory, more time, the same bits; on CUDA it needs `saved`, bf16
+                                  or fp16 and on the portable kernels more than one key head */
   gd_tensor d_final_indices;   /* [N]          optional: row of d_final_state, then [rows, Hv, ., .], of each sequence;
                                   nobody = its gradient is 0. Several sequences may read one row */
   gd_tensor d_initial_indices; /* [N]          optional: row of d_initial_state, then [rows, Hv, ., .], that each
@@ -453,8 +453,7 @@ typedef struct gd_info {
   int32_t cpu_isa_best;     /* what GD_ISA_AUTO means here for bf16 inputs */
   int32_t cpu_count;        /* CPUs this process may run on */
   int32_t cuda_compiled;    /* 0: this build has no CUDA backend */
-  int32_t cuda_devices;     /* devices of compute capability 9.0, where every operation runs; from 8.0 on all do but
-                               the summaries */
+  int32_t cuda_devices;     /* devices of compute capability 8.0 or later, where every operation runs */
   uint64_t reserved[4];
 } gd_info;
 

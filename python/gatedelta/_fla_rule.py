@@ -12,10 +12,6 @@ from . import _served
 from .torch import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 _CHUNK_SIZES = (16, 32, 64)  # FLA's choices. They change the result by rounding alone, so each is taken as a hint.
-# Context parallelism on GPUs has kernels for Hopper alone.
-_CONTEXT_CAPABILITY = (9, 0)
-_CONTEXT_HEAD_DIM = 128
-_MAX_CONTEXT_GROUP = 256
 
 
 def chunk_refusal(*args: Any, **kwargs: Any) -> str | None:
@@ -64,9 +60,8 @@ def _plan_chunk(
             return "cp_context has not the fields of fla.ops.cp's contexts"
         if initial_state is not None or output_final_state:
             return "cp_context with initial_state or output_final_state, which FLA's own kernels do not take either"
-        reason = _context_refusal(q, v) if q.is_cuda else None
-        if reason:
-            return f"cp_context on cuda: {reason}"
+        if q.is_cuda and q.dtype == torch.float32:
+            return "cp_context on cuda: q, k and v are float32; bfloat16 and float16 are taken"
     if chunk_size not in _CHUNK_SIZES:
         return f"chunk_size is {chunk_size}, FLA has {_CHUNK_SIZES}"
     if not q.dtype == k.dtype == v.dtype:
@@ -75,19 +70,6 @@ def _plan_chunk(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, cp_context=cp_context, **more,
     )  # fmt: skip
-
-
-def _context_refusal(q: Tensor, v: Tensor) -> str | None:
-    if q.dtype == torch.float32:
-        return "q, k and v are float32; bfloat16 and float16 are taken"
-    major, minor = torch.cuda.get_device_capability(q.device.index)
-    if (major, minor) != _CONTEXT_CAPABILITY:
-        return f"compute capability {major}.{minor}, needed is 9.0 (Hopper)"
-    if max(q.shape[-1], v.shape[-1]) > _CONTEXT_HEAD_DIM:
-        return f"K is {q.shape[-1]} and V is {v.shape[-1]}, at most {_CONTEXT_HEAD_DIM} is taken"
-    if v.shape[2] > _MAX_CONTEXT_GROUP * q.shape[2]:
-        return f"more than {_MAX_CONTEXT_GROUP} value heads for a key head"
-    return None
 
 
 def _plan_recurrent(
@@ -170,7 +152,7 @@ def _run(function: Callable, call: dict[str, Any]) -> tuple[Tensor, Tensor | Non
     if not q.dtype == k.dtype == dtype:  # recurrent alone. No number loses digits.
         wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), dtype)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
-    sizes = _kernel_sizes(key_dim, value_dim, q.is_cuda and "cp_context" in call)
+    sizes = _kernel_sizes(key_dim, value_dim)
     q, k, v = _rows(q, sizes[0]), _rows(k, sizes[0]), _rows(v, sizes[1])
     if function is chunk_gated_delta_rule and q.is_cuda:
         q, k, v = _aligned(q), _aligned(k), _aligned(v)
@@ -191,10 +173,8 @@ def _run(function: Callable, call: dict[str, Any]) -> tuple[Tensor, Tensor | Non
     return o.to(dtype), final
 
 
-def _kernel_sizes(key_dim: int, value_dim: int, context_on_gpu: bool) -> tuple[int, int]:
+def _kernel_sizes(key_dim: int, value_dim: int) -> tuple[int, int]:
     """K and V of the kernels that serve these sizes."""
-    if context_on_gpu:
-        return _CONTEXT_HEAD_DIM, _CONTEXT_HEAD_DIM
     step = _served.HEAD_STEP
     return -(-key_dim // step) * step, -(-value_dim // step) * step
 

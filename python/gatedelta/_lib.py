@@ -462,7 +462,7 @@ def isa_name(isa: int) -> str:
 
 @functools.cache
 def forced_isa() -> int:
-    """GATEDELTA_ISA as a gd_isa value of the CPU; read once. "portable" concerns CUDA tensors: the torch binding's."""
+    """GATEDELTA_ISA as a gd_isa value of the CPU; read once. "portable" concerns CUDA tensors."""
     wanted = os.environ.get("GATEDELTA_ISA")
     if not wanted:
         return 0
@@ -473,6 +473,12 @@ def forced_isa() -> int:
     if wanted not in names:
         raise ValueError(f"GATEDELTA_ISA is {wanted!r}, which is none of {', '.join([*names, portable])}")
     return names.index(wanted)
+
+
+@functools.cache
+def forced_cuda_isa() -> int:
+    """The same for CUDA: one set of kernels can be forced there."""
+    return ISA_CUDA_PORTABLE if os.environ.get("GATEDELTA_ISA") == isa_name(ISA_CUDA_PORTABLE) else 0
 
 
 @functools.cache

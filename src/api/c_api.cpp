@@ -27,9 +27,10 @@ const Backend<BackwardProblem>* const kBackwardBackends[] = {&cpu::backward_back
                                                              &cuda::portable_backward_backend,
                                                              &cuda::fp32_backward_backend};
 const Backend<RecurrentProblem>* const kRecurrentBackends[] = {&cpu::recurrent_backend, &cuda::recurrent_backend};
-const Backend<SummaryProblem>* const kSummaryBackends[] = {&cpu::summary_backend, &cuda::sm90_summary_backend};
-const Backend<BackwardSummaryProblem>* const kBackwardSummaryBackends[] = {&cpu::backward_summary_backend,
-                                                                           &cuda::sm90_backward_summary_backend};
+const Backend<SummaryProblem>* const kSummaryBackends[] = {&cpu::summary_backend, &cuda::sm90_summary_backend,
+                                                           &cuda::portable_summary_backend};
+const Backend<BackwardSummaryProblem>* const kBackwardSummaryBackends[] = {
+    &cpu::backward_summary_backend, &cuda::sm90_backward_summary_backend, &cuda::portable_backward_summary_backend};
 const Backend<FoldProblem>* const kFoldBackends[] = {&cpu::fold_backend, &cuda::fold_backend};
 const Backend<GatedNormProblem>* const kGatedNormBackends[] = {&cpu::gated_norm_backend, &cuda::gated_norm_backend};
 const Backend<GatedNormBackwardProblem>* const kGatedNormBackwardBackends[] = {&cpu::gated_norm_backward_backend,

@@ -9,6 +9,7 @@
 #include "cuda/layer/config.hpp"
 #include "cuda/limits.hpp"
 #include "cuda/portable/backward_config.hpp"
+#include "cuda/portable/summary_config.hpp"
 #include "cuda/workspace/backward.hpp"
 #include "cuda/workspace/summary.hpp"
 
@@ -25,12 +26,6 @@ Outcome check_hoppers(const Problem& p, const gd_exec& exec) {
     return refusal(GD_UNSUPPORTED, "isa is portable: Hopper's kernels are left out");
   return check_limits(p);
 }
-template <class Problem>
-Outcome check_summary(const Problem& p, const gd_exec& exec) {
-  if (exec.isa == GD_ISA_CUDA_PORTABLE)
-    return refusal(GD_UNSUPPORTED, "isa is portable, but there is no portable summary on CUDA yet: leave isa at auto");
-  return check_limits(p);
-}
 
 // A query does not know the device, so the memory is enough for either kind of kernels.
 template <class Problem>
@@ -45,7 +40,21 @@ size_t saved_bytes(const Problem& p) {
 // Whether it is for Hopper's kernels: then they say why they do not do it.
 template <class Problem>
 bool asks_for_hoppers(const Problem& p, const gd_exec& exec) {
-  return exec.isa == GD_ISA_AUTO && (p.segment_chunks || p.saved) && is_hoppers(p.in);
+  bool asks = p.saved.present;
+  if constexpr (requires { p.segment_chunks; }) asks = asks || p.segment_chunks;
+  return exec.isa == GD_ISA_AUTO && asks && is_hoppers(p.in);
+}
+template <class Problem>
+Outcome check_portables(const Problem& p, const gd_exec& exec) {
+  return asks_for_hoppers(p, exec) ? check_limits(p) : check_portable_limits(p);
+}
+template <class Problem>
+size_t portable_saved_bytes(const Problem& p) {
+  return portable::saved_bytes(p.in);
+}
+template <class Problem>
+size_t portable_summary_bytes(const Problem& p) {
+  return portable::summary_layout(p).bytes;
 }
 
 }  // namespace
@@ -65,11 +74,9 @@ const Backend<ForwardProblem> sm90_forward_backend = {
 
 const Backend<ForwardProblem> portable_forward_backend = {
     GD_CUDA,
-    [](const ForwardProblem& p, const gd_exec& exec) {
-      return asks_for_hoppers(p, exec) ? check_limits(p) : check_portable_limits(p);
-    },
+    check_portables<ForwardProblem>,
     [](const ForwardProblem& p, const gd_exec&) { return portable::forward_layout(p).bytes; },
-    [](const ForwardProblem& p) { return portable::saved_bytes(p.in); },
+    portable_saved_bytes<ForwardProblem>,
     [](const ForwardProblem& p, const gd_exec& exec, char* workspace) {
       return portable_forward(p, context_of(exec, workspace));
     },
@@ -90,12 +97,9 @@ const Backend<BackwardProblem> sm90_backward_backend = {
 
 const Backend<BackwardProblem> portable_backward_backend = {
     GD_CUDA,
-    [](const BackwardProblem& p, const gd_exec& exec) {
-      const bool hoppers = asks_for_hoppers(p, exec) || (exec.isa == GD_ISA_AUTO && p.small_workspace);
-      return hoppers ? check_limits(p) : check_portable_limits(p);
-    },
+    check_portables<BackwardProblem>,
     [](const BackwardProblem& p, const gd_exec&) { return portable::backward_layout(p).bytes; },
-    [](const BackwardProblem& p) { return portable::saved_bytes(p.in); },
+    portable_saved_bytes<BackwardProblem>,
     [](const BackwardProblem& p, const gd_exec& exec, char* workspace) {
       return portable_backward(p, context_of(exec, workspace));
     },
@@ -128,23 +132,46 @@ const Backend<BackwardProblem> fp32_backward_backend = {
 
 const Backend<SummaryProblem> sm90_summary_backend = {
     GD_CUDA,
-    check_summary<SummaryProblem>,
-    [](const SummaryProblem& p, const gd_exec&) { return summary_layout(p, true, kPreparedBytes).bytes; },
-    [](const SummaryProblem& p) { return saved_layout(p.in).bytes; },
+    check_hoppers<SummaryProblem>,
+    [](const SummaryProblem& p, const gd_exec&) {
+      return enough_for_both<SummaryProblem>(p, summary_layout(p, true, kPreparedBytes).bytes, portable_summary_bytes);
+    },
+    saved_bytes<SummaryProblem>,
     [](const SummaryProblem& p, const gd_exec& exec, char* workspace) {
       return summary(p, context_of(exec, workspace));
     },
 };
 
+const Backend<SummaryProblem> portable_summary_backend = {
+    GD_CUDA,
+    check_portables<SummaryProblem>,
+    [](const SummaryProblem& p, const gd_exec&) { return portable_summary_bytes(p); },
+    portable_saved_bytes<SummaryProblem>,
+    [](const SummaryProblem& p, const gd_exec& exec, char* workspace) {
+      return portable_summary(p, context_of(exec, workspace));
+    },
+};
+
 const Backend<BackwardSummaryProblem> sm90_backward_summary_backend = {
     GD_CUDA,
-    check_summary<BackwardSummaryProblem>,
+    check_hoppers<BackwardSummaryProblem>,
     [](const BackwardSummaryProblem& p, const gd_exec&) {
-      return summary_layout(p, false, kBackwardPreparedBytes).bytes;
+      return enough_for_both<BackwardSummaryProblem>(p, summary_layout(p, false, kBackwardPreparedBytes).bytes,
+                                                     portable_summary_bytes);
     },
-    [](const BackwardSummaryProblem& p) { return saved_layout(p.in).bytes; },
+    saved_bytes<BackwardSummaryProblem>,
     [](const BackwardSummaryProblem& p, const gd_exec& exec, char* workspace) {
       return backward_summary(p, context_of(exec, workspace));
+    },
+};
+
+const Backend<BackwardSummaryProblem> portable_backward_summary_backend = {
+    GD_CUDA,
+    check_portables<BackwardSummaryProblem>,
+    [](const BackwardSummaryProblem& p, const gd_exec&) { return portable_summary_bytes(p); },
+    portable_saved_bytes<BackwardSummaryProblem>,
+    [](const BackwardSummaryProblem& p, const gd_exec& exec, char* workspace) {
+      return portable_backward_summary(p, context_of(exec, workspace));
     },
 };
 
@@ -223,6 +250,8 @@ Outcome backward(const BackwardProblem&, const Context&) { return not_compiled()
 Outcome portable_backward(const BackwardProblem&, const Context&) { return not_compiled(); }
 Outcome summary(const SummaryProblem&, const Context&) { return not_compiled(); }
 Outcome backward_summary(const BackwardSummaryProblem&, const Context&) { return not_compiled(); }
+Outcome portable_summary(const SummaryProblem&, const Context&) { return not_compiled(); }
+Outcome portable_backward_summary(const BackwardSummaryProblem&, const Context&) { return not_compiled(); }
 Outcome fold(const FoldProblem&, const Context&) { return not_compiled(); }
 Outcome conv1d(const Conv1dProblem&, const Context&) { return not_compiled(); }
 Outcome conv1d_backward(const Conv1dBackwardProblem&, const Context&) { return not_compiled(); }

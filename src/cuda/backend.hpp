@@ -15,6 +15,8 @@ extern const Backend<BackwardProblem> portable_backward_backend;
 extern const Backend<BackwardProblem> fp32_backward_backend;
 extern const Backend<SummaryProblem> sm90_summary_backend;
 extern const Backend<BackwardSummaryProblem> sm90_backward_summary_backend;
+extern const Backend<SummaryProblem> portable_summary_backend;
+extern const Backend<BackwardSummaryProblem> portable_backward_summary_backend;
 extern const Backend<FoldProblem> fold_backend;
 extern const Backend<Conv1dProblem> conv1d_backend;
 extern const Backend<Conv1dBackwardProblem> conv1d_backward_backend;
@@ -23,8 +25,7 @@ extern const Backend<GatedNormProblem> gated_norm_backend;
 extern const Backend<GatedNormBackwardProblem> gated_norm_backward_backend;
 
 bool is_compiled();
-// Devices every operation runs on, those of compute capability 9.0; 0 where there is no driver. From 8.0 on all but
-// summaries do.
+// Devices of compute capability 8.0 and later, which every operation runs on; 0 where there is no driver.
 int usable_devices();
 
 struct Context {
@@ -41,8 +42,10 @@ Outcome backward(const BackwardProblem&, const Context&);  // likewise
 Outcome portable_backward(const BackwardProblem&, const Context&);
 Outcome fp32_forward(const ForwardProblem&, const Context&);  // of fp32 q, k, v
 Outcome fp32_backward(const BackwardProblem&, const Context&);
-Outcome summary(const SummaryProblem&, const Context&);
-Outcome backward_summary(const BackwardSummaryProblem&, const Context&);
+Outcome summary(const SummaryProblem&, const Context&);  // likewise
+Outcome portable_summary(const SummaryProblem&, const Context&);
+Outcome backward_summary(const BackwardSummaryProblem&, const Context&);  // likewise
+Outcome portable_backward_summary(const BackwardSummaryProblem&, const Context&);
 Outcome fold(const FoldProblem&, const Context&);
 Outcome conv1d(const Conv1dProblem&, const Context&);
 Outcome conv1d_backward(const Conv1dBackwardProblem&, const Context&);

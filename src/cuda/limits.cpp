@@ -9,6 +9,7 @@
 #include "cuda/fp32/config.hpp"
 #include "cuda/gated_norm/config.hpp"
 #include "cuda/portable/backward_config.hpp"
+#include "cuda/portable/summary_config.hpp"
 #include "cuda/workspace/backward.hpp"
 
 namespace gatedelta::cuda {
@@ -52,13 +53,20 @@ Outcome check_chunks(int64_t blocks, int64_t most, int64_t helpers) {
 Outcome check_layer(const Layer& in) {
   for (const auto& [name, size] : {std::pair("K", in.key_dim), std::pair("V", in.value_dim)})
     if (size != kHeadDim)
-      return refusal(GD_UNSUPPORTED, "%s is %d, must be %d on CUDA in summaries and with small_workspace", name, size,
-                     kHeadDim);
+      return refusal(GD_UNSUPPORTED, "%s is %d, must be %d for Hopper's kernels", name, size, kHeadDim);
   GD_CHECK(check_inputs(in));
   if (in.group > kMaxGroup)
     return refusal(GD_UNSUPPORTED, "Hv / Hk is %" PRId64 ", must be at most %" PRId64 " on CUDA", in.group, kMaxGroup);
   GD_CHECK(check_seq_heads(in, kMaxSeqHeads));
   return check_chunks(prepare_blocks(in), kMaxPrepareBlocks, kPrepareHelpers);
+}
+
+Outcome check_small_workspace(const BackwardProblem& p) {
+  if (!p.small_workspace || p.saved) return {};
+  return refusal(
+      GD_UNSUPPORTED,
+      "small_workspace is set, but saved is null: on CUDA give it what the forward saved (in a query saved_bytes), or "
+      "leave it 0");
 }
 
 Outcome check_segments(const ForwardProblem& p) {
@@ -151,8 +159,6 @@ Outcome check_portable_rows(const char* name, const TokenRows* rows, const Layer
 
 Outcome check_portable_limits(const ForwardProblem& p) {
   const Layer& in = p.in;
-  if (p.prepared)
-    return refusal(GD_UNSUPPORTED, "prepared is set, but the portable CUDA kernels have no summary that prepares");
   // A padded row would leave gaps in `saved`, and the host does not know which rows are padded.
   if (p.saved && in.initial.indices && p.final.indices)
     return refusal(GD_UNSUPPORTED, "saved is given, but on CUDA not together with initial_indices and final_indices");
@@ -168,8 +174,10 @@ Outcome check_portable_limits(const ForwardProblem& p) {
 
 Outcome check_portable_limits(const BackwardProblem& p) {
   const Layer& in = p.in;
-  if (p.small_workspace)
-    return refusal(GD_UNSUPPORTED, "small_workspace is set, but the portable CUDA kernels have one size of workspace");
+  GD_CHECK(check_small_workspace(p));
+  if (p.small_workspace && in.key_heads == 1)
+    return refusal(GD_UNSUPPORTED,
+                   "small_workspace is set, but Hk is 1: the portable CUDA kernels take halves of the key heads");
   const ForwardProblem forward = portable::forward_of(p);
   GD_CHECK(check_portable_segments(forward));
   GD_CHECK(check_inputs(in));
@@ -187,12 +195,25 @@ Outcome check_portable_limits(const BackwardProblem& p) {
   return {};
 }
 
+namespace {
+template <class Problem>
+Outcome check_portable_summary(const Problem& p, const char* values_name, const TokenRows& values) {
+  const Layer& in = p.in;
+  const ForwardProblem forward = portable::prepared_forward(p);
+  GD_CHECK(check_inputs(in));
+  GD_CHECK(check_seq_heads(in, portable::kMaxSeqHeads));
+  GD_CHECK(check_chunks(portable::prepare_ctas(forward), portable::kMaxCtas, portable::prepare_helpers(forward)));
+  for (const auto& [name, rows] : {std::pair("q", &in.q), std::pair("k", &in.k), std::pair(values_name, &values)})
+    GD_CHECK(check_portable_rows(name, rows, in));
+  return {};
+}
+}  // namespace
+
+Outcome check_portable_limits(const SummaryProblem& p) { return check_portable_summary(p, "v", p.in.v); }
+Outcome check_portable_limits(const BackwardSummaryProblem& p) { return check_portable_summary(p, "d_o", p.d_o); }
+
 Outcome check_limits(const BackwardProblem& p) {
-  if (p.small_workspace && !p.saved)
-    return refusal(
-        GD_UNSUPPORTED,
-        "small_workspace is set, but saved is null: on CUDA give it what the forward saved (in a query saved_bytes), "
-        "or leave it 0");
+  GD_CHECK(check_small_workspace(p));
   GD_CHECK(check_layer(p.in));
   GD_CHECK(check_segments(forward_of(p)));
   for (const auto& [name, rows] :

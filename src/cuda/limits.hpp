@@ -16,7 +16,9 @@ bool is_hoppers(const Layer& in);
 Outcome check_fp32_limits(const ForwardProblem& problem);  // of kernels for fp32 q, k, v
 Outcome check_fp32_limits(const BackwardProblem& problem);
 Outcome check_limits(const SummaryProblem& problem);
+Outcome check_portable_limits(const SummaryProblem& problem);
 Outcome check_limits(const BackwardSummaryProblem& problem);
+Outcome check_portable_limits(const BackwardSummaryProblem& problem);
 Outcome check_limits(const RecurrentProblem& problem);
 Outcome check_limits(const GatedNorm& in);
 

@@ -12,10 +12,19 @@ from gatedelta import context_parallel as cp  # noqa: E402
 from gatedelta.torch import _stages  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not gatedelta.info()["cuda_devices"], reason="needs a Hopper GPU"
+    not torch.cuda.is_available() or not gatedelta.info()["cuda_devices"], reason="no GPU, or none that is supported"
 )
 
+
+@pytest.fixture(params=["auto", "portable"], autouse=True)
+def kernels(request, monkeypatch):
+    """Those made for the device, and those of every device."""
+    isa = _lib.ISA_CUDA_PORTABLE if request.param == "portable" else 0
+    monkeypatch.setattr(_lib, "forced_cuda_isa", lambda: isa)
+
+
 SHAPE = "Hk=2 Hv=4 K=128 V=128 h0=0 ht=0 dht=0"
+SHAPES = [SHAPE, "Hk=1 Hv=3 K=48 V=80 h0=0 ht=0 dht=0", "Hk=1 Hv=2 K=256 V=64 h0=0 ht=0 dht=0"]
 PACKS = ["lengths=700", "lengths=64", "lengths=1+0+130+500+64 pad=9", "lengths=2000"]
 KINDS = [
     "dtype=bf16 gate=mixed", "dtype=bf16 gate=raw l2norm beta=logit", "dtype=fp16 gate=zero layout=vk",
@@ -45,10 +54,11 @@ def on_cpu(case: truth.Case) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("exact", [True, False])
-def test_summaries(pack, kind, exact):
-    case = truth.Case(f"{pack} {SHAPE} {kind}")
+def test_summaries(pack, shape, kind, exact):
+    case = truth.Case(f"{pack} {shape} {kind}")
     cpu, gpu = on_cpu(case), {name: getattr(case, name).cuda() for name in NAMES}
     here, there = options_of(case, "cpu"), options_of(case, "cuda")
     expected = _stages.summary(cpu["k"], cpu["v"], cpu["g"], cpu["beta"], here, exact=exact)
@@ -103,10 +113,11 @@ def test_fold(state_v_first, transposed, K, V):
     assert error(got.mT if state_v_first else got, expected) < 1e-6
 
 
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("exact", [True, False])
-def test_segments_are_the_sequence(kind, exact):
-    case = truth.Case(f"lengths=1500 {SHAPE} {kind}")
+def test_segments_are_the_sequence(shape, kind, exact):
+    case = truth.Case(f"lengths=1500 {shape} {kind}")
     cuts = torch.tensor([0, 128, 512, 512, 1100, 1500])
     parts = len(cuts) - 1
     gpu = {name: getattr(case, name).cuda() for name in NAMES}

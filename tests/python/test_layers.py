@@ -23,12 +23,13 @@ ROOMS = {
     "src/cuda/backend.cpp": [
         "src/cuda/backend.hpp", "src/cuda/limits.hpp", "src/cuda/workspace", "src/cuda/conv1d/config.hpp",
         "src/cuda/gated_norm/config.hpp", "src/cuda/layer/config.hpp", "src/cuda/portable/backward_config.hpp",
-        "src/cuda/fp32/config.hpp",
+        "src/cuda/portable/summary_config.hpp", "src/cuda/fp32/config.hpp",
     ],
     "src/cuda/limits.hpp": ["src/core"],
     "src/cuda/limits.cpp": [
         "src/core", "src/cuda/limits.hpp", "src/cuda/workspace", "src/cuda/decode/config.hpp",
-        "src/cuda/gated_norm/config.hpp", "src/cuda/portable/backward_config.hpp", "src/cuda/fp32/config.hpp",
+        "src/cuda/gated_norm/config.hpp", "src/cuda/portable/backward_config.hpp",
+        "src/cuda/portable/summary_config.hpp", "src/cuda/fp32/config.hpp",
     ],
     "src/cuda/workspace": [
         "src/core", "src/cuda/tensors.hpp", "src/cuda/schedule", "src/cuda/sm90/prepare/config.hpp",
@@ -79,10 +80,11 @@ ROOMS = {
     ],
     "src/cuda/portable/backward_config.hpp": ["src/cuda/portable/cut.hpp"],
     "src/cuda/portable/cut.hpp": ["src/cuda/portable/config.hpp"],
+    "src/cuda/portable/summary_config.hpp": ["src/cuda/portable/cut.hpp"],
     "src/cuda/portable/ptx.cuh": ["src/cuda/portable/config.hpp"],
     "src/cuda/portable": [
-        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/portable/backward_config.hpp",
-        "src/cuda/portable/cut.hpp", "src/cuda/portable/ptx.cuh",
+        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/schedule", "src/cuda/portable/backward_config.hpp",
+        "src/cuda/portable/cut.hpp", "src/cuda/portable/ptx.cuh", "src/cuda/portable/summary_config.hpp",
     ],
     # fp32 inputs, for the same devices
     "src/cuda/fp32/config.hpp": [
@@ -92,8 +94,8 @@ ROOMS = {
         "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/portable", "src/cuda/fp32/config.hpp",
     ],
     "src/cuda/sm90/summary": [
-        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/schedule", "src/cuda/workspace", "src/cuda/params.hpp",
-        "src/cuda/warp.cuh", "src/cuda/sm90", "src/cuda/sm90/ptx.cuh", "src/cuda/sm90/chain",
+        "src/cuda/backend.hpp", "src/cuda/limits.hpp", "src/cuda/host", "src/cuda/schedule", "src/cuda/workspace",
+        "src/cuda/params.hpp", "src/cuda/warp.cuh", "src/cuda/sm90", "src/cuda/sm90/ptx.cuh", "src/cuda/sm90/chain",
         "src/cuda/sm90/prepare",
     ],
     # the fold of summaries, for more devices than sm90, so nothing of it
@@ -144,7 +146,7 @@ ROOMS = {
     ],
     "tests/cpp/emulate": [
         "testing", "src/cuda/portable", "src/cuda/portable/config.hpp", "src/cuda/portable/backward_config.hpp",
-        "src/cuda/portable/cut.hpp", "src/cuda/fp32",
+        "src/cuda/portable/cut.hpp", "src/cuda/portable/summary_config.hpp", "src/cuda/fp32",
     ],
     "tests/fuzz": [PUBLIC],
 }  # fmt: skip

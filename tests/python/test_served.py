@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gatedelta import _fla_rule, _lib, _served  # noqa: E402
+from gatedelta import _lib, _served  # noqa: E402
 from gatedelta.torch import _ops  # noqa: E402
 
 KINDS = (_lib.ForwardArgs, _lib.BackwardArgs, _lib.RecurrentArgs)
@@ -65,11 +65,11 @@ def test_head_sizes_are_the_librarys(kind, device):
 
 def test_limits_of_summaries_are_the_librarys():
     """They are what gatedelta.fla asks of a cp_context on a GPU."""
-    size, group = _fla_rule._CONTEXT_HEAD_DIM, _fla_rule._MAX_CONTEXT_GROUP
     takes = functools.partial(library_takes, _lib.SummaryArgs, _lib.CUDA)
-    assert takes(torch.bfloat16, size, size) and takes(torch.float16, size, size, 2, 2 * group)
-    assert not takes(torch.float32, size, size) and not takes(torch.bfloat16, size, size, 1, group + 1)
-    assert not takes(torch.bfloat16, size // 2, size) and not takes(torch.bfloat16, size, 2 * size)
+    for K, V in itertools.product(SIZES, SIZES):
+        taken = _served.head_refusal(K, V) is None
+        assert takes(torch.bfloat16, K, V) == takes(torch.float16, K, V, 1, 300) == taken, (K, V)
+        assert not takes(torch.float32, K, V)
 
 
 def test_words():

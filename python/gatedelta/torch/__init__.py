@@ -11,9 +11,8 @@ Derivatives are those of reverse mode (``backward``, ``torch.func.grad``, ``vjp`
 ``jacfwd``, ``linearize``), double backward and ``torch.vmap`` are refused.
 
 CUDA tensors run on torch's current stream, from compute capability 8.0 on; ``cp_context`` and ``small_workspace`` need
-Hopper, K = V = 128 and bfloat16 or float16 there. The contents of cu_seqlens and index tensors are not checked. A
-forward saves some 172 bytes per token and value head for the backward on Hopper (docs/api.md has the others), and
-nothing with ``recompute``.
+bfloat16 or float16 there. The contents of cu_seqlens and index tensors are not checked. A forward saves some 172 bytes
+per token and value head for the backward on Hopper (docs/api.md has the others), and nothing with ``recompute``.
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ def _aligned(size: int, like: Tensor) -> tuple[Tensor, int | None]:
 
 def _set_exec(call: _lib.Exec, like: Tensor) -> None:
     if like.is_cuda:
-        call.device, call.device_index = _lib.CUDA, like.device.index
+        call.device, call.device_index, call.isa = _lib.CUDA, like.device.index, _lib.forced_cuda_isa()
         call.stream = torch.cuda.current_stream(like.device).cuda_stream
     else:
         _lib.set_threads(call, torch.get_num_threads())

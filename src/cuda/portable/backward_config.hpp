@@ -104,18 +104,54 @@ inline ForwardProblem forward_of(const BackwardProblem& p) {
   return forward;
 }
 
+// With `small_workspace` one half of the key heads follows the other, each with its value heads as a call of its own in
+// the same memory. How sequences are cut is found for all heads together, so no bit changes.
+inline int slice_count(const BackwardProblem& p) { return p.small_workspace ? 2 : 1; }
+struct HeadRange {
+  int64_t first, count;  // key heads
+};
+inline HeadRange heads_of_slice(const BackwardProblem& p, int slice) {
+  const int64_t larger = (p.in.key_heads + slice_count(p) - 1) / slice_count(p), first = slice * larger;
+  return {first, slice == 0 ? larger : p.in.key_heads - first};
+}
+inline BackwardProblem slice_of(const BackwardProblem& p, int slice) {
+  const HeadRange keys = heads_of_slice(p, slice);
+  const int64_t first_value = keys.first * p.in.group;
+  BackwardProblem s = p;
+  Layer& in = s.in;
+  in.key_heads = keys.count, in.value_heads = keys.count * in.group;
+  const auto move = [](auto& tensor, int64_t numbers) {
+    if (tensor) tensor.data = static_cast<char*>(tensor.data) + numbers * dtype_bytes(tensor.dtype);
+  };
+  for (TokenRows* rows : {&in.q, &in.k, &s.dq, &s.dk}) move(*rows, keys.first * rows->head_stride);
+  for (TokenRows* rows : {&in.v, &in.g, &in.beta, &s.d_o, &s.dv, &s.dg, &s.dbeta})
+    move(*rows, first_value * rows->head_stride);
+  for (HeadVector* vector : {&in.A_log, &in.dt_bias, &s.dA_log, &s.d_dt_bias})
+    move(*vector, first_value * vector->stride);
+  for (StateRows* states : {&in.initial, &s.d_final, &s.d_initial}) move(*states, first_value * states->head_stride);
+  return s;
+}
+
+// Of the largest slice.
 struct BackwardWorkspace {
   ForwardWorkspace forward;  // what prepare leaves, and the segments of states
   size_t gradient_segments = 0, gradient_entries = 0, gradient_maps = 0;
   size_t states = 0, gradients = 0, u = 0, dv = 0, dots = 0, key_sums = 0, head_sums = 0;
   size_t bytes = 0;
 };
-inline BackwardWorkspace backward_layout(const BackwardProblem& p) {
+inline BackwardWorkspace backward_layout(const BackwardProblem& whole) {
+  const BackwardProblem p = slice_of(whole, 0);
+  const Layer& in = p.in;
   BackwardWorkspace w;
-  w.forward = forward_layout(forward_of(p), true);
+  w.forward = forward_layout(forward_of(whole), true);
   w.bytes = w.forward.bytes;
   const auto take = [&](int64_t bytes) { return take_bytes(w.bytes, bytes); };
-  const Layer& in = p.in;
+  if (const int64_t slots = w.forward.entry_slots; slots > 0 && slice_count(whole) > 1) {
+    w.bytes = w.forward.segments;
+    w.forward.segments = take(segment_bytes(in, slots));
+    w.forward.entries = take(entry_bytes(in, slots));
+    w.forward.maps = take(map_bytes(in, slots));
+  }
   if (const int64_t slots = w.forward.entry_slots; slots > 0) {
     w.gradient_segments = take(segment_bytes(in, slots));
     w.gradient_entries = take(entry_bytes(in, slots));
@@ -135,15 +171,39 @@ inline BackwardWorkspace backward_layout(const BackwardProblem& p) {
 }
 
 inline Cut choose_cut(const BackwardProblem& p, const BackwardWorkspace& layout, int multiprocessors) {
-  return choose_cut(p.in, {kStatesWork, kGradientsWork}, layout.forward.entry_slots, p.segment_chunks, multiprocessors);
+  Cut cut =
+      choose_cut(p.in, {kStatesWork, kGradientsWork}, layout.forward.entry_slots, p.segment_chunks, multiprocessors);
+  // The instance changes no bit.
+  if (cut.chunks == 0 && slice_count(p) > 1) cut.kind = chain_kind(slice_of(p, 0).in, multiprocessors);
+  return cut;
 }
 
-// layout: that of the problem.
-inline BackwardParams params_of(const BackwardProblem& problem, const BackwardWorkspace& layout, char* workspace,
-                                const Cut& cut) {
+// Some heads of what a forward has saved for all.
+inline void find_saved(Params& p, const BackwardProblem& whole, const HeadRange& keys) {
+  const PreparedLayout parts = prepared_layout(whole.in, true);
+  char* const saved = static_cast<char*>(whole.saved.data);
+  const int64_t first = keys.first * whole.in.group;
+  p.prepared_heads = static_cast<int>(whole.in.value_heads);
+  p.prepared_key_heads = static_cast<int>(whole.in.key_heads);
+  p.prepared = reinterpret_cast<uint8_t*>(saved + parts.prepared);
+  p.prepared = p.prepared_step(0, static_cast<int>(first), 0);
+  if (p.order) p.order = reinterpret_cast<int*>(saved + parts.order);
+  p.vectors = reinterpret_cast<float*>(saved + parts.vectors);
+  p.vectors = p.chunk_vectors(0, static_cast<int>(first));
+  p.norms = reinterpret_cast<float*>(saved + parts.norms);
+  p.norms = p.chunk_norms(0, static_cast<int>(keys.first));
+  p.decays = reinterpret_cast<ChunkDecay*>(saved + parts.decays);
+  p.decays = p.step_decays(0, static_cast<int>(first));
+}
+
+// Of a slice; layout and cut: those of the problem.
+inline BackwardParams params_of(const BackwardProblem& whole, const BackwardWorkspace& layout, char* workspace,
+                                const Cut& cut, int slice) {
+  const BackwardProblem problem = slice_of(whole, slice);
   const Layer& in = problem.in;
   BackwardParams p{};
   static_cast<Params&>(p) = params_of(forward_of(problem), layout.forward, workspace, cut, true);
+  if (whole.saved) find_saved(p, whole, heads_of_slice(whole, slice));
   const int64_t row = in.value_heads * in.value_dim;
   const auto rows_at = [&](size_t at) -> TokenRows {
     return {workspace + at, in.q.dtype, in.sequences.tokens * row, row, in.value_dim};

@@ -129,9 +129,10 @@ struct Chain {
   // From a step, 0 or 1 of its chunk. The steps of a chunk follow each other, the chunks of a head do not.
   GD_DEVICE void next_prepared(int step) {
     constexpr int kLast = Pass::kDirection > 0 ? kStepsPerChunk - 1 : 0;
-    prepared += Pass::kDirection *
-                (step != kLast ? Prepared::kBytes
-                               : (int64_t{p.value_heads} * kStepsPerChunk - (kStepsPerChunk - 1)) * Prepared::kBytes);
+    prepared +=
+        Pass::kDirection *
+        (step != kLast ? Prepared::kBytes
+                       : (int64_t{p.prepared_heads} * kStepsPerChunk - (kStepsPerChunk - 1)) * Prepared::kBytes);
   }
   // A warp's own columns of V.
   static constexpr int kValuePackets = kRows / kPacketColumns, kValueRowStep = 32 / kValuePackets;
@@ -200,10 +201,14 @@ struct Chain {
     }
   }
   GD_DEVICE void store_state(void* data, gd_dtype dtype, int64_t matrix, int column) {
+    store_state(data, dtype, matrix, column, p.value_dim, p.key_state_stride, p.value_state_stride);
+  }
+  GD_DEVICE void store_state(void* data, gd_dtype dtype, int64_t matrix, int column, int columns, int key_stride,
+                             int value_stride) {
     with_stored(dtype, [&](auto stored) {
       using Stored = decltype(stored);
       auto* const to = static_cast<typename Stored::Word*>(data) + matrix;
-      each_number(column, [&](float& x, int i) { to[i] = Stored::narrow(x); });
+      each_number(column, columns, key_stride, value_stride, [&](float& x, int i) { to[i] = Stored::narrow(x); });
     });
   }
 

@@ -242,6 +242,7 @@ struct Params {
   ChunkedSequences sequences;
   int key_heads, value_heads, group, key_dim, value_dim;
   int prepare_helpers;                              // CTAs
+  bool is_prepared;                                 // a summary has prepared the chunks
   int log_parts;                                    // of the CTAs of the forward kernel for a head, a power of two
   uint32_t q_stride, k_stride, v_stride, o_stride;  // from token to token
   gd_gate gate;
@@ -252,9 +253,11 @@ struct Params {
   int key_state_stride, value_state_stride;  // inside a matrix
   int64_t checkpoint_every;                  // tokens; 0 = none
   IndexRows checkpoint_offsets;
-  uint8_t* prepared;          // [chunks][value_heads][kStepsPerChunk][Prepared::kBytes]
-  float* vectors;             // for a backward: [chunks][value_heads][kChunkVectors][64]
-  float* norms;               // for a backward: [chunks][key_heads][2][64], r^k, then r^q
+  // What prepare leaves is that of all heads of the call, also where the kernels are told of some of them.
+  int prepared_heads, prepared_key_heads;
+  uint8_t* prepared;          // [chunks][prepared_heads][kStepsPerChunk][Prepared::kBytes]
+  float* vectors;             // for a backward: [chunks][prepared_heads][kChunkVectors][64]
+  float* norms;               // for a backward: [chunks][prepared_key_heads][2][64], r^k, then r^q
   uint8_t* snapshots;         // of a pass of the backward: [chunks][value_heads][V][K], see Chain::keep_state
   int* order;                 // [N] sequences, longest first; null = as they come
   int64_t* first_checkpoint;  // [N] number of its first checkpoint, of packed sequences
@@ -269,6 +272,9 @@ struct Params {
   // The same of the chain of gradients, in a backward; its maps are M.
   Segment* gradient_segments;
   float *gradient_entries, *gradient_maps;
+  // Of a summary:
+  int summaries;         // sequences that have a segment each; otherwise 0
+  StateRows transition;  // M; S_loc, or G_loc, is `final`
   GD_HOST_DEVICE SegmentSlots slots() const { return {int64_t{segment_chunks} * kChunkTokens}; }
   GD_HOST_DEVICE int64_t state_numbers() const { return int64_t{key_dim} * value_dim; }
   GD_HOST_DEVICE ChunkDecay* step_decays(int64_t chunk_index, int head) const {
@@ -280,10 +286,13 @@ struct Params {
   }
   GD_HOST_DEVICE int64_t snapshot_bytes() const { return int64_t{2} * key_dim * value_dim; }
   GD_HOST_DEVICE float* chunk_vectors(int64_t chunk_index, int head) const {
-    return vectors + (chunk_index * value_heads + head) * kChunkVectors * kChunkTokens;
+    return vectors + (chunk_index * prepared_heads + head) * kChunkVectors * kChunkTokens;
+  }
+  GD_HOST_DEVICE float* chunk_norms(int64_t chunk_index, int key_head) const {
+    return norms + (chunk_index * prepared_key_heads + key_head) * 2 * kChunkTokens;
   }
   GD_HOST_DEVICE uint8_t* prepared_step(int64_t chunk_index, int head, int step) const {
-    return prepared + ((chunk_index * value_heads + head) * kStepsPerChunk + step) * int64_t{Prepared::kBytes};
+    return prepared + ((chunk_index * prepared_heads + head) * kStepsPerChunk + step) * int64_t{Prepared::kBytes};
   }
 };
 
@@ -308,6 +317,7 @@ inline int64_t prepare_helpers(const ForwardProblem& p) {
   return rankers > 0 ? rankers : counts_checkpoints(p) ? 1 : 0;
 }
 inline int64_t prepare_ctas(const ForwardProblem& p) {
+  if (p.prepared && !p.in.sequences.offsets) return 0;
   return sequences_of(p.in).workspace_chunks() * p.in.key_heads + prepare_helpers(p);
 }
 
@@ -447,6 +457,7 @@ inline Params params_of(const ForwardProblem& problem, const ForwardWorkspace& l
   p.group = static_cast<int>(in.group);
   p.key_dim = in.key_dim, p.value_dim = in.value_dim;
   p.prepare_helpers = static_cast<int>(prepare_helpers(problem));
+  p.is_prepared = problem.prepared;
   p.log_parts = log_parts(in.value_dim, chain_columns(cut.kind));
   p.q_stride = static_cast<uint32_t>(in.q.token_stride), p.k_stride = static_cast<uint32_t>(in.k.token_stride);
   p.v_stride = static_cast<uint32_t>(in.v.token_stride), p.o_stride = static_cast<uint32_t>(problem.o.token_stride);
@@ -457,6 +468,7 @@ inline Params params_of(const ForwardProblem& problem, const ForwardWorkspace& l
   p.value_state_stride = in.layout == GD_STATE_KV ? 1 : in.key_dim;
   p.checkpoint_every = problem.checkpoint_every;
   p.checkpoint_offsets = problem.checkpoint_offsets;
+  p.prepared_heads = p.value_heads, p.prepared_key_heads = p.key_heads;
   p.prepared = reinterpret_cast<uint8_t*>(kept + parts.prepared);
   if (is_sorted(in)) p.order = reinterpret_cast<int*>(kept + parts.order);
   if (keeps_all) p.vectors = reinterpret_cast<float*>(kept + parts.vectors);

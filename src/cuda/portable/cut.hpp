@@ -183,7 +183,7 @@ inline Params transition_params(const Params& p, ChainKind kind, bool makes_maps
 }
 
 inline int64_t chain_ctas(const Params& p) {
-  const int64_t items = p.segment_chunks ? p.slots().count(p.sequences) : p.sequences.count;
+  const int64_t items = p.summaries ? p.summaries : p.segment_chunks ? p.slots().count(p.sequences) : p.sequences.count;
   return (items * p.value_heads) << p.log_parts;
 }
 inline int64_t segment_ctas(const Params& p) {

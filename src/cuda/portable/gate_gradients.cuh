@@ -178,7 +178,7 @@ struct Project {
     const int chunk_index = cta / p.key_heads, key_head = cta - chunk_index * p.key_heads;
     const ChunkPlace at = locate_chunk(p.sequences, chunk_index, lane);
     if (at.rows <= 0 || at.sequence == p.sequences.count) return;
-    const float* const norms = p.norms + int64_t{cta} * 2 * kChunkTokens;
+    const float* const norms = p.chunk_norms(chunk_index, key_head);
     const int column = lane * kPacketColumns;
     constexpr int kRowsOfWarp = kChunkTokens * 32 / kProjectThreads;
 #pragma unroll 1

@@ -85,7 +85,7 @@ struct Gradients {
     batch = at.batch, token = at.token, rows = at.rows;
     if (rows <= 0) return;
     if (at.sequence == p.sequences.count) return zero_rows();
-    const float* const norms = p.norms + (int64_t{chunk_index} * p.key_heads + key_head) * 2 * kChunkTokens;
+    const float* const norms = p.chunk_norms(chunk_index, key_head);
     if (kScalesKeys && p.l2norm) {
       load_scaled_keys(p.k, p.k_stride, norms, smem + Smem::kK);
       load_scaled_keys(p.q, p.q_stride, norms + kChunkTokens, smem + Smem::kQ);

@@ -1,5 +1,5 @@
 // The chunked backward on devices of compute capability 8.0 and later, for all head sizes: four to eleven kernels on
-// the caller's stream. No instruction here is newer than 8.0.
+// the caller's stream, twice as many with small_workspace. No instruction here is newer than 8.0.
 #include "cuda/backend.hpp"
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
@@ -26,10 +26,7 @@ __global__ void __launch_bounds__(kHeadSumThreads) portable_head_sums_kernel(con
 }
 
 template <class Elem>
-Outcome launch(const BackwardProblem& problem, const Context& context, int multiprocessors) {
-  const BackwardWorkspace layout = backward_layout(problem);
-  const Cut cut = choose_cut(problem, layout, multiprocessors);
-  const BackwardParams p = params_of(problem, layout, context.workspace, cut);
+Outcome launch_slice(const BackwardProblem& problem, const BackwardParams& p, const Cut& cut, const Context& context) {
   const Params states = states_params(p), gradients = gradient_pass_params(p);
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const int device = context.device;
@@ -59,6 +56,18 @@ Outcome launch(const BackwardProblem& problem, const Context& context, int multi
   if (all && p.head_sums)
     ran(small(portable_head_sums_kernel, p.value_heads, kHeadSumThreads), "launch the sums over tokens");
   return ran.outcome;
+}
+
+template <class Elem>
+Outcome launch(const BackwardProblem& problem, const Context& context, int multiprocessors) {
+  const BackwardWorkspace layout = backward_layout(problem);
+  const Cut cut = choose_cut(problem, layout, multiprocessors);
+  for (int i = 0; i < slice_count(problem); ++i) {
+    const BackwardParams p = params_of(problem, layout, context.workspace, cut, i);
+    const Outcome outcome = launch_slice<Elem>(slice_of(problem, i), p, cut, context);
+    if (outcome.status != GD_OK) return outcome;
+  }
+  return {};
 }
 
 }  // namespace

@@ -45,6 +45,7 @@ struct Prepare {
       if (p.o) zero_rows(p, batch, token, rows, key_head, tid);
       return;
     }
+    if (p.is_prepared) return;
 
     const int first_head = key_head * p.group;
     load_rows(p.k, p.k_stride, p.key_dim, batch, token, rows, key_head, smem + Smem::kK, tid);
@@ -53,7 +54,7 @@ struct Prepare {
     load_gates(p, batch, token, rows, first_head, Smem::heads(p.group), smem + Smem::kGates, tid, kThreads);
     copy_wait<0>();
     sync_cta();
-    find_norms(p, chunk_index * p.key_heads + key_head, smem, tid);
+    find_norms(p, chunk_index, key_head, smem, tid);
     // Two warps have a step, one of them K K^T and the other one Q K^T; then each has every other value head.
     const int step = warp >> 1, turn = warp & 1;
     float c[2][4][4];
@@ -120,7 +121,7 @@ struct Prepare {
   }
 
   // r^k and r^q: a thread has a row.
-  GD_DEVICE static void find_norms(const Params& p, int64_t block, uint32_t smem, int tid) {
+  GD_DEVICE static void find_norms(const Params& p, int chunk_index, int key_head, uint32_t smem, int tid) {
     static_assert(kThreads == 2 * kChunkTokens);
     const int row = tid % kChunkTokens, is_query = tid / kChunkTokens;
     float norm = 1;
@@ -138,7 +139,7 @@ struct Prepare {
       norm = rsqrtf(sum + 1e-6f);
     }
     store_shared(smem + Smem::kNorms + tid * 4, norm);
-    if (p.norms) p.norms[block * kThreads + tid] = norm;
+    if (p.norms) p.chunk_norms(chunk_index, key_head)[tid] = norm;
   }
   GD_DEVICE static uint32_t norms_of(uint32_t smem, bool is_query, int step) {
     return smem + Smem::kNorms + ((is_query ? kChunkTokens : 0) + step * kStep) * 4;

@@ -1,7 +1,7 @@
 // The forward kernel without Q and O, for two things. As the first pass of a backward it stores the state before every
 // chunk and U, what tokens write, for the gradients. As transitions (segments.cuh) it stores the state that a segment
 // ends with, or its M: columns from map_column on stand for those of M, a state that begins with the identity and has
-// no values.
+// no values. A summary is a transition of a whole sequence (summary.cuh).
 #pragma once
 
 #include "cuda/portable/chain.cuh"
@@ -23,19 +23,20 @@ struct States : Chain<Config> {
     if (segment.sequence < 0) return;
     const Place at = this->place_in(segment);
     const bool is_map = this->map_column() >= 0;
-    if (this->is_transition() && !(is_map ? leaves_map(segment, at) : this->leaves_entry(segment, at))) return;
+    if (this->is_transition() && !p.summaries && !(is_map ? leaves_map(segment, at) : this->leaves_entry(segment, at)))
+      return;
     const int first_column = (is_map ? this->map_column() : at.column) - this->warp * Config::kRows;
     if (first_column >= (is_map ? p.key_dim : p.value_dim)) return;  // the power of two is larger than needed
     const int warmup = is_map ? 0 : segment.warmup_chunks(), first = segment.chunk - warmup;
     int rows = static_cast<int>(Base::end_of(segment, at)) - first * kChunkTokens;
-    if (rows <= 0) return;
+    if (rows <= 0 && !p.summaries) return;
     const int outputs = this->is_transition() ? 0 : rows - warmup * kChunkTokens;
     this->set_rows(at, first * kStepsPerChunk, segment.chunk * kStepsPerChunk);
     snapshot = this->snapshot_at(at, segment.chunk);
     this->load_first(rows);
     if (this->is_transition() && (is_map || segment.is_entered())) {
       this->zero_state();
-      if (is_map)
+      if (is_map && segment.chunks > 0)
         this->each_number(this->map_column(), p.key_dim, 1, p.key_dim,
                           [&](float& x, int i) { x = i % (p.key_dim + 1) == 0 ? 1.0f : 0.0f; });
     } else {
@@ -46,7 +47,7 @@ struct States : Chain<Config> {
       this->begin_step(stage, rows);
       advance(stage, rows, rows <= outputs);
     }
-    if (this->is_transition()) store();
+    if (this->is_transition()) p.summaries ? store_summary() : store();
   }
 
   GD_DEVICE void advance(int stage, int rows, bool has_outputs) {
@@ -89,6 +90,14 @@ struct States : Chain<Config> {
       this->each_number(is_map ? this->map_column() : this->column(), is_map ? p.key_dim : p.value_dim, key_stride,
                         value_stride, [&](const float& x, int at) { to[at] = x; });
     }
+  }
+  GD_DEVICE void store_summary() {
+    const Place at = this->place_in(this->segment());
+    const bool is_map = this->map_column() >= 0;
+    const StateRows& to = is_map ? p.transition : p.final;
+    this->store_state(to.data, to.dtype, to.offset(at.sequence, at.head), is_map ? this->map_column() : at.column,
+                      is_map ? p.key_dim : p.value_dim, is_map ? p.key_dim : p.key_state_stride,
+                      is_map ? 1 : p.value_state_stride);
   }
 };
 

@@ -17,6 +17,12 @@ inline gd_status call(const gd_forward_args& args) { return gd_forward(&args); }
 inline gd_status call(const gd_backward_args& args) { return gd_backward(&args); }
 inline gd_status query(const gd_forward_args& args, size_t* bytes) { return gd_forward_workspace(&args, bytes); }
 inline gd_status query(const gd_backward_args& args, size_t* bytes) { return gd_backward_workspace(&args, bytes); }
+inline gd_status call(const gd_summary_args& args) { return gd_summary(&args); }
+inline gd_status query(const gd_summary_args& args, size_t* bytes) { return gd_summary_workspace(&args, bytes); }
+inline gd_status call(const gd_backward_summary_args& args) { return gd_backward_summary(&args); }
+inline gd_status query(const gd_backward_summary_args& args, size_t* bytes) {
+  return gd_backward_summary_workspace(&args, bytes);
+}
 inline gd_status call(const gd_recurrent_args& args) { return gd_recurrent(&args); }
 inline gd_status query(const gd_recurrent_args& args, size_t* bytes) { return gd_recurrent_workspace(&args, bytes); }
 
@@ -368,7 +374,7 @@ TEST_F(CudaGradients, SmallWorkspaceWantsWhatIsSaved) {
   EXPECT_LT(small, whole);
 }
 
-// The portable kernels have all head sizes, Hopper's one. What only the latter can do says so.
+// The portable kernels have all head sizes, Hopper's one.
 TYPED_TEST(CudaRules, HeadSizes) {
   auto& c = this->c;
   const auto set_sizes = [&](int64_t K, int64_t V) {
@@ -390,14 +396,79 @@ TYPED_TEST(CudaRules, HeadSizes) {
   EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
 }
 
-TEST_F(CudaGradients, SmallWorkspaceIsHoppers) {
-  c.small_workspace = 1;
-  c.saved_bytes = size_t{1} << 30;
+// The portable kernels run halves of the key heads. Hopper's run parts of the sequences, of any number of heads.
+TEST_F(CudaGradients, SmallWorkspaceOfThePortableKernels) {
+  const auto bytes = [&] {
+    size_t found = 0;
+    EXPECT_EQ(query(c, &found), GD_OK) << gd_last_error();
+    return found;
+  };
+  set_tokens(1, 32768);
+  c.saved_bytes = 1;
+  for (const int64_t K : {64, 128})
+    for (const gd_isa isa : {GD_ISA_AUTO, GD_ISA_CUDA_PORTABLE}) {
+      for (gd_tensor* t : {&c.in.q, &c.in.k, &c.dq, &c.dk}) *t = tensor(t->data, GD_BF16, {1, 32768, kHk, K});
+      c.exec.isa = isa;
+      c.small_workspace = 0;
+      const size_t whole = bytes();
+      c.small_workspace = 1;
+      EXPECT_LT(bytes(), whole);
+    }
+  c.saved_bytes = 0;
+  EXPECT_TRUE(c.unsupported("small_workspace is set, but saved is null"));
   c.saved = c.place();
-  for (gd_tensor* t : {&c.in.q, &c.in.k, &c.dq, &c.dk}) *t = tensor(t->data, GD_BF16, {kB, kT, kHk, 64});
-  EXPECT_TRUE(c.unsupported("K is 64, must be 128 on CUDA in summaries and with small_workspace"));
-  c.exec.isa = GD_ISA_CUDA_PORTABLE;
-  EXPECT_TRUE(c.unsupported("small_workspace is set, but the portable CUDA kernels have one size of workspace"));
+  c.saved_bytes = size_t{1} << 40;
+  for (gd_tensor* t : {&c.in.q, &c.in.k, &c.dq, &c.dk}) *t = tensor(t->data, GD_BF16, {1, 32768, 1, 128});
+  EXPECT_TRUE(c.unsupported("small_workspace is set, but Hk is 1: the portable CUDA kernels take halves"));
+}
+
+// Summaries have kernels of both kinds; only those of fp32 are missing.
+TEST(CudaSummary, HeadSizesAndTypes) {
+  CudaCall<gd_summary_args> c;
+  CudaCall<gd_backward_summary_args> d;
+  const auto set = [&](gd_dtype dtype, int64_t K, int64_t V) {
+    for (gd_inputs* in : {&c.in, &d.in}) {
+      *in = {};
+      in->q = c.made_up(dtype, {kB, kT, kHk, K});
+      in->k = c.made_up(dtype, {kB, kT, kHk, K});
+      in->g = c.made_up(GD_F32, {kB, kT, kHv});
+      in->beta = c.made_up(GD_F32, {kB, kT, kHv});
+    }
+    c.in.v = c.made_up(dtype, {kB, kT, kHv, V});
+    d.d_o = c.made_up(dtype, {kB, kT, kHv, V});
+    c.local_state = d.d_local = c.made_up(GD_F32, {kB, kHv, K, V});
+    c.transition = c.made_up(GD_F32, {kB, kHv, K, K});
+  };
+  for (const auto& [K, V] : {std::pair(16, 256), {256, 16}, {128, 128}, {144, 208}}) {
+    set(GD_F16, K, V);
+    size_t any = 0, portable = 0;
+    c.exec.isa = d.exec.isa = GD_ISA_AUTO;
+    ASSERT_EQ(query(c, &any), GD_OK) << gd_last_error();
+    c.exec.isa = GD_ISA_CUDA_PORTABLE;
+    ASSERT_EQ(query(c, &portable), GD_OK) << gd_last_error();
+    EXPECT_GE(any, portable);
+    EXPECT_GT(portable, 0u);
+    ASSERT_EQ(query(d, &any), GD_OK) << gd_last_error();
+    d.exec.isa = GD_ISA_CUDA_PORTABLE;
+    ASSERT_EQ(query(d, &portable), GD_OK) << gd_last_error();
+    EXPECT_GE(any, portable);
+    // What is prepared has a place of its own.
+    c.saved_bytes = d.saved_bytes = 1;
+    size_t less = 0;
+    ASSERT_EQ(query(c, &less), GD_OK) << gd_last_error();
+    EXPECT_LT(less, portable);
+    ASSERT_EQ(query(d, &less), GD_OK) << gd_last_error();
+    EXPECT_LT(less, portable);
+    c.saved_bytes = d.saved_bytes = 0;
+  }
+  set(GD_F32, 128, 128);
+  EXPECT_TRUE(c.unsupported("q, k and v are float32, must be bfloat16 or float16 in a summary on CUDA"));
+  EXPECT_TRUE(d.unsupported("q, k and v are float32, must be bfloat16 or float16 in a summary on CUDA"));
+  set(GD_BF16, 64, 64);
+  d.d_o.dtype = GD_F16;
+  EXPECT_TRUE(d.unsupported("d_o: dtype is float16, must be bfloat16 as that of q on CUDA"));
+  c.in.key_head_order = GD_KEY_HEADS_TILED;
+  EXPECT_TRUE(c.unsupported("key_head_order is tiled with Hk = 2 and Hv = 4"));
 }
 
 // Memory that is enough for the kernels of every device.
@@ -433,9 +504,6 @@ TEST_F(Cuda, PortableKernelsCanBeForced) {
   c.saved = c.place();
   c.saved_bytes = 1;
   EXPECT_TRUE(said(call(c), GD_WORKSPACE_TOO_SMALL, "saved has 1 bytes, needs "));
-  c.prepared = 1;
-  EXPECT_TRUE(c.unsupported("prepared is set, but the portable CUDA kernels have no summary that prepares"));
-  c.prepared = 0;
   c.in.initial_state = c.final_state = c.made_up(GD_F32, {5, kHv, kD, kD});
   c.in.initial_indices = c.final_indices = c.made_up(GD_I32, {kB});
   EXPECT_TRUE(c.unsupported("saved is given, but on CUDA not together with initial_indices and final_indices"));

@@ -8,17 +8,14 @@
 
 namespace gatedelta::testing::emulated {
 
-// Config: any pass of the chains' instance.
 template <class Config>
-void run_kernels(const BackwardProblem& problem, char* workspace, const Options& options) {
+void run_slice(const BackwardProblem& problem, const cuda::portable::BackwardParams& p, const cuda::portable::Cut& cut,
+               const Options& options) {
   using namespace cuda::portable;
   using Elem = typename Config::Elem;
   using Forward = WithPass<StatesPass, Config>;
   using Backward = WithPass<GradientPass, Config>;
   using Rows = GradientsConfig<Elem, Config::kKeys == 64 ? 64 : 128>;
-  const BackwardWorkspace layout = backward_layout(problem);
-  const Cut cut = choose_cut(problem, layout, options.multiprocessors);
-  const BackwardParams p = params_of(problem, layout, workspace, cut);
   if (!problem.saved) run_prepare<Elem, Config::kKeys>(p, prepare_ctas(forward_of(problem)), options);
   const Params states = states_params(p), gradients = gradient_pass_params(p);
   if (p.segment_chunks) {
@@ -40,6 +37,16 @@ void run_kernels(const BackwardProblem& problem, char* workspace, const Options&
            [&](int cta, int tid) { Project<Elem>::run(p, cta, tid); });
   if (p.head_sums)
     launch(problem.in.value_heads, kHeadSumThreads, 0, options, [&](int cta, int tid) { HeadSums::run(p, cta, tid); });
+}
+
+// Config: any pass of the chains' instance.
+template <class Config>
+void run_kernels(const BackwardProblem& problem, char* workspace, const Options& options) {
+  using namespace cuda::portable;
+  const BackwardWorkspace layout = backward_layout(problem);
+  const Cut cut = choose_cut(problem, layout, options.multiprocessors);
+  for (int i = 0; i < slice_count(problem); ++i)
+    run_slice<Config>(slice_of(problem, i), params_of(problem, layout, workspace, cut, i), cut, options);
 }
 
 }  // namespace gatedelta::testing::emulated

@@ -367,6 +367,55 @@ TEST(EmulatedBackward, TwoSegmentsAreAsGoodAsOne) {
   }
 }
 
+// One half of the key heads after the other, in less memory: the bits are those of all heads together, cut or not.
+TEST(EmulatedBackward, SmallWorkspaceHasTheSameBits) {
+  for (const char* spec :
+       {"lengths=200+0+33 pad=70 Hk=2 Hv=4 K=64 V=48 dtype=bf16", "T=100 Hk=3 Hv=3 K=32 V=32 dtype=fp16 l2norm",
+        "lengths=40+0+33 pad=3 Hk=3 Hv=6 K=32 V=16 dtype=bf16 gate=raw l2norm beta=logit strided",
+        "B=2 T=70 Hk=2 Hv=2 K=144 V=32 dtype=bf16 l2norm layout=vk pool",
+        "T=330 Hk=2 Hv=6 K=32 V=48 dtype=bf16 gate=mixed segment=1"}) {
+    Judge judge(parse_case(spec));
+    Problem& problem = judge.problem();
+    const Buffer saved(cuda::portable::saved_bytes(emulated::layer_of(problem.backward.in)));
+    gd_forward_args forward = problem.forward;
+    forward.saved = saved.data(), forward.saved_bytes = saved.size();
+    ASSERT_EQ(emulated::run(forward, {}), "");
+    const auto run = [&](const gd_backward_args& given, bool is_small) {
+      gd_backward_args args = given;
+      args.saved = saved.data(), args.saved_bytes = saved.size(), args.small_workspace = is_small;
+      return emulated::run(args, {is_small ? 64 : 1, is_small, 1});
+    };
+    problem.reset();
+    ASSERT_EQ(run(problem.backward, false), "");
+    const auto whole = outputs_of(problem.backward);
+    std::vector<std::vector<char>> halves;
+    const Judgement judgement = judge.backward(Compute::tensor_cores, [&](const gd_backward_args& args) {
+      const std::string error = run(args, true);
+      halves = outputs_of(args);
+      return error;
+    });
+    EXPECT_TRUE(judgement.ok()) << spec << "\n" << judgement.text();
+    EXPECT_EQ(whole, halves) << spec;
+    EXPECT_TRUE(saved.guards_intact());
+  }
+}
+TEST(EmulatedBackward, SmallWorkspaceIsSmaller) {
+  BackwardProblem problem;
+  problem.in.key_heads = 4, problem.in.value_heads = 8, problem.in.group = 2;
+  problem.in.key_dim = problem.in.value_dim = 128;
+  problem.in.sequences = {1, 1, 8192, {}};
+  problem.saved.present = true;
+  const auto bytes = [&] { return static_cast<double>(cuda::portable::backward_layout(problem).bytes); };
+  const double whole = bytes();
+  problem.small_workspace = true;
+  EXPECT_NEAR(bytes(), whole / 2, whole / 1000);
+  problem.in.key_heads = 5, problem.in.value_heads = 10;
+  problem.small_workspace = false;
+  const double uneven = bytes();
+  problem.small_workspace = true;
+  EXPECT_NEAR(bytes(), 0.6 * uneven, uneven / 1000);
+}
+
 // Each gradient alone: nothing else is written, and those not wanted need no memory of the caller's.
 TEST(EmulatedBackward, EachGradientIsOptional) {
   const std::string spec = "lengths=40+0+33 pad=3 Hk=1 Hv=2 K=32 V=32 dtype=bf16 gate=raw l2norm";

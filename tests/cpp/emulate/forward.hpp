@@ -14,6 +14,7 @@
 #include "cuda/portable/prepare.cuh"
 #include "cuda/portable/segments.cuh"
 #include "cuda/portable/states.cuh"
+#include "cuda/portable/summary_config.hpp"
 #include "testing/generator.hpp"
 
 namespace gatedelta::testing::emulated {
@@ -71,6 +72,7 @@ inline ForwardProblem problem_of(const gd_forward_args& args) {
   p.checkpoint_every = args.checkpoint_every;
   p.checkpoint_offsets = indices_of(args.checkpoint_offsets);
   p.saved = {args.saved, args.saved_bytes, args.saved != nullptr};
+  p.prepared = args.prepared != 0;
   p.context_parallel = args.context_parallel == GD_CP_AUTO;
   p.batch_invariant = args.batch_invariant != 0;
   p.segment_chunks = args.segment_chunks;
@@ -90,6 +92,38 @@ inline BackwardProblem problem_of(const gd_backward_args& args) {
   p.context_parallel = args.context_parallel == GD_CP_AUTO;
   p.batch_invariant = args.batch_invariant != 0;
   p.segment_chunks = args.segment_chunks;
+  p.small_workspace = args.small_workspace != 0;
+  return p;
+}
+
+inline SummaryProblem problem_of(const gd_summary_args& args) {
+  gd_inputs in = args.in;
+  if (!args.saved) in.q = in.k, in.has_scale = 1, in.scale = 0;
+  SummaryProblem p;
+  p.in = layer_of(in);
+  p.local = states_of(args.local_state, {}, 0);
+  p.transition = states_of(args.transition, {}, 0);
+  if (is_there(args.fade))
+    p.fade = {args.fade.data, static_cast<gd_dtype>(args.fade.dtype), args.fade.stride[0], 0, args.fade.stride[1]};
+  p.first = args.first_sequence;
+  p.count = args.sequence_count ? args.sequence_count : p.in.sequences.count - p.first;
+  p.skip_faded = args.skip_faded != 0;
+  p.saved = {args.saved, args.saved_bytes, args.saved != nullptr};
+  p.prepared = args.prepared != 0;
+  return p;
+}
+inline BackwardSummaryProblem problem_of(const gd_backward_summary_args& args) {
+  gd_inputs in = args.in;
+  in.v = args.d_o;
+  BackwardSummaryProblem p;
+  p.in = layer_of(in);
+  p.in.v = {};
+  p.d_o = rows_of(args.d_o);
+  p.d_local = states_of(args.d_local, {}, 0);
+  p.first = args.first_sequence;
+  p.count = args.sequence_count ? args.sequence_count : p.in.sequences.count - p.first;
+  p.skip_faded = args.skip_faded != 0;
+  p.saved = {const_cast<void*>(args.saved), args.saved_bytes, args.saved != nullptr};
   return p;
 }
 
@@ -164,6 +198,10 @@ inline std::vector<gd_tensor*> aligned_rows(gd_forward_args& args) {
 inline std::vector<gd_tensor*> aligned_rows(gd_backward_args& args) {
   return {&args.in.q, &args.in.k, &args.in.v, &args.d_o, &args.dq, &args.dk, &args.dv};
 }
+inline std::vector<gd_tensor*> aligned_rows(gd_summary_args& args) { return {&args.in.q, &args.in.k, &args.in.v}; }
+inline std::vector<gd_tensor*> aligned_rows(gd_backward_summary_args& args) {
+  return {&args.in.q, &args.in.k, &args.d_o};
+}
 
 // Copies of tensors of rows whose data are aligned, as the kernels want it; the generator aligns nothing. What was
 // written to them, and to what must not be written, is copied back.
@@ -205,6 +243,8 @@ class AlignedRows {
 
 inline size_t workspace_bytes(const ForwardProblem& p) { return cuda::portable::forward_layout(p).bytes; }
 inline size_t workspace_bytes(const BackwardProblem& p) { return cuda::portable::backward_layout(p).bytes; }
+inline size_t workspace_bytes(const SummaryProblem& p) { return cuda::portable::summary_layout(p).bytes; }
+inline size_t workspace_bytes(const BackwardSummaryProblem& p) { return cuda::portable::summary_layout(p).bytes; }
 
 // Calls run(problem, workspace). Returns "" or what went wrong.
 template <class Args, class Run>

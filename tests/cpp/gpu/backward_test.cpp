@@ -148,20 +148,37 @@ TEST_F(Backward, FromSavedMemory) {
   }
 }
 
-// In slices of chunks, which hold whole sequences, parts of them, or none.
+// Hopper's kernels in slices of chunks, which hold whole sequences, parts of them, or none.
+const Specs kSlicedChunks = {"T=2500 Hk=1 Hv=2",
+                             "B=3 T=1030 Hk=1 Hv=2",
+                             "B=40 T=63 Hk=1 Hv=2",
+                             "T=1984 Hk=1 Hv=1",
+                             "lengths=1024+1+0+2049+30 pad=3 Hk=1 Hv=2 gate=raw l2norm",
+                             "lengths=3x900 pad=200 Hk=1 Hv=2 layout=vk",
+                             "lengths=33x60 Hk=1 Hv=1"};
+// The portable ones in halves of the key heads.
+const Specs kSlicedHeads = {"T=2500 Hk=2 Hv=4", "B=3 T=230 Hk=3 Hv=3 gate=raw l2norm",
+                            "lengths=1024+1+0+2049+30 pad=3 Hk=3 Hv=6 gate=raw l2norm beta=logit",
+                            "lengths=3x900 pad=200 Hk=2 Hv=2 layout=vk gate=zero",
+                            "T=900 Hk=2 Hv=4 segment=2 gate=mixed"};
 TEST_F(Backward, SmallWorkspace) {
-  if (kIsPortable) GTEST_SKIP() << "the portable kernels have one size of workspace";
-  for (const std::string& spec : cross({"T=2500 Hk=1 Hv=2", "B=3 T=1030 Hk=1 Hv=2", "B=40 T=63 Hk=1 Hv=2",
-                                        "T=1984 Hk=1 Hv=1", "lengths=1024+1+0+2049+30 pad=3 Hk=1 Hv=2 gate=raw l2norm",
-                                        "lengths=3x900 pad=200 Hk=1 Hv=2 layout=vk", "lengths=33x60 Hk=1 Hv=1"},
-                                       kTypes)) {
+  for (const std::string& spec : cross(kIsPortable ? kSlicedHeads : kSlicedChunks, kTypes)) {
     Judge judge(parse_case(spec));
     for (const gd_context_parallel cut : {GD_CP_AUTO, GD_CP_OFF}) {
-      const Judgement judgement = judge.backward(Compute::tensor_cores, [&](gd_backward_args host) {
-        host.small_workspace = 1;
-        return from_saved(judge.problem().forward, host, cut, cut);
-      });
-      expect_ok(judgement, judge.problem().spec);
+      const gd_backward_args& args = judge.problem().backward;
+      const gd_tensor* const outputs[] = {&args.dq, &args.dk, &args.dv, &args.dg, &args.dbeta, &args.d_initial_state};
+      std::vector<std::vector<char>> found[2];
+      for (const bool is_small : {false, true}) {
+        const Judgement judgement = judge.backward(Compute::tensor_cores, [&](gd_backward_args host) {
+          host.small_workspace = is_small;
+          if (cut == GD_CP_OFF) host.segment_chunks = 0;
+          const std::string error = from_saved(judge.problem().forward, host, cut, cut);
+          for (const gd_tensor* t : outputs) found[is_small].push_back(bytes_of(*t));
+          return error;
+        });
+        expect_ok(judgement, judge.problem().spec);
+      }
+      EXPECT_EQ(found[0], found[1]) << spec;
     }
   }
 }

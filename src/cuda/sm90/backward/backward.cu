@@ -140,9 +140,9 @@ cudaError_t launch_grad_chain(const CallParams& p, bool bf16, int device, cudaSt
 }
 
 Outcome backward(const BackwardProblem& problem, const Context& context) {
-  DeviceFacts facts{};
-  if (Outcome outcome = find_facts(context.device, facts); outcome.status != GD_OK) return outcome;
-  if (facts.major != kHopperDevices.lowest_major && !problem.small_workspace) {
+  bool is_hopper = false;
+  if (Outcome outcome = find_hopper(context.device, is_hopper); outcome.status != GD_OK) return outcome;
+  if (!is_hopper) {
     const Outcome outcome = check_portable_limits(problem);
     return outcome.status == GD_OK ? portable_backward(problem, context) : outcome;
   }

@@ -52,16 +52,16 @@ int usable_devices() {
   if (cudaGetDeviceCount(&count)) count = 0;
   for (int device = 0; device < count; ++device) {
     DeviceFacts facts{};
-    usable += check_device(device, kHopperDevices, facts).status == GD_OK;
+    usable += check_device(device, kPortableDevices, facts).status == GD_OK;
   }
   cudaGetLastError();
   return usable;
 }
 
 Outcome forward(const ForwardProblem& problem, const Context& context) {
-  DeviceFacts facts{};
-  if (Outcome outcome = find_facts(context.device, facts); outcome.status != GD_OK) return outcome;
-  if (facts.major != kHopperDevices.lowest_major) {
+  bool is_hopper = false;
+  if (Outcome outcome = find_hopper(context.device, is_hopper); outcome.status != GD_OK) return outcome;
+  if (!is_hopper) {
     const Outcome outcome = check_portable_limits(problem);
     return outcome.status == GD_OK ? portable_forward(problem, context) : outcome;
   }

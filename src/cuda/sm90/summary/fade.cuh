@@ -1,23 +1,17 @@
-// How much of an old state is left after all chunks of a sequence, from prepare's decay records; by a warp. The rules
-// are those of schedule/warmup.hpp, without a limit on the number of chunks.
+// How much of an old state is left after all chunks of a sequence (schedule/fade.hpp), by a warp.
 #pragma once
 
 #include "cuda/params.hpp"
+#include "cuda/schedule/fade.hpp"
 #include "cuda/sm90/ptx.cuh"
 #include "cuda/warp.cuh"
 
 namespace gatedelta::cuda {
 
-struct Fade {
-  int window;       // last chunks that give the final state without anything older; 0: all of them, and M counts
-  float log2_left;  // bound of log2 |M|, of all chunks
-};
-
 GD_DEVICE const ChunkDecay* decays_of(const CallParams& p, int n, int head) {
   return p.decays + head * p.sequences.workspace_chunks() + p.sequences.first_chunk_index(n);
 }
 
-// M counts for gradients, too: it has to be below 2^-48 somewhere. `stop`: the bound is not wanted once that is known.
 GD_DEVICE Fade find_fade(const CallParams& p, int n, int head, int chunks, int lane, bool stop) {
   const ChunkDecay* const decays = decays_of(p, n, head);
   float left = 0, written = 0;
@@ -46,7 +40,6 @@ GD_DEVICE Fade find_fade(const CallParams& p, int n, int head, int chunks, int l
   return {is_gone ? window : 0, left};
 }
 
-// How many of a sequence's first chunks the gradient of its initial state depends on.
 GD_DEVICE int gradient_window(const CallParams& p, int n, int head, int chunks, int lane) {
   const ChunkDecay* const decays = decays_of(p, n, head);
   float left = 0;

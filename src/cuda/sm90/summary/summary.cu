@@ -5,6 +5,7 @@
 #include "cuda/host/launch.cuh"
 #include "cuda/host/params.cuh"
 #include "cuda/host/tensor_map.cuh"
+#include "cuda/limits.hpp"
 #include "cuda/schedule/uncut_list.cuh"
 #include "cuda/sm90/chain/launch.cuh"
 #include "cuda/sm90/device.cuh"
@@ -145,6 +146,12 @@ int64_t list_blocks(int64_t pairs) { return (pairs + kListThreads / 32 - 1) / (k
 }  // namespace
 
 Outcome summary(const SummaryProblem& problem, const Context& context) {
+  bool is_hopper = false;
+  if (Outcome outcome = find_hopper(context.device, is_hopper); outcome.status != GD_OK) return outcome;
+  if (!is_hopper) {
+    const Outcome outcome = check_portable_limits(problem);
+    return outcome.status == GD_OK ? portable_summary(problem, context) : outcome;
+  }
   return with_device(context.device, kHopperDevices, [&](int multiprocessors) -> Outcome {
     const SummaryWorkspace layout = summary_layout(problem, true, kPreparedBytes);
     if (layout.seq_heads == 0) return {};
@@ -185,6 +192,12 @@ Outcome summary(const SummaryProblem& problem, const Context& context) {
 }
 
 Outcome backward_summary(const BackwardSummaryProblem& problem, const Context& context) {
+  bool is_hopper = false;
+  if (Outcome outcome = find_hopper(context.device, is_hopper); outcome.status != GD_OK) return outcome;
+  if (!is_hopper) {
+    const Outcome outcome = check_portable_limits(problem);
+    return outcome.status == GD_OK ? portable_backward_summary(problem, context) : outcome;
+  }
   return with_device(context.device, kHopperDevices, [&](int multiprocessors) -> Outcome {
     const SummaryWorkspace layout = summary_layout(problem, false, kBackwardPreparedBytes);
     if (layout.seq_heads == 0) return {};
