@@ -75,8 +75,10 @@ ROOMS = {
         "src/cuda/sm90/prepare/config.hpp",
     ],
     # chunked kernels for more devices than sm90, so nothing of it
+    "src/cuda/portable/prices.hpp": ["src/cuda/host_device.hpp"],
     "src/cuda/portable/config.hpp": [
         "src/core", "src/cuda/host_device.hpp", "src/cuda/tensors.hpp", "src/cuda/schedule",
+        "src/cuda/portable/prices.hpp",
     ],
     "src/cuda/portable/backward_config.hpp": ["src/cuda/portable/cut.hpp"],
     "src/cuda/portable/cut.hpp": ["src/cuda/portable/config.hpp"],

@@ -171,8 +171,9 @@ TEST_F(Backward, SmallWorkspace) {
       for (const bool is_small : {false, true}) {
         const Judgement judgement = judge.backward(Compute::tensor_cores, [&](gd_backward_args host) {
           host.small_workspace = is_small;
-          if (cut == GD_CP_OFF) host.segment_chunks = 0;
-          const std::string error = from_saved(judge.problem().forward, host, cut, cut);
+          gd_forward_args forward = judge.problem().forward;
+          if (cut == GD_CP_OFF) forward.segment_chunks = host.segment_chunks = 0;
+          const std::string error = from_saved(forward, host, cut, cut);
           for (const gd_tensor* t : outputs) found[is_small].push_back(bytes_of(*t));
           return error;
         });
