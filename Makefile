@@ -17,7 +17,8 @@ QUICK = GATEDELTA_TEST_EVERY=$(EVERY)
 LEFT_OUT = one of $(EVERY) cases of numerics; left out: $(SLOW)
 WERROR ?= OFF
 ARCH := $(shell uname -m)
-QEMU = $(or $(shell command -v qemu-$(1)-static),qemu-$(1))
+# Found when it is run: a recipe is expanded before its first line installs anything.
+QEMU = $$(command -v qemu-$(1)-static || command -v qemu-$(1))
 OLD_CPU := $(if $(filter x86_64,$(ARCH)),qemu64,cortex-a53)
 FOREIGN := $(if $(filter x86_64,$(ARCH)),aarch64,x86_64)
 
@@ -241,7 +242,7 @@ cross: ## build for the other architecture and run the C++ tests under QEMU
 	echo "under emulation $(LEFT_OUT)"
 	ctest --preset cross-$(FOREIGN) --quiet --tests-regex '^isa_symbols$$' || status=1
 	$(call run_programs,cross-$(FOREIGN),build/cross-$(FOREIGN)) \
-	  --under '$(call QEMU,$(FOREIGN)) -cpu max -L /usr/$(FOREIGN)-linux-gnu' || status=1
+	  --under "$(call QEMU,$(FOREIGN)) -cpu max -L /usr/$(FOREIGN)-linux-gnu" || status=1
 	$(TOTAL) $(FOREIGN)=$(REPORTS)/cross-$(FOREIGN).xml || status=1
 	exit $$status
 
@@ -250,7 +251,7 @@ oldcpu: ## run the C++ tests as the oldest CPU of this architecture would, under
 	$(call build,test)
 	status=0
 	echo "under emulation $(LEFT_OUT)"
-	$(call run_programs,oldcpu,build/release) --under '$(call QEMU,$(ARCH)) -cpu $(OLD_CPU)' || status=1
+	$(call run_programs,oldcpu,build/release) --under "$(call QEMU,$(ARCH)) -cpu $(OLD_CPU)" || status=1
 	$(TOTAL) $(OLD_CPU)=$(REPORTS)/oldcpu.xml || status=1
 	exit $$status
 
