@@ -6,6 +6,7 @@
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
+#include <type_traits>
 
 #include "cuda/backend.hpp"
 
@@ -44,7 +45,8 @@ struct Launched {
 
 struct DeviceFacts {
   int16_t major, minor;
-  int32_t multiprocessors;  // 0 = not known yet
+  int16_t multiprocessors;  // 0 = not known yet
+  int16_t shared_kib;       // shared memory of a multiprocessor
 };
 // Whether kernels may be launched early. Those of 9.0 wait for the kernel before; later devices run the code of 8.0,
 // which does not.
@@ -55,14 +57,16 @@ inline Outcome find_facts(int device, DeviceFacts& facts) {
   static std::atomic<DeviceFacts> found[64];
   if (device < 64) facts = found[device].load(std::memory_order_relaxed);
   if (facts.multiprocessors > 0) return {};
-  int major = 0, minor = 0, multiprocessors = 0;
+  int major = 0, minor = 0, multiprocessors = 0, shared = 0;
   cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (!error) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   if (!error) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (!error) error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   if (error == cudaErrorInvalidDevice)
     return failure(GD_INVALID_ARGUMENT, "device_index is %d, and there is no such CUDA device", device);
   if (error) return failure(GD_UNSUPPORTED, "no CUDA device can be used: %s", cudaGetErrorString(error));
-  facts = {static_cast<int16_t>(major), static_cast<int16_t>(minor), multiprocessors};
+  facts = {static_cast<int16_t>(major), static_cast<int16_t>(minor), static_cast<int16_t>(multiprocessors),
+           static_cast<int16_t>(shared / 1024)};
   if (device < 64) found[device].store(facts, std::memory_order_relaxed);
   return {};
 }
@@ -117,7 +121,8 @@ inline Outcome find_hopper(int device, bool& is_hopper) {
   return outcome;
 }
 
-// Calls f with the number of multiprocessors of a supported device, while that is the current one.
+// Calls f with the facts of a supported device, or with the number of its multiprocessors, while that is the current
+// one.
 template <class F>
 Outcome with_device(int device, const Capabilities& needed, const F& f) {
   DeviceFacts facts{};
@@ -125,7 +130,11 @@ Outcome with_device(int device, const Capabilities& needed, const F& f) {
   const RelaxedCapture relaxed;
   const CurrentDevice current(device);
   if (current.error()) return failure(current.error(), "select the device");
-  return f(facts.multiprocessors);
+  if constexpr (std::is_invocable_v<F, const DeviceFacts&>) {
+    return f(facts);
+  } else {
+    return f(facts.multiprocessors);
+  }
 }
 
 }  // namespace gatedelta::cuda

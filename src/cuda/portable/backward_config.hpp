@@ -170,11 +170,10 @@ inline BackwardWorkspace backward_layout(const BackwardProblem& whole) {
   return w;
 }
 
-inline Cut choose_cut(const BackwardProblem& p, const BackwardWorkspace& layout, int multiprocessors) {
-  Cut cut =
-      choose_cut(p.in, {kStatesWork, kGradientsWork}, layout.forward.entry_slots, p.segment_chunks, multiprocessors);
+inline Cut choose_cut(const BackwardProblem& p, const BackwardWorkspace& layout, const Multiprocessors& device) {
+  Cut cut = choose_cut(p.in, {kStatesWork, kGradientsWork}, layout.forward.entry_slots, p.segment_chunks, device);
   // The instance changes no bit.
-  if (cut.chunks == 0 && slice_count(p) > 1) cut.kind = chain_kind(slice_of(p, 0).in, multiprocessors);
+  if (cut.chunks == 0 && slice_count(p) > 1) cut.kind = chain_kind(slice_of(p, 0).in, device.count);
   return cut;
 }
 

@@ -200,9 +200,29 @@ struct FoldConfig {
   };
 };
 
-// Value columns of a CTA.
+// Value columns of a CTA, and its shared memory.
 inline int chain_columns(ChainKind kind) {
   return with_chain<ForwardPass, Bf16>(kind, [](auto config) { return decltype(config)::kColumns; });
+}
+inline int chain_bytes(ChainKind kind) {
+  return with_chain<ForwardPass, Bf16>(kind, [](auto config) { return decltype(config)::Smem::kBytes; });
+}
+
+// Of a device: what a choice of CTAs asks of it.
+struct Multiprocessors {
+  int count;
+  int shared_bytes;                       // of each
+  static constexpr int kReserved = 1024;  // of each CTA, the system's
+  int resident(int bytes) const { return shared_bytes / (bytes + kReserved); }
+};
+// CTAs on each multiprocessor where as many are spread evenly.
+inline int spread(float ctas, int multiprocessors) {
+  const float each = ceil_of(ctas / static_cast<float>(multiprocessors));
+  return each > 1 ? static_cast<int>(each) : 1;
+}
+// Shared memory of a CTA with which so many of them fit on a multiprocessor, and no more.
+inline int spread_bytes(int resident, int shared_bytes) {
+  return (shared_bytes / (resident + 1) - Multiprocessors::kReserved) / 128 * 128 + 128;
 }
 
 // ---- segments ------------------------------------------------------------------------------------------------------
@@ -437,7 +457,8 @@ inline int log_parts(int columns, int cta_columns) {
 struct Cut {
   int chunks = 0;  // of a segment; 0 = no sequence is cut
   ChainKind kind = ChainKind::k64;
-  CutPrices prices = {};  // of a pack, whose segments may turn out longer; otherwise of no chain
+  CutPrices prices = {};      // of a pack, whose segments may turn out longer; otherwise of no chain
+  SegmentSums expected = {};  // of a pack a guess
 };
 
 // layout: that of the problem.

@@ -4,170 +4,220 @@
 #pragma once
 
 #include <algorithm>
-#include <climits>
 #include <initializer_list>
 
 #include "cuda/portable/config.hpp"
 
 namespace gatedelta::cuda::portable {
 
+// `resident`: as registers allow.
 constexpr ChainCosts chain_costs(ChainKind kind) {
   switch (kind) {
     case ChainKind::k64: return {1.6f, 0.4f, 4};
-    case ChainKind::k128: return {3.2f, 1.8f, 2};
-    case ChainKind::k128Half: return {2.15f, 1.07f, 3};
-    case ChainKind::k128Quarter: return {1.9f, 0.6f, 4};
+    case ChainKind::k128: return {3.07f, 1.79f, 2};
+    case ChainKind::k128Half: return {1.97f, 1.18f, 3};
+    case ChainKind::k128Quarter: return {1.75f, 0.585f, 6};
     case ChainKind::k256: break;
   }
   return {5.1f, 0.0f, 1};
 }
-constexpr ChainWork kForwardWork = {1.0f, 1.33f, 0.65f, 6, true}, kStatesWork = {1.12f, 1.12f, 0.7f, 6, true},
-                    kGradientsWork = {1.28f, 1.28f, 1.15f, 11, false};
+constexpr ChainWork kForwardWork = {1.0f, 0.96f, 8, true}, kStatesWork = {1.34f, 0.96f, 8, true},
+                    kGradientsWork = {1.34f, 1.14f, 7.6f, false};
 
 // Lengths that a call may have, in chunks: one sequence, and others that are not longer.
 struct Lengths {
   int longest, others, other;
+  float weight;
 
-  float segments(int length) const {
-    return segments_of(longest, length) + static_cast<float>(others) * segments_of(other, length);
+  LengthSums sums() const {
+    const bool are_equal = other == longest;
+    return {longest, other > 0 ? others + 1 : 1, are_equal ? others + 1 : 1,
+            static_cast<float>(longest) + static_cast<float>(others) * static_cast<float>(other)};
   }
-  float uncut(const CutPrices& prices) const {
-    return prices.uncut(segments(longest), other > 0 ? others + 1 : 1, longest);
+  SegmentSums segments(int length) const {
+    SegmentSums sums;
+    sums.add(longest, length);
+    sums.add(other, length, static_cast<float>(others));
+    return sums;
   }
 };
 
 // The cut of a call whose chains run one after the other, by the same segments.
 struct CutSearch {
-  static constexpr int kUncut = INT_MAX;
-  struct Found {
-    int chunks;  // of a segment, or kUncut
-    float time;
-  };
-
   const Layer& in;
   std::initializer_list<ChainWork> chains;  // CutPrices::kMostChains at most
   int64_t entry_slots;                      // that entries and maps have room for
-  int multiprocessors;
+  Multiprocessors device;
 
+  bool is_pack() const { return in.sequences.offsets && in.sequences.count > 1; }
+  static int64_t chunks_of(int64_t tokens) { return ChunkedSequences::chunks(tokens); }
+  float ctas(ChainKind kind, int columns) const {
+    return static_cast<float>(in.value_heads << log_parts(columns, chain_columns(kind)));
+  }
+  ChainCosts costs_of(ChainKind kind) const {
+    ChainCosts costs = chain_costs(kind);
+    costs.resident = std::min(costs.resident, static_cast<float>(device.resident(chain_bytes(kind))));
+    return costs;
+  }
   CutPrices prices_of(ChainKind kind) const {
     const ChainKind narrow = transition_kind(kind);
-    const auto ctas = [&](ChainKind by, int columns) {
-      return static_cast<float>(in.value_heads << log_parts(columns, chain_columns(by)));
-    };
     CutPrices prices;
-    prices.costs = chain_costs(kind), prices.transition_costs = chain_costs(narrow);
-    prices.multiprocessors = static_cast<float>(multiprocessors);
+    prices.costs = costs_of(kind), prices.transition_costs = costs_of(narrow);
+    prices.multiprocessors = static_cast<float>(device.count);
     for (const ChainWork& work : chains)
-      prices.chains[prices.chain_count++] = {work.chunk,
-                                             kind == ChainKind::k128 ? work.segment : work.chunk,
-                                             work.silent,
-                                             work.warmup,
-                                             ctas(kind, in.value_dim),
+      prices.chains[prices.chain_count++] = {work.chunk, work.silent, work.warmup, ctas(kind, in.value_dim),
                                              ctas(narrow, in.value_dim + (work.makes_maps ? in.key_dim : 0))};
     return prices;
   }
   template <class Consider>
   void each_kind(const Consider& consider) const {
-    if (compiled_keys(in.key_dim) != 128) return consider(chain_kind(in, multiprocessors));
+    if (compiled_keys(in.key_dim) != 128) return consider(chain_kind(in, device.count));
     if (in.value_dim > 64) consider(ChainKind::k128);
     consider(ChainKind::k128Half);
     consider(ChainKind::k128Quarter);
   }
-  // Lengths of a batch count as they are. Those of a pack are not known: they may be equal, one sequence may have all
-  // tokens, or they are halfway between.
+  // Lengths of a batch count as they are. Those of a pack are not known: they may be equal; cut at random places, where
+  // the longest is expected to have 1 + 1/2 + ... + 1/N of N parts; or one sequence may have half of what is left then.
   static constexpr int kGuesses = 3;
-  int guesses() const { return in.sequences.offsets && in.sequences.count > 1 ? kGuesses : 1; }
+  static constexpr float kNever = 1e30f;
+  static constexpr float kSameTime = 1.05f;  // of an instance for equal lengths that are not cut
+  int guesses() const { return is_pack() ? kGuesses : 1; }
   Lengths guess(int i) const {
     const Sequences& s = in.sequences;
-    const auto chunks_of = [](int64_t tokens) { return static_cast<int>(ChunkedSequences::chunks(tokens)); };
-    const int mean = chunks_of(s.offsets ? s.tokens / s.count : s.tokens), others = static_cast<int>(s.count) - 1;
-    return {mean + (chunks_of(s.tokens) - mean) * i / 2, others, mean - mean * i / 2};
+    const int others = static_cast<int>(s.count) - 1, chunks = static_cast<int>(chunks_of(s.tokens));
+    if (!is_pack()) return {chunks, others, others > 0 ? chunks : 0, 1};
+    float part = 1;
+    for (int n = 2; i > 0 && n <= others + 1; ++n) part += 1.0f / static_cast<float>(n);
+    part /= static_cast<float>(others + 1);
+    if (i == 2) part += (1 - part) / 2;
+    constexpr float kWeights[] = {2, 2, 1};
+    const int longest = std::max(1, static_cast<int>(part * static_cast<float>(chunks)));
+    const int other = i == 0 ? longest : std::max(1, (chunks - longest) / others);
+    return {longest, others, other, kWeights[i]};
   }
 
-  // What the segments kernel would take of such lengths, if any segments had slots that have room.
-  Found best_cut(const CutPrices& prices, const Lengths& lengths) const {
-    const ChunkedSequences sequences = sequences_of(in);
-    Found found{kUncut, lengths.uncut(prices) + prices.idle()};
-    float least = CutCosts::kGain * found.time;
-    // The host's time counts: no number of segments is tried that would fill the device several times.
-    const float heads = lengths.segments(lengths.longest) * static_cast<float>(in.value_heads);
-    const float most = 4 * prices.multiprocessors / heads + 1;
+  // The host's time counts: no number of segments is tried that would fill the device several times.
+  template <class Try>
+  void each_length(const Lengths& lengths, const Try& attempt) const {
+    const float heads = lengths.segments(lengths.longest).segments * static_cast<float>(in.value_heads);
+    const float most = 4 * static_cast<float>(device.count) / heads + 1;
     for (int number = 2; number <= lengths.longest / kLeastSegment && static_cast<float>(number) <= most;
          number = next_number(number)) {
       const int length = (lengths.longest + number - 1) / number;
-      if (SegmentSlots{int64_t{length} * kChunkTokens}.count(sequences) > entry_slots) break;
-      const float time = prices.cut(lengths.segments(length), length, lengths.longest);
-      if (time >= least) continue;
-      least = time;
-      found = {length, time};
+      if (SegmentSlots{int64_t{length} * kChunkTokens}.count(sequences_of(in)) > entry_slots) break;
+      attempt(length);
     }
-    return found;
+  }
+  // What the segments kernel takes of some lengths, where segments may not be shorter than the host's.
+  struct Curve {
+    static constexpr int kMost = 48;
+    int count = 0;
+    int length[kMost];  // falling
+    float time[kMost];  // the least of this length and of all longer ones
+
+    float at(int least_length) const {
+      int i = 0;
+      while (i + 1 < count && length[i + 1] >= least_length) ++i;
+      return time[i];
+    }
+  };
+  Curve curve_of(const CutPrices& prices, const Lengths& lengths) const {
+    const LengthSums sums = lengths.sums();
+    Curve curve;
+    float least = is_pack() ? prices.of(sums, {}, lengths.longest) : prices.uncut(sums);
+    curve.length[0] = lengths.longest, curve.time[0] = least;
+    curve.count = 1;
+    each_length(lengths, [&](int length) {
+      if (curve.count == Curve::kMost) return;
+      least = std::min(least, prices.cut(sums, lengths.segments(length), length));
+      curve.length[curve.count] = length, curve.time[curve.count] = least;
+      ++curve.count;
+    });
+    return curve;
   }
 
   Cut forced(int length) const {
     const Lengths lengths = guess(0);
+    const SegmentSums sums = lengths.segments(length);
     Cut cut;
     float least = 0;
     each_kind([&](ChainKind kind) {
-      const float time = prices_of(kind).cut(lengths.segments(length), length, lengths.longest);
+      const float time = prices_of(kind).cut(lengths.sums(), sums, length);
       if (cut.chunks > 0 && time >= least) return;
-      cut = {length, kind, {}};
+      cut = {length, kind, {}, expected(length)};
       least = time;
     });
     return cut;
   }
-  // Guesses weigh the same, by their times against those of the usual instance. A pack that is not cut may have
-  // another one: narrow CTAs are better for a long sequence beside short ones, and often as good for equal ones.
+  // What loses least where lengths are guessed: by the weighted sum of times, each against the best for its guess.
+  // Where segments may be cut, no guess has shorter ones than another one wants.
   Cut chosen() const {
-    const ChainKind usual = chain_kind(in, multiprocessors);
+    constexpr int kKinds = 3;
     const int count = guesses();
-    Lengths lengths[kGuesses];
-    float without[kGuesses];
-    for (int i = 0; i < count; ++i) {
-      lengths[i] = guess(i);
-      without[i] = lengths[i].uncut(prices_of(usual));
-    }
-    Cut best{0, usual, {}};
-    auto least = static_cast<float>(count);
-    if (count > 1)
-      each_kind([&](ChainKind kind) {
-        const CutPrices prices = prices_of(kind);
-        float sum = 0;
-        for (int i = 0; i < count; ++i) sum += lengths[i].uncut(prices) / without[i];
-        if (sum >= least || lengths[0].uncut(prices) > CutCosts::kSameTime * without[0]) return;
-        best.kind = kind;
-        least = sum;
-      });
-    // A cut takes the shortest segments that a guess wants.
-    least *= CutCosts::kGain;
+    struct {
+      ChainKind kind;
+      CutPrices prices;
+      float uncut[kGuesses];
+      Curve curves[kGuesses];
+    } options[kKinds];
+    int kinds = 0;
+    float weights[kGuesses];  // of a microsecond
+    for (int i = 0; i < count; ++i) weights[i] = 0;
     each_kind([&](ChainKind kind) {
-      const CutPrices prices = prices_of(kind);
-      int chunks = kUncut;
-      float sum = 0, highest = 0;
+      auto& option = options[kinds++];
+      option.kind = kind, option.prices = prices_of(kind);
       for (int i = 0; i < count; ++i) {
-        const Found found = best_cut(prices, lengths[i]);
-        chunks = std::min(chunks, found.chunks);
-        sum += found.time / without[i];
-        highest = std::max(highest, found.time / without[i]);
+        const Lengths lengths = guess(i);
+        option.uncut[i] = option.prices.uncut(lengths.sums());
+        option.curves[i] = curve_of(option.prices, lengths);
+        const float best = std::min(option.uncut[i], option.curves[i].time[option.curves[i].count - 1]);
+        weights[i] = std::max(weights[i], lengths.weight / best);
       }
-      if (chunks == kUncut || highest > CutCosts::kMostLoss || sum >= least) return;
-      best = {chunks, kind, in.sequences.offsets ? prices : CutPrices{}};
-      least = sum;
     });
+    float equal = options[0].uncut[0];  // equal lengths, not cut
+    for (int k = 1; k < kinds; ++k) equal = std::min(equal, options[k].uncut[0]);
+    Cut best;
+    float least = kNever;
+    for (int k = 0; k < kinds; ++k) {
+      const auto& option = options[k];
+      float uncut = 0;
+      for (int i = 0; i < count; ++i) uncut += weights[i] * option.uncut[i];
+      if (option.uncut[0] <= kSameTime * equal && uncut < least) {
+        least = uncut;
+        best = {0, option.kind, {}, {}};
+      }
+      for (int g = 0; g < count; ++g)
+        for (int at = 1; at < option.curves[g].count; ++at) {
+          const int length = option.curves[g].length[at];
+          float sum = 0;
+          for (int i = 0; i < count; ++i) sum += CutCosts::kWorth * weights[i] * option.curves[i].at(length);
+          if (sum >= least) continue;
+          least = sum;
+          best = {length, option.kind, is_pack() ? option.prices : CutPrices{}, expected(length)};
+        }
+    }
     return best;
+  }
+  // Segments of a pack have half of a last one each in the mean.
+  SegmentSums expected(int length) const {
+    SegmentSums sums = guess(guesses() - 1).segments(length);
+    if (is_pack())
+      sums.segments = static_cast<float>(chunks_of(in.sequences.tokens)) / static_cast<float>(length) +
+                      static_cast<float>(in.sequences.count) / 2;
+    return sums;
   }
 };
 
 // forced: chunks of a segment, or 0.
 inline Cut choose_cut(const Layer& in, std::initializer_list<ChainWork> chains, int64_t entry_slots, int64_t forced,
-                      int multiprocessors) {
-  const CutSearch search{in, chains, entry_slots, multiprocessors};
+                      const Multiprocessors& device) {
+  const CutSearch search{in, chains, entry_slots, device};
   if (entry_slots > 0 && !forced) return search.chosen();
   if (entry_slots > 0 && forced * kChunkTokens < in.sequences.tokens) return search.forced(static_cast<int>(forced));
-  return {0, chain_kind(in, multiprocessors), {}};
+  return {0, chain_kind(in, device.count), {}, {}};
 }
-inline Cut choose_cut(const ForwardProblem& p, const ForwardWorkspace& layout, int multiprocessors) {
-  return choose_cut(p.in, {kForwardWork}, layout.entry_slots, p.segment_chunks, multiprocessors);
+inline Cut choose_cut(const ForwardProblem& p, const ForwardWorkspace& layout, const Multiprocessors& device) {
+  return choose_cut(p.in, {kForwardWork}, layout.entry_slots, p.segment_chunks, device);
 }
 
 // ---- launches ------------------------------------------------------------------------------------------------------
@@ -180,6 +230,25 @@ inline Params transition_params(const Params& p, ChainKind kind, bool makes_maps
   transitions.map_column = columns << transitions.log_parts;
   if (makes_maps) transitions.log_parts = log_parts(transitions.map_column + p.key_dim, columns);
   return transitions;
+}
+
+// How a chain kernel is launched. CTAs that have nothing to do leave too many of the others on some multiprocessors,
+// unless no more than `resident` fit there. 0: as many as do, where all have something to do.
+struct ChainLaunch {
+  ChainKind kind;
+  int resident, shared_bytes;  // of a multiprocessor
+  int bytes(int needed) const { return resident > 0 ? std::max(needed, spread_bytes(resident, shared_bytes)) : needed; }
+  int most_bytes(int needed) const { return std::max(needed, spread_bytes(1, shared_bytes)); }
+};
+inline ChainLaunch chain_launch(const Cut& cut, const Params& p, const Multiprocessors& device) {
+  const bool has_idle = p.segment_chunks > 0 && p.sequences.offsets && p.sequences.count > 1;
+  const float ctas = cut.expected.segments * static_cast<float>(p.value_heads << p.log_parts);
+  return {cut.kind, has_idle ? spread(ctas, device.count) : 0, device.shared_bytes};
+}
+inline ChainLaunch transition_launch(const Cut& cut, const Params& transitions, const Multiprocessors& device) {
+  const float ctas = CutCosts::kPersistent * cut.expected.boundaries *
+                     static_cast<float>(transitions.value_heads << transitions.log_parts);
+  return {transition_kind(cut.kind), spread(ctas, device.count), device.shared_bytes};
 }
 
 inline int64_t chain_ctas(const Params& p) {

@@ -3,18 +3,23 @@
 
 #include <cuda_runtime.h>
 
+#include "cuda/host/device.cuh"
 #include "cuda/portable/backward_config.hpp"
 #include "cuda/portable/cut.hpp"
 
 namespace gatedelta::cuda::portable {
+
+inline Multiprocessors multiprocessors_of(const DeviceFacts& facts) {
+  return {facts.multiprocessors, facts.shared_kib * 1024};
+}
 
 cudaError_t launch_prepare(const Params& p, int64_t ctas, int device, cudaStream_t stream);
 // Where sequences are cut: the segments of all chains, their transitions (by launch_states and launch_gradient_chain),
 // then the folds of all chains.
 cudaError_t launch_segments(const Params& p, const CutPrices& prices, cudaStream_t stream);
 cudaError_t launch_folds(const Params& p, int device, cudaStream_t stream);
-cudaError_t launch_states(const Params& p, ChainKind kind, int device, cudaStream_t stream);
-cudaError_t launch_gradient_chain(const Params& p, ChainKind kind, int device, cudaStream_t stream);
+cudaError_t launch_states(const Params& p, const ChainLaunch& how, int device, cudaStream_t stream);
+cudaError_t launch_gradient_chain(const Params& p, const ChainLaunch& how, int device, cudaStream_t stream);
 cudaError_t launch_gradients(const BackwardParams& p, int64_t ctas, int device, cudaStream_t stream);
 
 }  // namespace gatedelta::cuda::portable

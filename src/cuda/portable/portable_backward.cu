@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(kHeadSumThreads) portable_head_sums_kernel(con
 }
 
 template <class Elem>
-Outcome launch_slice(const BackwardProblem& problem, const BackwardParams& p, const Cut& cut, const Context& context) {
+Outcome launch_slice(const BackwardProblem& problem, const BackwardParams& p, const Cut& cut, const Context& context,
+                     const Multiprocessors& multiprocessors) {
   const Params states = states_params(p), gradients = gradient_pass_params(p);
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const int device = context.device;
@@ -35,19 +36,22 @@ Outcome launch_slice(const BackwardProblem& problem, const BackwardParams& p, co
     return ctas == 0 ? cudaSuccess : launch_kernel(false, kernel, ctas, threads, 0, stream, p);
   };
   const auto begin_chains = [&] {
-    const ChainKind kind = transition_kind(cut.kind);
+    const Params of_states = transition_params(states, cut.kind, true),
+                 of_gradients = transition_params(gradients, cut.kind, false);
     return ran(launch_segments(p, cut.prices, stream), "launch the kernel that finds segments") &&
-           ran(launch_states(transition_params(states, cut.kind, true), kind, device, stream),
+           ran(launch_states(of_states, transition_launch(cut, of_states, multiprocessors), device, stream),
                "launch the transitions of states") &&
-           ran(launch_gradient_chain(transition_params(gradients, cut.kind, false), kind, device, stream),
+           ran(launch_gradient_chain(of_gradients, transition_launch(cut, of_gradients, multiprocessors), device,
+                                     stream),
                "launch the transitions of gradients") &&
            ran(launch_folds(p, device, stream), "launch the folds");
   };
+  const ChainLaunch how = chain_launch(cut, p, multiprocessors);
   const bool all = (problem.saved || ran(launch_prepare(p, prepare_ctas(forward_of(problem)), device, stream),
                                          "launch the prepare kernel")) &&
                    (p.segment_chunks == 0 || begin_chains()) &&
-                   ran(launch_states(states, cut.kind, device, stream), "launch the states kernel") &&
-                   ran(launch_gradient_chain(gradients, cut.kind, device, stream), "launch the chain of gradients") &&
+                   ran(launch_states(states, how, device, stream), "launch the states kernel") &&
+                   ran(launch_gradient_chain(gradients, how, device, stream), "launch the chain of gradients") &&
                    ran(launch_gradients(p, gradient_ctas(problem), device, stream), "launch the gradients kernel") &&
                    ran(small(portable_gate_gradients_kernel<Elem>, gate_ctas(problem), kGateThreads),
                        "launch the gradients of gates") &&
@@ -59,12 +63,12 @@ Outcome launch_slice(const BackwardProblem& problem, const BackwardParams& p, co
 }
 
 template <class Elem>
-Outcome launch(const BackwardProblem& problem, const Context& context, int multiprocessors) {
+Outcome launch(const BackwardProblem& problem, const Context& context, const Multiprocessors& multiprocessors) {
   const BackwardWorkspace layout = backward_layout(problem);
   const Cut cut = choose_cut(problem, layout, multiprocessors);
   for (int i = 0; i < slice_count(problem); ++i) {
     const BackwardParams p = params_of(problem, layout, context.workspace, cut, i);
-    const Outcome outcome = launch_slice<Elem>(slice_of(problem, i), p, cut, context);
+    const Outcome outcome = launch_slice<Elem>(slice_of(problem, i), p, cut, context, multiprocessors);
     if (outcome.status != GD_OK) return outcome;
   }
   return {};
@@ -75,7 +79,8 @@ Outcome launch(const BackwardProblem& problem, const Context& context, int multi
 }  // namespace portable
 
 Outcome portable_backward(const BackwardProblem& problem, const Context& context) {
-  return with_device(context.device, kPortableDevices, [&](int multiprocessors) -> Outcome {
+  return with_device(context.device, kPortableDevices, [&](const DeviceFacts& facts) -> Outcome {
+    const portable::Multiprocessors multiprocessors = portable::multiprocessors_of(facts);
     return problem.in.q.dtype == GD_BF16 ? portable::launch<portable::Bf16>(problem, context, multiprocessors)
                                          : portable::launch<portable::Fp16>(problem, context, multiprocessors);
   });

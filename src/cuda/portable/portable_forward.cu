@@ -19,15 +19,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 }
 
 template <class Elem>
-cudaError_t launch_forward(const Params& p, ChainKind kind, int device, cudaStream_t stream) {
-  return with_chain<ForwardPass, Elem>(kind, [&](auto config) {
+cudaError_t launch_forward(const Params& p, const ChainLaunch& how, int device, cudaStream_t stream) {
+  return with_chain<ForwardPass, Elem>(how.kind, [&](auto config) {
     using Config = decltype(config);
-    return launch_large<portable_forward_kernel<Config>>(false, chain_ctas(p), Config::kThreads, Config::Smem::kBytes,
-                                                         device, stream, p);
+    constexpr int kBytes = Config::Smem::kBytes;
+    const SharedMemory memory(how.bytes(kBytes), how.most_bytes(kBytes));
+    return launch_large<portable_forward_kernel<Config>>(false, chain_ctas(p), Config::kThreads, memory, device, stream,
+                                                         p);
   });
 }
 
-Outcome launch(const ForwardProblem& problem, const Context& context, int multiprocessors) {
+Outcome launch(const ForwardProblem& problem, const Context& context, const Multiprocessors& multiprocessors) {
   const ForwardWorkspace layout = forward_layout(problem);
   const Cut cut = choose_cut(problem, layout, multiprocessors);
   const Params p = params_of(problem, layout, context.workspace, cut);
@@ -36,16 +38,18 @@ Outcome launch(const ForwardProblem& problem, const Context& context, int multip
   Launched ran;
   if (!ran(launch_prepare(p, prepare_ctas(problem), device, stream), "launch the prepare kernel")) return ran.outcome;
   if (chain_ctas(p) == 0) return ran.outcome;
-  const bool begun =
-      p.segment_chunks == 0 ||
-      (ran(launch_segments(p, cut.prices, stream), "launch the kernel that finds segments") &&
-       ran(launch_states(transition_params(p, cut.kind, true), transition_kind(cut.kind), device, stream),
-           "launch the transitions") &&
-       ran(launch_folds(p, device, stream), "launch the folds"));
-  if (begun)
-    ran(p.q.dtype == GD_BF16 ? launch_forward<Bf16>(p, cut.kind, device, stream)
-                             : launch_forward<Fp16>(p, cut.kind, device, stream),
-        "launch the forward kernel");
+  const auto begin = [&] {
+    const Params transitions = transition_params(p, cut.kind, true);
+    return ran(launch_segments(p, cut.prices, stream), "launch the kernel that finds segments") &&
+           ran(launch_states(transitions, transition_launch(cut, transitions, multiprocessors), device, stream),
+               "launch the transitions") &&
+           ran(launch_folds(p, device, stream), "launch the folds");
+  };
+  if (p.segment_chunks > 0 && !begin()) return ran.outcome;
+  const ChainLaunch how = chain_launch(cut, p, multiprocessors);
+  ran(p.q.dtype == GD_BF16 ? launch_forward<Bf16>(p, how, device, stream)
+                           : launch_forward<Fp16>(p, how, device, stream),
+      "launch the forward kernel");
   return ran.outcome;
 }
 
@@ -54,8 +58,8 @@ Outcome launch(const ForwardProblem& problem, const Context& context, int multip
 }  // namespace portable
 
 Outcome portable_forward(const ForwardProblem& problem, const Context& context) {
-  return with_device(context.device, kPortableDevices, [&](int multiprocessors) -> Outcome {
-    return portable::launch(problem, context, multiprocessors);
+  return with_device(context.device, kPortableDevices, [&](const DeviceFacts& facts) -> Outcome {
+    return portable::launch(problem, context, portable::multiprocessors_of(facts));
   });
 }
 

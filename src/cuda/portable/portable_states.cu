@@ -14,20 +14,22 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 }
 
 template <class Elem>
-cudaError_t launch_instance(const Params& p, ChainKind kind, int device, cudaStream_t stream) {
-  return with_chain<StatesPass, Elem>(kind, [&](auto config) {
+cudaError_t launch_instance(const Params& p, const ChainLaunch& how, int device, cudaStream_t stream) {
+  return with_chain<StatesPass, Elem>(how.kind, [&](auto config) {
     using Config = decltype(config);
-    return launch_large<portable_states_kernel<Config>>(false, chain_ctas(p), Config::kThreads, Config::Smem::kBytes,
-                                                        device, stream, p);
+    constexpr int kBytes = Config::Smem::kBytes;
+    const SharedMemory memory(how.bytes(kBytes), how.most_bytes(kBytes));
+    return launch_large<portable_states_kernel<Config>>(false, chain_ctas(p), Config::kThreads, memory, device, stream,
+                                                        p);
   });
 }
 
 }  // namespace
 
-cudaError_t launch_states(const Params& p, ChainKind kind, int device, cudaStream_t stream) {
+cudaError_t launch_states(const Params& p, const ChainLaunch& how, int device, cudaStream_t stream) {
   if (chain_ctas(p) == 0) return cudaSuccess;
-  return p.q.dtype == GD_BF16 ? launch_instance<Bf16>(p, kind, device, stream)
-                              : launch_instance<Fp16>(p, kind, device, stream);
+  return p.q.dtype == GD_BF16 ? launch_instance<Bf16>(p, how, device, stream)
+                              : launch_instance<Fp16>(p, how, device, stream);
 }
 
 }  // namespace gatedelta::cuda::portable

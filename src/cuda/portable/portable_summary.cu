@@ -32,7 +32,7 @@ Outcome launch_summary(const Problem& problem, const Context& context, int multi
       (problem.count == 0 || ran(launch_kernel(false, portable_summary_kernel<kPass>, summary_ctas(chain.p),
                                                kSegmentThreads, 0, stream, chain.p, chain.range),
                                  "launch the kernel that finds what is read"));
-  if (all) ran(launch_chain(chain.transitions, chain.kind, device, stream), "launch the chain of a summary");
+  if (all) ran(launch_chain(chain.transitions, {chain.kind, 0, 0}, device, stream), "launch the chain of a summary");
   return ran.outcome;
 }
 

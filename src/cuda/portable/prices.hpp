@@ -10,48 +10,56 @@ namespace gatedelta::cuda::portable {
 struct ChainCosts {
   float chunk;     // of the forward, with outputs, of a CTA that is alone on its multiprocessor
   float beside;    // more of it for every other CTA there
-  float resident;  // CTAs of a multiprocessor
+  float resident;  // CTAs of a multiprocessor, at most
 };
-// A chain kernel of a call, against the forward's.
+// A chain kernel of a call, against the forward's chunk.
 struct ChainWork {
   float chunk;      // with outputs
-  float segment;    // with outputs in a segment, where a warp has 32 columns
   float silent;     // of a warm-up or a transition
   float warmup;     // chunks of a usual one
   bool makes_maps;  // its transitions have columns for M, too
 };
 struct CutCosts {
-  // What kernels take besides their chunks and steps, each with its launch.
-  static constexpr float kSegments = 7, kTransitions = 15, kFolds = 5;
-  static constexpr float kFoldStep = 3.0f;
-  static constexpr float kIdle = 3.5f;         // of each of them where it has nothing to do
+  static constexpr float kItem = 1.0f;         // of a CTA besides its chunks
+  static constexpr float kChain = 8.0f;        // of the kernels of cuts besides their CTAs, for each chain
+  static constexpr float kFoldStep = 3.7f;     // of a fold
+  static constexpr float kIdle = 3.5f;         // of each kernel that has nothing to do
   static constexpr float kPersistent = 0.25f;  // the share of heads taken for persistent
-  // A cut is taken where its estimate is below this share of the time without one.
-  static constexpr float kGain = 0.87f;
-  // Of a pack whose lengths turn out to need no cut: the kernels of cuts run, and may take so much.
-  static constexpr float kMostLoss = 1.1f;
-  // Of another instance for a pack of equal lengths that is not cut.
-  static constexpr float kSameTime = 1.02f;
+  static constexpr float kWorth = 1.03f;       // by as much the estimate of a cut has to win
 };
 
 // Of numbers that are not negative; floorf and ceilf are calls on a host.
 GD_HOST_DEVICE inline float floor_of(float x) { return static_cast<float>(static_cast<int>(x)); }
 GD_HOST_DEVICE inline float ceil_of(float x) { return floor_of(x) < x ? floor_of(x) + 1 : x; }
 
-// Segments of a sequence, both in chunks. One that is not cut counts as the part of a segment that it is.
-GD_HOST_DEVICE inline float segments_of(int sequence, int segment) {
-  if (sequence <= segment) return sequence == 0 ? 0.0f : static_cast<float>(sequence) / static_cast<float>(segment);
-  const int whole = (sequence + segment - 1) / segment;
-  return static_cast<float>(whole);
-}
+// What the prices ask of a call's lengths, in chunks.
+struct LengthSums {
+  int longest = 0;
+  int count = 0, longest_count = 0;  // sequences that have tokens, and those that are as long as the longest
+  float chunks = 0;                  // of all
+};
+// And of its segments. A sequence that is not cut counts as the part of a segment that it is.
+struct SegmentSums {
+  float segments = 0, boundaries = 0;
+
+  GD_HOST_DEVICE void add(int sequence, int length, float times = 1) {
+    if (sequence <= length) {
+      segments += times * (static_cast<float>(sequence) / static_cast<float>(length));
+      return;
+    }
+    const auto whole = static_cast<float>((sequence + length - 1) / length);
+    segments += times * whole;
+    boundaries += times * (whole - 1);
+  }
+};
 // Numbers of segments that are tried for the longest sequence, one after the other: beyond eight not every one.
 GD_HOST_DEVICE inline int next_number(int segments) { return segments + 1 + segments / 9; }
 
 // Of a call whose chains run one after the other, by the same segments.
 struct CutPrices {
   struct Chain {
-    float chunk, segment_chunk, silent, warmup;  // see ChainWork
-    float ctas, transition_ctas;                 // for all heads of a segment
+    float chunk, silent, warmup;  // see ChainWork
+    float ctas, transition_ctas;  // for all heads of a segment
   };
   static constexpr int kMostChains = 2;
   ChainCosts costs{}, transition_costs{};
@@ -59,47 +67,63 @@ struct CutPrices {
   int chain_count = 0;
   Chain chains[kMostChains]{};
 
+  // Others beside a CTA where `ctas` are spread evenly.
+  GD_HOST_DEVICE float beside(float ctas) const { return ceil_of(ctas / multiprocessors) - 1; }
   // Rounds of as many CTAs as are resident, the last one with fewer.
   GD_HOST_DEVICE float time(const ChainCosts& kind, float ctas, float chunks) const {
     const float together = kind.resident * multiprocessors, whole_rounds = floor_of(ctas / together);
-    const float rest = ceil_of((ctas - whole_rounds * together) / multiprocessors);  // CTAs of a multiprocessor
-    const float last = rest > 0 ? kind.chunk + kind.beside * (rest - 1) : 0.0f;
-    return chunks * (whole_rounds * (kind.chunk + kind.beside * (kind.resident - 1)) + last);
+    const float rest = ctas - whole_rounds * together, rounds = rest > 0 ? whole_rounds + 1 : whole_rounds;
+    const float last = rest > 0 ? kind.chunk + kind.beside * beside(rest) : 0.0f;
+    return rounds * CutCosts::kItem + chunks * (whole_rounds * (kind.chunk + kind.beside * (kind.resident - 1)) + last);
   }
-  // Of `count` sequences that make up so many of the longest one. Where all CTAs are resident at once, those of the
-  // longest have others beside them only as long as these last.
-  GD_HOST_DEVICE float uncut(float sequences, int count, int longest) const {
+  // Where all CTAs are resident at once, those of the longest sequences have others beside them only as long as these
+  // last. Otherwise all count as so many of the longest.
+  GD_HOST_DEVICE float uncut(const LengthSums& lengths) const {
+    const auto longest = static_cast<float>(lengths.longest), longest_count = static_cast<float>(lengths.longest_count);
+    if (lengths.longest == 0) return 0;
+    const float others = static_cast<float>(lengths.count) - longest_count;
+    const float part = others > 0 ? (lengths.chunks - longest * longest_count) / (others * longest) : 0.0f;
     float sum = 0;
     for (int i = 0; i < chain_count; ++i) {
-      const float chunks = chains[i].chunk * static_cast<float>(longest);
-      const float beside = ceil_of(static_cast<float>(count) * chains[i].ctas / multiprocessors) - 1;
-      if (count > 1 && beside < costs.resident) {
-        sum += chunks * (costs.chunk + costs.beside * beside * (sequences - 1) / static_cast<float>(count - 1));
+      const Chain& chain = chains[i];
+      const float all = beside(static_cast<float>(lengths.count) * chain.ctas),
+                  equal = beside(longest_count * chain.ctas);
+      if (all < costs.resident) {
+        sum += CutCosts::kItem + chain.chunk * longest * (costs.chunk + costs.beside * (equal + (all - equal) * part));
       } else {
-        sum += time(costs, ceil_of(sequences * chains[i].ctas), chunks);
+        sum += time(costs, ceil_of(lengths.chunks / longest * chain.ctas), chain.chunk * longest);
       }
     }
     return sum;
   }
-  GD_HOST_DEVICE float idle() const { return CutCosts::kIdle * static_cast<float>(2 + chain_count); }
-  // segments: of all sequences, each of `length` chunks.
-  GD_HOST_DEVICE float cut(float segments, int length, int longest) const {
+  // By segments of `length` chunks.
+  GD_HOST_DEVICE float cut(const LengthSums& lengths, const SegmentSums& sums, int length) const {
     const auto L = static_cast<float>(length);
-    const int steps = (longest + length - 1) / length - 2;  // of a fold
-    float sum = CutCosts::kSegments + CutCosts::kFolds;
-    if (steps > 0) sum += CutCosts::kFoldStep * static_cast<float>(steps);
+    const int steps = (lengths.longest + length - 1) / length - 2;  // of a fold
+    float sum = steps > 0 ? CutCosts::kFoldStep * static_cast<float>(steps) : 0.0f;
     for (int i = 0; i < chain_count; ++i) {
       const Chain& chain = chains[i];
-      const float persistent = floor_of(CutCosts::kPersistent * segments * chain.transition_ctas) + 1;
-      sum += CutCosts::kTransitions + time(transition_costs, persistent, L * chain.silent);
-      sum += time(costs, ceil_of(segments * chain.ctas), L * chain.segment_chunk + chain.warmup * chain.silent);
+      const float persistent = CutCosts::kPersistent * sums.boundaries * chain.transition_ctas;
+      sum += CutCosts::kChain + time(transition_costs, persistent > 1 ? ceil_of(persistent) : 1.0f, L * chain.silent);
+      sum += time(costs, ceil_of(sums.segments * chain.ctas), L * chain.chunk + chain.warmup * chain.silent);
     }
     return sum;
   }
-  // Of segments as long as the longest sequence, which are no cut, or of shorter ones. The kernels of cuts run anyway.
-  GD_HOST_DEVICE float of(float segments, int count, int length, int longest) const {
-    return length < longest ? cut(segments, length, longest)
-                            : CutCosts::kGain * (uncut(segments, count, longest) + idle());
+  // By segments of so many chunks, perhaps as long as the longest sequence, which is no cut. The kernels of cuts run
+  // anyway: segments, folds and the transitions of each chain.
+  GD_HOST_DEVICE float of(const LengthSums& lengths, const SegmentSums& sums, int length) const {
+    return length < lengths.longest
+               ? cut(lengths, sums, length)
+               : uncut(lengths) + crowded(lengths) + CutCosts::kIdle * static_cast<float>(2 + chain_count);
+  }
+  // What whole sequences take longer in a grid for segments: CTAs that have nothing to do leave one more of the others
+  // on some multiprocessors, where it fits.
+  GD_HOST_DEVICE float crowded(const LengthSums& lengths) const {
+    float sum = 0;
+    for (int i = 0; i < chain_count; ++i)
+      if (beside(static_cast<float>(lengths.count) * chains[i].ctas) + 1 < costs.resident)
+        sum += chains[i].chunk * static_cast<float>(lengths.longest) * costs.beside;
+    return sum;
   }
 };
 

@@ -47,20 +47,23 @@ struct FindSegments {
     if (prices.chain_count == 0) return p.segment_chunks;
     const auto chunks_of = [&](int n) { return static_cast<int>(ChunkedSequences::chunks(p.sequences[n].length)); };
     const int longest = chunks_of(p.order[0]);
+    if (longest == 0) return 0;
     int number = 1;
 #pragma unroll 1
     for (int i = 0; i < lane; ++i) number = next_number(number);
     int length = (longest + number - 1) / number;
     length = min(length < p.segment_chunks ? p.segment_chunks : length, longest);
-    float segments = 0;
-    int count = 0;
+    LengthSums lengths{longest};
+    SegmentSums sums;
 #pragma unroll 4
     for (int n = 0; n < p.sequences.count; ++n) {
       const int chunks = chunks_of(n);
-      segments += segments_of(chunks, length);
-      count += chunks > 0;
+      lengths.count += chunks > 0;
+      lengths.longest_count += chunks == longest;
+      lengths.chunks += static_cast<float>(chunks);
+      sums.add(chunks, length);
     }
-    float least = prices.of(segments, count, length, longest);
+    float least = prices.of(lengths, sums, length);
 #pragma unroll 1
     for (int by = 16; by > 0; by /= 2) {
       const float other = shuffle_xor(least, by);

@@ -44,7 +44,7 @@ template <class Config>
 void run_kernels(const BackwardProblem& problem, char* workspace, const Options& options) {
   using namespace cuda::portable;
   const BackwardWorkspace layout = backward_layout(problem);
-  const Cut cut = choose_cut(problem, layout, options.multiprocessors);
+  const Cut cut = choose_cut(problem, layout, device_of(options));
   for (int i = 0; i < slice_count(problem); ++i)
     run_slice<Config>(slice_of(problem, i), params_of(problem, layout, workspace, cut, i), cut, options);
 }

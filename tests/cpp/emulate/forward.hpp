@@ -24,6 +24,10 @@ struct Options {
   bool eager_copies = false;
   unsigned seed = 1;
 };
+// With shared memory as on Hopper.
+inline cuda::portable::Multiprocessors device_of(const Options& options) {
+  return {options.multiprocessors, 228 << 10};
+}
 
 // ---- what src/api makes of valid arguments -------------------------------------------------------------------------
 
@@ -180,7 +184,7 @@ template <class Config>
 void run_kernels(const ForwardProblem& problem, char* workspace, const Options& options) {
   using namespace cuda::portable;
   const ForwardWorkspace layout = forward_layout(problem);
-  const Cut cut = choose_cut(problem, layout, options.multiprocessors);
+  const Cut cut = choose_cut(problem, layout, device_of(options));
   const Params p = params_of(problem, layout, workspace, cut);
   run_prepare<typename Config::Elem, Config::kKeys>(p, prepare_ctas(problem), options);
   if (p.segment_chunks) {

@@ -6,10 +6,10 @@
 namespace gatedelta::testing::emulated {
 
 inline cuda::portable::Cut cut_of(const ForwardProblem& problem, const Options& options) {
-  return cuda::portable::choose_cut(problem, cuda::portable::forward_layout(problem), options.multiprocessors);
+  return cuda::portable::choose_cut(problem, cuda::portable::forward_layout(problem), device_of(options));
 }
 inline cuda::portable::Cut cut_of(const BackwardProblem& problem, const Options& options) {
-  return cuda::portable::choose_cut(problem, cuda::portable::backward_layout(problem), options.multiprocessors);
+  return cuda::portable::choose_cut(problem, cuda::portable::backward_layout(problem), device_of(options));
 }
 template <class Elem, class Problem>
 void run_instance(const Problem& problem, char* workspace, const Options& options) {
