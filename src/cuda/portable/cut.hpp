@@ -120,6 +120,7 @@ struct CutSearch {
       while (i + 1 < count && length[i + 1] >= least_length) ++i;
       return time[i];
     }
+    float least() const { return time[count - 1]; }
   };
   Curve curve_of(const CutPrices& prices, const Lengths& lengths) const {
     const LengthSums sums = lengths.sums();
@@ -144,7 +145,7 @@ struct CutSearch {
     each_kind([&](ChainKind kind) {
       const float time = prices_of(kind).cut(lengths.sums(), sums, length);
       if (cut.chunks > 0 && time >= least) return;
-      cut = {length, kind, {}, expected(length)};
+      cut = {length, kind, {}, expected(lengths, length)};
       least = time;
     });
     return cut;
@@ -153,25 +154,24 @@ struct CutSearch {
   // Where segments may be cut, no guess has shorter ones than another one wants.
   Cut chosen() const {
     constexpr int kKinds = 3;
-    const int count = guesses();
     struct {
       ChainKind kind;
       CutPrices prices;
       float uncut[kGuesses];
       Curve curves[kGuesses];
     } options[kKinds];
-    int kinds = 0;
+    const int count = guesses();
+    Lengths lengths[kGuesses];
     float weights[kGuesses];  // of a microsecond
-    for (int i = 0; i < count; ++i) weights[i] = 0;
+    for (int i = 0; i < count; ++i) lengths[i] = guess(i), weights[i] = 0;
+    int kinds = 0;
     each_kind([&](ChainKind kind) {
       auto& option = options[kinds++];
       option.kind = kind, option.prices = prices_of(kind);
       for (int i = 0; i < count; ++i) {
-        const Lengths lengths = guess(i);
-        option.uncut[i] = option.prices.uncut(lengths.sums());
-        option.curves[i] = curve_of(option.prices, lengths);
-        const float best = std::min(option.uncut[i], option.curves[i].time[option.curves[i].count - 1]);
-        weights[i] = std::max(weights[i], lengths.weight / best);
+        option.uncut[i] = option.prices.uncut(lengths[i].sums());
+        option.curves[i] = curve_of(option.prices, lengths[i]);
+        weights[i] = std::max(weights[i], lengths[i].weight / std::min(option.uncut[i], option.curves[i].least()));
       }
     });
     float equal = options[0].uncut[0];  // equal lengths, not cut
@@ -193,14 +193,15 @@ struct CutSearch {
           for (int i = 0; i < count; ++i) sum += CutCosts::kWorth * weights[i] * option.curves[i].at(length);
           if (sum >= least) continue;
           least = sum;
-          best = {length, option.kind, is_pack() ? option.prices : CutPrices{}, expected(length)};
+          best = {length, option.kind, is_pack() ? option.prices : CutPrices{}, {}};
         }
     }
+    if (best.chunks > 0) best.expected = expected(lengths[count - 1], best.chunks);
     return best;
   }
   // Segments of a pack have half of a last one each in the mean.
-  SegmentSums expected(int length) const {
-    SegmentSums sums = guess(guesses() - 1).segments(length);
+  SegmentSums expected(const Lengths& lengths, int length) const {
+    SegmentSums sums = lengths.segments(length);
     if (is_pack())
       sums.segments = static_cast<float>(chunks_of(in.sequences.tokens)) / static_cast<float>(length) +
                       static_cast<float>(in.sequences.count) / 2;
