@@ -237,19 +237,22 @@ inline Params transition_params(const Params& p, ChainKind kind, bool makes_maps
 // unless no more than `resident` fit there. 0: as many as do, where all have something to do.
 struct ChainLaunch {
   ChainKind kind;
-  int resident, shared_bytes;  // of a multiprocessor
+  int resident;      // of a multiprocessor
+  int shared_bytes;  // likewise: always the device's, because a kernel is allowed its most once for all launches
+  ChainLaunch(ChainKind kind_, int resident_, const Multiprocessors& device)
+      : kind(kind_), resident(resident_), shared_bytes(device.shared_bytes) {}
   int bytes(int needed) const { return resident > 0 ? std::max(needed, spread_bytes(resident, shared_bytes)) : needed; }
   int most_bytes(int needed) const { return std::max(needed, spread_bytes(1, shared_bytes)); }
 };
 inline ChainLaunch chain_launch(const Cut& cut, const Params& p, const Multiprocessors& device) {
   const bool has_idle = p.segment_chunks > 0 && p.sequences.offsets && p.sequences.count > 1;
   const float ctas = cut.expected.segments * static_cast<float>(p.value_heads << p.log_parts);
-  return {cut.kind, has_idle ? spread(ctas, device.count) : 0, device.shared_bytes};
+  return {cut.kind, has_idle ? spread(ctas, device.count) : 0, device};
 }
 inline ChainLaunch transition_launch(const Cut& cut, const Params& transitions, const Multiprocessors& device) {
   const float ctas = CutCosts::kPersistent * cut.expected.boundaries *
                      static_cast<float>(transitions.value_heads << transitions.log_parts);
-  return {transition_kind(cut.kind), spread(ctas, device.count), device.shared_bytes};
+  return {transition_kind(cut.kind), spread(ctas, device.count), device};
 }
 
 inline int64_t chain_ctas(const Params& p) {

@@ -19,10 +19,10 @@ __global__ void __launch_bounds__(kSegmentThreads)
 }
 
 template <Pass kPass, class Problem, class LaunchChain>
-Outcome launch_summary(const Problem& problem, const Context& context, int multiprocessors, bool is_prepared,
-                       const LaunchChain& launch_chain) {
+Outcome launch_summary(const Problem& problem, const Context& context, const Multiprocessors& multiprocessors,
+                       bool is_prepared, const LaunchChain& launch_chain) {
   const SummaryWorkspace layout = summary_layout(problem);
-  const SummaryChain chain = chain_of(problem, layout, context.workspace, multiprocessors);
+  const SummaryChain chain = chain_of(problem, layout, context.workspace, multiprocessors.count);
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const int device = context.device;
   Launched ran;
@@ -32,7 +32,8 @@ Outcome launch_summary(const Problem& problem, const Context& context, int multi
       (problem.count == 0 || ran(launch_kernel(false, portable_summary_kernel<kPass>, summary_ctas(chain.p),
                                                kSegmentThreads, 0, stream, chain.p, chain.range),
                                  "launch the kernel that finds what is read"));
-  if (all) ran(launch_chain(chain.transitions, {chain.kind, 0, 0}, device, stream), "launch the chain of a summary");
+  const ChainLaunch how(chain.kind, 0, multiprocessors);
+  if (all) ran(launch_chain(chain.transitions, how, device, stream), "launch the chain of a summary");
   return ran.outcome;
 }
 
@@ -41,16 +42,16 @@ Outcome launch_summary(const Problem& problem, const Context& context, int multi
 }  // namespace portable
 
 Outcome portable_summary(const SummaryProblem& problem, const Context& context) {
-  return with_device(context.device, kPortableDevices, [&](int multiprocessors) -> Outcome {
-    return portable::launch_summary<Pass::kForward>(problem, context, multiprocessors, problem.prepared,
-                                                    portable::launch_states);
+  return with_device(context.device, kPortableDevices, [&](const DeviceFacts& facts) -> Outcome {
+    return portable::launch_summary<Pass::kForward>(problem, context, portable::multiprocessors_of(facts),
+                                                    problem.prepared, portable::launch_states);
   });
 }
 
 Outcome portable_backward_summary(const BackwardSummaryProblem& problem, const Context& context) {
-  return with_device(context.device, kPortableDevices, [&](int multiprocessors) -> Outcome {
-    return portable::launch_summary<Pass::kBackward>(problem, context, multiprocessors, problem.saved.present,
-                                                     portable::launch_gradient_chain);
+  return with_device(context.device, kPortableDevices, [&](const DeviceFacts& facts) -> Outcome {
+    return portable::launch_summary<Pass::kBackward>(problem, context, portable::multiprocessors_of(facts),
+                                                     problem.saved.present, portable::launch_gradient_chain);
   });
 }
 
