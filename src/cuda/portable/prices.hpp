@@ -47,9 +47,9 @@ struct SegmentSums {
       segments += times * (static_cast<float>(sequence) / static_cast<float>(length));
       return;
     }
-    const auto whole = static_cast<float>((sequence + length - 1) / length);
-    segments += times * whole;
-    boundaries += times * (whole - 1);
+    const int whole = (sequence + length - 1) / length;
+    segments += times * static_cast<float>(whole);
+    boundaries += times * static_cast<float>(whole - 1);
   }
 };
 // Numbers of segments that are tried for the longest sequence, one after the other: beyond eight not every one.
