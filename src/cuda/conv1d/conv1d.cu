@@ -118,7 +118,7 @@ cudaError_t launch(const Conv1dBackwardProblem& problem, bool early, cudaStream_
 }  // namespace
 
 Outcome conv1d(const Conv1dProblem& problem, const Context& context) {
-  return with_device(context.device, kConvDevices, [&](int) -> Outcome {
+  return with_device(context.device, kConvDevices, [&](const DeviceFacts&) -> Outcome {
     if (const cudaError_t error = launch(problem, static_cast<cudaStream_t>(context.stream)))
       return failure(error, "launch the convolution's kernel");
     return {};
@@ -126,7 +126,7 @@ Outcome conv1d(const Conv1dProblem& problem, const Context& context) {
 }
 
 Outcome conv1d_backward(const Conv1dBackwardProblem& problem, const Context& context) {
-  return with_device(context.device, kConvDevices, [&](int) -> Outcome {
+  return with_device(context.device, kConvDevices, [&](const DeviceFacts&) -> Outcome {
     DeviceFacts facts{};
     if (Outcome outcome = find_facts(context.device, facts); outcome.status != GD_OK) return outcome;
     const auto stream = static_cast<cudaStream_t>(context.stream);

@@ -139,7 +139,7 @@ cudaError_t launch(const RecurrentProblem& problem, bool early, cudaStream_t str
 }  // namespace
 
 Outcome recurrent(const RecurrentProblem& problem, const Context& context) {
-  return with_device(context.device, kDecodeDevices, [&](int) -> Outcome {
+  return with_device(context.device, kDecodeDevices, [&](const DeviceFacts&) -> Outcome {
     if (const cudaError_t error = launch(problem, context.early, static_cast<cudaStream_t>(context.stream)))
       return failure(error, "launch the recurrent kernel");
     return {};

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads) fold_kernel(const __grid_constant__ 
 }  // namespace
 
 Outcome fold(const FoldProblem& p, const Context& context) {
-  return with_device(context.device, kFoldDevices, [&](int) -> Outcome {
+  return with_device(context.device, kFoldDevices, [&](const DeviceFacts&) -> Outcome {
     if (p.results == 0) return {};
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const GridSize grid(p.results * p.heads, (p.value_dim + kColumns - 1) / kColumns);

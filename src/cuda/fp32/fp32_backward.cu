@@ -38,7 +38,7 @@ Outcome launch_all(const Params& p, bool has_saved, int device, cudaStream_t str
 }  // namespace fp32
 
 Outcome fp32_backward(const BackwardProblem& problem, const Context& context) {
-  return with_device(context.device, fp32::kDevices, [&](int) -> Outcome {
+  return with_device(context.device, fp32::kDevices, [&](const DeviceFacts&) -> Outcome {
     return fp32::launch_all(fp32::params_of(problem, context.workspace), problem.saved.present, context.device,
                             static_cast<cudaStream_t>(context.stream));
   });

@@ -30,7 +30,7 @@ cudaError_t launch_reads(const Params& p, int device, cudaStream_t stream) {
 }  // namespace fp32
 
 Outcome fp32_forward(const ForwardProblem& problem, const Context& context) {
-  return with_device(context.device, fp32::kDevices, [&](int) -> Outcome {
+  return with_device(context.device, fp32::kDevices, [&](const DeviceFacts&) -> Outcome {
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const fp32::Params p = fp32::params_of(problem, context.workspace);
     if (const cudaError_t error = fp32::launch_prepare(p, stream)) return failure(error, "launch the prepare kernel");

@@ -69,7 +69,7 @@ cudaError_t launch_backward(const GatedNormBackwardProblem& problem, char* works
 }  // namespace
 
 Outcome gated_norm(const GatedNormProblem& problem, const Context& context) {
-  return with_device(context.device, kNormDevices, [&](int) -> Outcome {
+  return with_device(context.device, kNormDevices, [&](const DeviceFacts&) -> Outcome {
     if (problem.in.rows() == 0) return {};
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const cudaError_t error = with_norm_config(
@@ -80,7 +80,7 @@ Outcome gated_norm(const GatedNormProblem& problem, const Context& context) {
 }
 
 Outcome gated_norm_backward(const GatedNormBackwardProblem& problem, const Context& context) {
-  return with_device(context.device, kNormDevices, [&](int) -> Outcome {
+  return with_device(context.device, kNormDevices, [&](const DeviceFacts&) -> Outcome {
     DeviceFacts facts{};
     if (Outcome outcome = find_facts(context.device, facts); outcome.status != GD_OK) return outcome;
     const auto stream = static_cast<cudaStream_t>(context.stream);

@@ -6,7 +6,6 @@
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
-#include <type_traits>
 
 #include "cuda/backend.hpp"
 
@@ -121,8 +120,7 @@ inline Outcome find_hopper(int device, bool& is_hopper) {
   return outcome;
 }
 
-// Calls f with the facts of a supported device, or with the number of its multiprocessors, while that is the current
-// one.
+// Calls f with the facts of a supported device, while that is the current one.
 template <class F>
 Outcome with_device(int device, const Capabilities& needed, const F& f) {
   DeviceFacts facts{};
@@ -130,11 +128,7 @@ Outcome with_device(int device, const Capabilities& needed, const F& f) {
   const RelaxedCapture relaxed;
   const CurrentDevice current(device);
   if (current.error()) return failure(current.error(), "select the device");
-  if constexpr (std::is_invocable_v<F, const DeviceFacts&>) {
-    return f(facts);
-  } else {
-    return f(facts.multiprocessors);
-  }
+  return f(facts);
 }
 
 }  // namespace gatedelta::cuda

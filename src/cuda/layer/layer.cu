@@ -34,7 +34,7 @@ cudaError_t launch_layer(const LayerStepProblem& problem, bool early, cudaStream
 
 Outcome layer_step(const Conv1dProblem& conv, const RecurrentProblem& rule, const GatedNormProblem& norm,
                    const Context& context) {
-  return with_device(context.device, kDecodeDevices, [&](int) -> Outcome {
+  return with_device(context.device, kDecodeDevices, [&](const DeviceFacts&) -> Outcome {
     DeviceFacts facts{};
     if (Outcome outcome = find_facts(context.device, facts); outcome.status != GD_OK) return outcome;
     const LayerStepProblem problem = {conv, rule, norm};

@@ -146,8 +146,8 @@ Outcome backward(const BackwardProblem& problem, const Context& context) {
     const Outcome outcome = check_portable_limits(problem);
     return outcome.status == GD_OK ? portable_backward(problem, context) : outcome;
   }
-  return with_device(context.device, kHopperDevices, [&](int multiprocessors) -> Outcome {
-    BackwardParams p = params_of(problem, context.workspace, multiprocessors);
+  return with_device(context.device, kHopperDevices, [&](const DeviceFacts& facts) -> Outcome {
+    BackwardParams p = params_of(problem, context.workspace, facts.multiprocessors);
     const bool bf16 = problem.in.q.dtype == GD_BF16;
     if (p.sequences.batch > 0 && p.sequences.tokens > 0) {
       for (const MappedTensor& t : {MappedTensor{"q", &p.q_map, p.q, p.key_heads},

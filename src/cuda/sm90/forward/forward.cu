@@ -65,7 +65,7 @@ Outcome forward(const ForwardProblem& problem, const Context& context) {
     const Outcome outcome = check_portable_limits(problem);
     return outcome.status == GD_OK ? portable_forward(problem, context) : outcome;
   }
-  return with_device(context.device, kHopperDevices, [&](int multiprocessors) -> Outcome {
+  return with_device(context.device, kHopperDevices, [&](const DeviceFacts& facts) -> Outcome {
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const WalkPlan plan = walk_plan(problem);
     const auto walk = [&](bool early) -> Outcome {
@@ -74,7 +74,7 @@ Outcome forward(const ForwardProblem& problem, const Context& context) {
       return {};
     };
     if (plan.which == Walked::kAll) return walk(false);
-    CallParams p = call_params(problem, context.workspace, multiprocessors);
+    CallParams p = call_params(problem, context.workspace, facts.multiprocessors);
     p.may_balance = may_balance(problem, p.limits);
     if (!problem.saved) p.limits.merged_halves = kMostMergedHalves;
     if (plan.which == Walked::kSome) p.walked_tokens = static_cast<int>(plan.longest);

@@ -152,11 +152,11 @@ Outcome summary(const SummaryProblem& problem, const Context& context) {
     const Outcome outcome = check_portable_limits(problem);
     return outcome.status == GD_OK ? portable_summary(problem, context) : outcome;
   }
-  return with_device(context.device, kHopperDevices, [&](int multiprocessors) -> Outcome {
+  return with_device(context.device, kHopperDevices, [&](const DeviceFacts& facts) -> Outcome {
     const SummaryWorkspace layout = summary_layout(problem, true, kPreparedBytes);
     if (layout.seq_heads == 0) return {};
     char* const base = aligned(context.workspace);
-    CallParams p = call_params(prepared_forward(problem), context.workspace, multiprocessors);
+    CallParams p = call_params(prepared_forward(problem), context.workspace, facts.multiprocessors);
     SummaryParams s = params_of(layout, base, problem.first, problem.count, problem.skip_faded);
     s.local = problem.local;
     s.transition = problem.transition;
@@ -176,7 +176,7 @@ Outcome summary(const SummaryProblem& problem, const Context& context) {
     p.work = s.work;
     p.boundary_ready = reinterpret_cast<int*>(base + layout.ready);
     p.boundaries = reinterpret_cast<uint8_t*>(base + layout.boundaries);
-    p.limits = {multiprocessors, static_cast<int>(2 * layout.seq_heads), static_cast<int>(layout.seq_heads)};
+    p.limits = {facts.multiprocessors, static_cast<int>(2 * layout.seq_heads), static_cast<int>(layout.seq_heads)};
     if (const cudaError_t error = launch_kernel(!problem.prepared, list_transitions_kernel,
                                                 list_blocks(layout.seq_heads), kListThreads, 0, stream, p, s))
       return failure(error, "launch the list of transitions");
@@ -198,11 +198,12 @@ Outcome backward_summary(const BackwardSummaryProblem& problem, const Context& c
     const Outcome outcome = check_portable_limits(problem);
     return outcome.status == GD_OK ? portable_backward_summary(problem, context) : outcome;
   }
-  return with_device(context.device, kHopperDevices, [&](int multiprocessors) -> Outcome {
+  return with_device(context.device, kHopperDevices, [&](const DeviceFacts& facts) -> Outcome {
     const SummaryWorkspace layout = summary_layout(problem, false, kBackwardPreparedBytes);
     if (layout.seq_heads == 0) return {};
     char* const base = aligned(context.workspace);
-    CallParams p = call_params(prepared_forward(problem), context.workspace, multiprocessors, kBackwardPreparedBytes);
+    CallParams p =
+        call_params(prepared_forward(problem), context.workspace, facts.multiprocessors, kBackwardPreparedBytes);
     p.has_saved = problem.saved.present;
     SummaryParams s = params_of(layout, base, problem.first, problem.count, problem.skip_faded);
     const bool bf16 = problem.in.q.dtype == GD_BF16;
@@ -218,12 +219,12 @@ Outcome backward_summary(const BackwardSummaryProblem& problem, const Context& c
     if (!p.has_saved)
       if (const cudaError_t error = launch_prepare(p, bf16, context.device, stream))
         return failure(error, "launch the prepare kernel");
-    s.parts = 2 * layout.seq_heads <= multiprocessors ? 2 : 1;
+    s.parts = 2 * layout.seq_heads <= facts.multiprocessors ? 2 : 1;
     p.schedule = s.schedule;
     p.work = s.work;
     p.final = problem.d_local;
     p.final.indices = {s.rows, false, true, 1, 0, 1};
-    p.limits = {multiprocessors, static_cast<int>(s.parts * layout.seq_heads), 0};
+    p.limits = {facts.multiprocessors, static_cast<int>(s.parts * layout.seq_heads), 0};
     if (const cudaError_t error = launch_kernel(!p.has_saved, list_gradients_kernel, list_blocks(layout.seq_heads),
                                                 kListThreads, 0, stream, p, s))
       return failure(error, "launch the list of gradients");
