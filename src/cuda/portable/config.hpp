@@ -227,18 +227,18 @@ inline int spread_bytes(int resident, int shared_bytes) {
 
 // ---- segments ------------------------------------------------------------------------------------------------------
 
-// Sequences that are cut have segments of equal length, the last one excepted. Segment i of sequence n has the slot
-// first_slot(n) + i: as with chunk indices, slots of different sequences never collide, and some stay empty.
+// Sequences that are cut have segments of equal length, the last one excepted. Their slots follow each other, sequence
+// by sequence. The host knows how many there may be; those that stay empty are the last ones.
 struct SegmentSlots {
   int64_t tokens;  // of a segment
 
-  GD_HOST_DEVICE int64_t first_slot(const ChunkedSequences& s, int n) const {
-    return s.offsets ? s.offsets[n] / tokens + n : n * segments(s.tokens);
-  }
-  GD_HOST_DEVICE int64_t segments(int64_t length) const { return (length + tokens - 1) / tokens; }
   GD_HOST_DEVICE int64_t count(const ChunkedSequences& s) const {
-    return s.offsets ? s.tokens / tokens + s.count : s.count * segments(s.tokens);
+    return s.offsets ? s.tokens / tokens + s.count : s.count * ((s.tokens + tokens - 1) / tokens);
   }
+};
+// Of a sequence.
+struct alignas(8) SlotRange {
+  int first, count;
 };
 
 // What a CTA of a chain does for a value head. Where gradients are followed, from the last token to the first, "before"
@@ -286,6 +286,7 @@ struct Params {
   int map_column;      // of transitions: the column that stands for the first one of M; otherwise 0
   ChunkDecay* decays;  // [value_heads][chunks][kStepsPerChunk], of the steps
   void* initial_copy;  // [N][value_heads][K V] as p.initial; null = the initial states stay as they are
+  SlotRange* ranges;   // [N]
   Segment* segments;   // [slots][value_heads]; null = none is cut
   float* entries;      // [slots][value_heads][K V], states that segments begin with, matrices as the caller's
   float* maps;         // [slots][value_heads][K][K], M^T of a segment
@@ -366,7 +367,7 @@ constexpr int64_t kMostEntryBytes = int64_t{48} << 20;  // of a chain
 struct ForwardWorkspace {
   static constexpr size_t kAlign = 64;  // of every part, and of the memory itself
   size_t prepared = 0, first_checkpoint = 0;
-  size_t decays = 0, segments = 0, initial_copy = 0, entries = 0, maps = 0;
+  size_t decays = 0, ranges = 0, segments = 0, initial_copy = 0, entries = 0, maps = 0;
   int64_t entry_slots = 0;  // of segments; 0: no sequence may be cut
   size_t bytes = 0;
 };
@@ -420,6 +421,7 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p, bool for_backwar
   const int64_t heads = in.value_heads, matrix = int64_t{in.key_dim} * in.value_dim;
   const int64_t slots = most_slots(p);
   cut.decays = take(keeps_all ? 0 : decay_bytes(in));
+  cut.ranges = take(in.sequences.count * int64_t{sizeof(SlotRange)});
   const bool may_overwrite = in.initial && !for_backward;
   cut.initial_copy = take(may_overwrite ? in.sequences.count * heads * matrix * dtype_bytes(in.initial.dtype) : 0);
   const int64_t promised = kBytesPerToken * in.sequences.batch * in.sequences.tokens * heads + kFixedBytes;
@@ -498,6 +500,7 @@ inline Params params_of(const ForwardProblem& problem, const ForwardWorkspace& l
   if (counts_checkpoints(problem)) p.first_checkpoint = reinterpret_cast<int64_t*>(workspace + layout.first_checkpoint);
   if (cut.chunks == 0) return p;
   p.segment_chunks = cut.chunks;
+  p.ranges = reinterpret_cast<SlotRange*>(workspace + layout.ranges);
   p.segments = reinterpret_cast<Segment*>(workspace + layout.segments);
   if (!keeps_all) p.decays = reinterpret_cast<ChunkDecay*>(workspace + layout.decays);
   if (overlap(p.initial, p.final, in) || overlap(p.initial, p.checkpoints, in))

@@ -172,6 +172,7 @@ GD_DEVICE void sync_cta() { __syncthreads(); }
 GD_DEVICE void sync_warp() { __syncwarp(); }
 GD_DEVICE int shuffle(int x, int lane) { return __shfl_sync(~0u, x, lane); }
 GD_DEVICE float shuffle(float x, int lane) { return __shfl_sync(~0u, x, lane); }
+GD_DEVICE int shuffle_up(int x, int by) { return __shfl_up_sync(~0u, x, by); }
 GD_DEVICE float shuffle_up(float x, int by) { return __shfl_up_sync(~0u, x, by); }
 GD_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 GD_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) { return __shfl_xor_sync(~0u, x, mask); }

@@ -20,24 +20,68 @@ struct FindSegments {
   // CTAs from `slots` on copy the initial states, one each, of calls whose last segments overwrite them.
   GD_DEVICE static void run(const Params& p, const CutPrices& prices, int cta, int slots, int tid) {
     if (cta >= slots) return copy_initial(p, cta - slots, tid);
-    const int L = segment_length(p, prices, tid & 31);
-    int n, i = 0;
-    if (L > 0) {
-      n = locate_piece(p.sequences, p.segment_chunks * kChunkTokens, cta, tid & 31).sequence;
-    } else {  // as without a cut
-      n = cta < p.sequences.count ? p.order[cta] : p.sequences.count;
-    }
-    const bool is_sequence = n < p.sequences.count && !p.is_padding(n);
-    const int chunks = is_sequence ? static_cast<int>(ChunkedSequences::chunks(p.sequences[n].length)) : 0;
-    if (L > 0 && is_sequence) i = cta - static_cast<int>(p.slots().first_slot(p.sequences, n));
+    const int lane = tid & 31, L = segment_length(p, prices, lane);
+    if (cta == 0 && tid < 32) find_ranges(p, L, lane);
+    const auto [n, i] = L > 0 ? locate_segment(p, L, cta, lane) : whole_sequence(p, cta);
+    const int chunks = n >= 0 ? chunks_of(p, n) : 0;
     const int first = i * L, length = L > 0 ? min(L, chunks - first) : chunks;
-    const bool is_segment = is_sequence && (i == 0 || first < chunks);
     for (int head = tid; head < p.value_heads; head += kSegmentThreads) {
       const int64_t block = int64_t{cta} * p.value_heads + head;
-      Segment segment{-1, 0, 0, 0};
-      if (is_segment) segment = {n, first, length, 0};
+      const Segment segment = {n, first, length, 0};
       p.segments[block] = with_warmup<Pass::kForward>(p, segment, head, chunks, L);
       if (p.gradient_segments) p.gradient_segments[block] = with_warmup<Pass::kBackward>(p, segment, head, chunks, L);
+    }
+  }
+
+  GD_DEVICE static int chunks_of(const Params& p, int n) {
+    return static_cast<int>(ChunkedSequences::chunks(p.sequences[n].length));
+  }
+  struct Place {
+    int sequence, segment;  // sequence negative: none
+  };
+  // As without a cut.
+  GD_DEVICE static Place whole_sequence(const Params& p, int slot) {
+    const int n = slot < p.sequences.count ? p.order[slot] : -1;
+    return {n >= 0 && !p.is_padding(n) ? n : -1, 0};
+  }
+  // A sequence without tokens has a segment, which passes its state on; padding has none.
+  GD_DEVICE static int count_segments(const Params& p, int L, int n) {
+    if (n >= p.sequences.count || p.is_padding(n)) return 0;
+    const int chunks = chunks_of(p, n);
+    return chunks > 0 ? (chunks + L - 1) / L : 1;
+  }
+  // A warp looks at 32 sequences at a time: what a lane's one has, and all up to it.
+  struct Counts {
+    int mine, up_to;
+  };
+  GD_DEVICE static Counts count_segments_of_warp(const Params& p, int L, int n, int lane) {
+    const int mine = count_segments(p, L, n);
+    int up_to = mine;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      const int before = shuffle_up(up_to, by);
+      if (lane >= by) up_to += before;
+    }
+    return {mine, up_to};
+  }
+  GD_DEVICE static Place locate_segment(const Params& p, int L, int slot, int lane) {
+    int left = slot;
+#pragma unroll 1
+    for (int n = 0; n < p.sequences.count; n += 32) {
+      const Counts counts = count_segments_of_warp(p, L, n + lane, lane);
+      const int found = count_lanes(counts.up_to <= left);
+      if (found < 32) return {n + found, left - shuffle(counts.up_to - counts.mine, found)};
+      left -= shuffle(counts.up_to, 31);
+    }
+    return {-1, 0};
+  }
+  GD_DEVICE static void find_ranges(const Params& p, int L, int lane) {
+    int first = 0;
+#pragma unroll 1
+    for (int n = 0; n < p.sequences.count; n += 32) {
+      const Counts counts = L > 0 ? count_segments_of_warp(p, L, n + lane, lane) : Counts{0, 0};
+      if (n + lane < p.sequences.count) p.ranges[n + lane] = {first + counts.up_to - counts.mine, counts.mine};
+      first += shuffle(counts.up_to, 31);
     }
   }
 
@@ -45,8 +89,7 @@ struct FindSegments {
   // are no slots; 0: nothing is cut. Every warp finds it by itself, with a number of segments for each lane.
   GD_DEVICE static int segment_length(const Params& p, const CutPrices& prices, int lane) {
     if (prices.chain_count == 0) return p.segment_chunks;
-    const auto chunks_of = [&](int n) { return static_cast<int>(ChunkedSequences::chunks(p.sequences[n].length)); };
-    const int longest = chunks_of(p.order[0]);
+    const int longest = chunks_of(p, p.order[0]);
     if (longest == 0) return 0;
     int number = 1;
 #pragma unroll 1
@@ -57,7 +100,7 @@ struct FindSegments {
     SegmentSums sums;
 #pragma unroll 4
     for (int n = 0; n < p.sequences.count; ++n) {
-      const int chunks = chunks_of(n);
+      const int chunks = chunks_of(p, n);
       lengths.count += chunks > 0;
       lengths.longest_count += chunks == longest;
       lengths.chunks += static_cast<float>(chunks);
@@ -119,8 +162,7 @@ struct Fold {
   const Params& p;
   const uint32_t smem = shared_base();
   const int tid, row = tid / Config::kColumns * 4, column = tid % Config::kColumns;
-  int n, head, first_column, segments;
-  int64_t first_slot;
+  int n, head, first_column, first_slot, segments;
   bool is_mirrored;  // of the chain of gradients, which the second half of the CTAs have
   const Segment* records;
   float* entries;
@@ -136,12 +178,12 @@ struct Fold {
     n = item / p.value_heads;
     head = item - n * p.value_heads;
     first_column = cta % parts * Config::kColumns;
-    first_slot = p.slots().first_slot(p.sequences, n);
-    segments = static_cast<int>(p.slots().segments(p.sequences[n].length));
+    first_slot = p.ranges[n].first;
+    segments = p.ranges[n].count;
   }
-  // Segments as their chain takes them. Where the segments kernel has made fewer, those of empty slots have no entry.
+  // Segments as their chain takes them.
   GD_DEVICE int64_t block_of(int segment) const {
-    return (first_slot + (is_mirrored ? segments - 1 - segment : segment)) * p.value_heads + head;
+    return int64_t{first_slot + (is_mirrored ? segments - 1 - segment : segment)} * p.value_heads + head;
   }
   GD_DEVICE bool is_entered(int segment) const { return records[block_of(segment)].is_entered(); }
   GD_DEVICE float* entry(int segment, int k, int c) const {

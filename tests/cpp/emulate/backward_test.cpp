@@ -96,6 +96,7 @@ TEST(EmulatedBackward, Segments) {
   check(cross({"T=330 Hk=1 Hv=3 K=32 V=48 segment=1 dtype=bf16",
                "lengths=200+0+1+64+290 pad=7 K=48 V=32 segment=2 dtype=fp16 l2norm"},
               gates));
+  check({"lengths=130+33x1+330+0 K=32 V=32 segment=1 gate=zero dtype=bf16"});
   check(cross({"T=1090 Hk=1 Hv=2 K=16 V=32 segment=4 dtype=bf16 layout=vk"}, gates));
   check({"T=330 K=128 V=64 segment=1 gate=zero dtype=bf16", "T=330 K=128 V=160 segment=2 gate=mixed dtype=fp16",
          "T=290 K=256 V=32 segment=1 gate=weak dtype=bf16", "T=290 K=80 V=112 segment=1 gate=zero dtype=bf16"});
@@ -119,11 +120,15 @@ TEST(EmulatedBackward, WarmupsOfBothChains) {
   std::vector<cuda::ChunkDecay> decays(kChunks * kStepsPerChunk, {-15, 1});
   decays[4 * kStepsPerChunk].log2_left = -45;
   std::vector<Segment> states(kSegments), gradients(kSegments);
+  SlotRange range{};
   Params p{};
   p.sequences = {1, 1, kChunks * 64 - 40, {}};  // the last chunk has one step
   p.value_heads = 1, p.segment_chunks = 2;
   p.decays = decays.data(), p.segments = states.data(), p.gradient_segments = gradients.data();
+  p.ranges = &range;
   emulated::run_segments(p, {}, {});
+  EXPECT_EQ(range.first, 0);
+  EXPECT_EQ(range.count, kSegments);
   constexpr int kGradientWarmups[kSegments] = {2, 1, 2, 2, Segment::kFromEntry, 0};
   for (int i = 0; i < kSegments; ++i) {
     EXPECT_EQ(states[i].warmup, i == 0 ? 0 : 1) << i;
@@ -150,6 +155,7 @@ TEST(EmulatedBackward, CutsByItself) {
 struct PackSegments {
   cuda::portable::Cut cut;
   std::vector<cuda::portable::Segment> states, gradients;  // of the first head
+  std::vector<cuda::portable::SlotRange> ranges;
 };
 PackSegments pack_segments(const std::vector<int64_t>& lengths, int64_t tokens, int heads, int size = 128,
                            int multiprocessors = 132) {
@@ -164,7 +170,7 @@ PackSegments pack_segments(const std::vector<int64_t>& lengths, int64_t tokens, 
   problem.in.key_heads = problem.in.value_heads = heads, problem.in.group = 1;
   problem.in.key_dim = problem.in.value_dim = size;
   problem.in.sequences = {count, 1, tokens, {offsets.data(), false, true}};
-  PackSegments found{emulated::cut_of(problem, {multiprocessors}), {}, {}};
+  PackSegments found{emulated::cut_of(problem, {multiprocessors}), {}, {}, {}};
   Params p{};
   p.sequences = sequences_of(problem.in);
   p.value_heads = heads, p.segment_chunks = found.cut.chunks;
@@ -174,7 +180,9 @@ PackSegments pack_segments(const std::vector<int64_t>& lengths, int64_t tokens, 
   std::vector<cuda::ChunkDecay> decays(static_cast<size_t>(p.sequences.workspace_chunks() * heads) * kStepsPerChunk,
                                        {0, 1});
   std::vector<Segment> states(blocks), gradients(blocks);
+  found.ranges.resize(lengths.size());
   p.decays = decays.data(), p.segments = states.data(), p.gradient_segments = gradients.data();
+  p.ranges = found.ranges.data();
   emulated::run_segments(p, found.cut.prices, {});
   for (size_t i = 0; i < blocks; i += static_cast<size_t>(heads)) {
     found.states.push_back(states[i]);
@@ -215,12 +223,24 @@ TEST(EmulatedBackward, PacksAreCutByTheirLengths) {
         EXPECT_LT(length, longest) << lengths[0];
         EXPECT_GE(length, found.cut.chunks) << lengths[0];
       }
+      // Slots follow each other, sequence by sequence; empty ones come last.
+      int first = 0;
+      for (size_t n = 0; n < lengths.size(); ++n) {
+        EXPECT_EQ(found.ranges[n].first, first) << n;
+        for (int i = 0; i < found.ranges[n].count; ++i, ++first) {
+          EXPECT_EQ(found.states[static_cast<size_t>(first)].sequence, static_cast<int>(n));
+        }
+      }
+      for (auto slot = static_cast<size_t>(first); slot < found.states.size(); ++slot) {
+        EXPECT_LT(found.states[slot].sequence, 0) << slot;
+      }
     }
   }
   // Lengths that are not worth it. The sequences are whole, the longest first, and all other slots are empty.
   for (const Lengths& lengths : {Lengths{1000, 0, 1200}, Lengths{0, 0, 0}, Lengths{64, 1, 63}}) {
     const PackSegments found = pack_segments(lengths, 32768, 4);
     ASSERT_GT(found.cut.chunks, 0);
+    for (const cuda::portable::SlotRange& range : found.ranges) EXPECT_EQ(range.count, 0);  // nothing to fold
     for (const auto& segments : {found.states, found.gradients}) {
       expect_all_chunks(segments, lengths);
       for (size_t i = 0; i < segments.size(); ++i) {

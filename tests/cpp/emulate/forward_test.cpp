@@ -100,6 +100,7 @@ TEST(EmulatedForward, Segments) {
   check(cross(
       {"T=330 Hk=1 Hv=3 K=32 V=48 segment=1 dtype=bf16", "lengths=200+0+1+64+290 pad=7 K=64 V=32 segment=2 dtype=fp16"},
       gates));
+  check({"lengths=130+33x1+330+0 K=32 V=32 segment=1 gate=zero dtype=bf16"});
   check(cross({"T=1100 Hk=1 Hv=2 K=16 V=32 segment=4 dtype=bf16 layout=vk"}, gates));
   check({"T=330 K=128 V=64 segment=1 gate=zero dtype=bf16", "T=330 K=128 V=160 segment=2 gate=mixed dtype=fp16",
          "T=290 K=256 V=32 segment=1 gate=weak dtype=bf16", "T=290 K=80 V=112 segment=1 gate=zero dtype=bf16"});

@@ -90,6 +90,10 @@ FORWARD = {
         "states.cuh", "key_stride = i == 0 ? 1 : p.key_dim;\n        value_stride = i == 0 ? p.key_dim : 1;",
         "key_stride = i == 1 ? 1 : p.key_dim;\n        value_stride = i == 1 ? p.key_dim : 1;",
     ),
+    "segments_are_counted_from_the_first_slot": Mistake(
+        "segments.cuh", "left - shuffle(counts.up_to - counts.mine, found)", "left"
+    ),
+    "ranges_begin_a_slot_late": Mistake("segments.cuh", "first + counts.up_to - counts.mine", "first + counts.up_to"),
     "no_folds": Mistake("segments.cuh", "if (here && next) {", "if (here && next && i < 0) {"),
     "fold_by_the_next_map": Mistake(
         "segments.cuh", "load_block(segment, ahead, block + ahead);", "load_block(segment + 1, ahead, block + ahead);"

@@ -207,6 +207,7 @@ inline uint32_t shuffle_bits(uint32_t x, int lane) {
 inline int own_lane() { return emulated::current_thread() % 32; }
 inline int shuffle(int x, int lane) { return static_cast<int>(shuffle_bits(static_cast<uint32_t>(x), lane)); }
 inline float shuffle(float x, int lane) { return std::bit_cast<float>(shuffle_bits(std::bit_cast<uint32_t>(x), lane)); }
+inline int shuffle_up(int x, int by) { return shuffle(x, own_lane() < by ? own_lane() : own_lane() - by); }
 inline float shuffle_up(float x, int by) { return shuffle(x, own_lane() < by ? own_lane() : own_lane() - by); }
 inline float shuffle_xor(float x, int mask) { return shuffle(x, own_lane() ^ mask); }
 inline uint32_t shuffle_xor(uint32_t x, int mask) { return shuffle_bits(x, own_lane() ^ mask); }
