@@ -219,6 +219,7 @@ soak-gpu: ## on a machine with a GPU: random forwards and 100,000 recurrent step
 	$(call build,cuda,gatedelta gpu_soak gpu_soak_decode)
 	build/release/tests/gpu_soak_decode
 	build/release/tests/gpu_soak
+	build/release/tests/gpu_soak --portable 1
 
 cuda: ## compile the CUDA backend (needs nvcc) and run its tests; those of a GPU are skipped without one
 	tools/require $(BASE) gtest

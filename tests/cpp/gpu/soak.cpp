@@ -4,6 +4,7 @@
 //
 //   gpu_soak [--batches 10000] [--seed 1]   random batches; each is a function of the seed and its number
 //   gpu_soak --repeat 1000 [--seed 1]       one batch over and over
+//   --portable 1                            either with the portable kernels
 //
 // Exit status 1: a difference, a failing call or a hang. 2: it could not start.
 #include <algorithm>
@@ -87,11 +88,12 @@ Case draw_case(Dice& dice, size_t kind) {
 // A call whose own tensors lie in a lane's memory: offsets and indices, outputs, workspace, each followed by a gap.
 class Batch {
  public:
-  Batch(const Contents& contents, uint64_t seed, uint64_t number) {
+  Batch(const Contents& contents, gd_isa isa, uint64_t seed, uint64_t number) {
     Dice dice{seed, number};
     const auto kind = static_cast<size_t>(dice.below(std::size(kKinds)));
     spec_ = draw_case(dice, kind);
     args_ = contents[kind]->args();
+    args_.exec.isa = isa;
     const int64_t T = spec_.total_tokens(), N = spec_.sequences(), Hk = spec_.Hk, Hv = spec_.Hv;
     const int64_t slots = spec_.pool ? 2 * N + 3 : N;
     const auto states = [&](int64_t count) { return std::vector<int64_t>{count, Hv, kHead, kHead}; };
@@ -247,19 +249,19 @@ class Lane {
 
 class Soak {
  public:
-  explicit Soak(uint64_t seed) : seed_(seed), contents_(make_contents()) {}
+  Soak(uint64_t seed, gd_isa isa) : seed_(seed), isa_(isa), contents_(make_contents()) {}
 
   bool run(uint64_t batches) {
     size_t bytes = 0, outputs_bytes = 0;
     for (uint64_t number = 0; number <= batches; ++number) {
-      const Batch batch(contents_, seed_, number);
+      const Batch batch(contents_, isa_, seed_, number);
       bytes = std::max(bytes, batch.bytes());
       outputs_bytes = std::max(outputs_bytes, batch.outputs_bytes());
     }
     Lane lanes[] = {{bytes, outputs_bytes}, {bytes, outputs_bytes}};
     uint64_t number = 0;
     while (number < batches && failures_ < kMostFailures) {
-      const Batch pair[] = {{contents_, seed_, number}, {contents_, seed_, number + 1}};
+      const Batch pair[] = {{contents_, isa_, seed_, number}, {contents_, isa_, seed_, number + 1}};
       const std::string names[] = {name_of(number, pair[0]), name_of(number + 1, pair[1])};
       watchdog_.begin(names[0] + "\n  or " + names[1]);
       for (const int turn : {0, 1}) {
@@ -283,8 +285,8 @@ class Soak {
   bool repeat(uint64_t repeats) {
     uint64_t number = 0;  // the first large batch
     const auto rows = [](const Case& c) { return c.total_tokens() * c.Hv; };
-    while (rows(Batch(contents_, seed_, number).spec()) < kMaxRows / 2) ++number;
-    const Batch batch(contents_, seed_, number);
+    while (rows(Batch(contents_, isa_, seed_, number).spec()) < kMaxRows / 2) ++number;
+    const Batch batch(contents_, isa_, seed_, number);
     const std::string name = name_of(number, batch);
     std::printf("%s\n", name.c_str());
     Lane lanes[] = {{batch.bytes(), batch.outputs_bytes()}, {batch.bytes(), batch.outputs_bytes()}};
@@ -336,7 +338,9 @@ class Soak {
       return bytes;
     };
     const auto run = [&](const gd_forward_args& host) -> std::string {
-      DeviceForward first(host), second(host);
+      gd_forward_args args = host;
+      args.exec.isa = isa_;
+      DeviceForward first(args), second(args);
       watchdog_.begin(name + " (judged)");
       std::string error = first.run(lanes[0].stream());
       if (error.empty()) error = second.run(lanes[1].stream());
@@ -362,6 +366,7 @@ class Soak {
   }
 
   uint64_t seed_, judged_ = 0, failures_ = 0;
+  gd_isa isa_;
   double worst_ = 0;
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   Contents contents_;
@@ -369,17 +374,18 @@ class Soak {
 };
 
 int run_main(const std::vector<std::string>& arguments) {
-  uint64_t batches = 10000, seed = 1, repeats = 0;
-  if (!read_options(arguments, {{"--batches", &batches}, {"--seed", &seed}, {"--repeat", &repeats}})) {
-    std::fprintf(stderr, "usage: gpu_soak [--batches 10000 | --repeat 1000] [--seed 1]\n");
+  uint64_t batches = 10000, seed = 1, repeats = 0, portable = 0;
+  if (!read_options(arguments,
+                    {{"--batches", &batches}, {"--seed", &seed}, {"--repeat", &repeats}, {"--portable", &portable}})) {
+    std::fprintf(stderr, "usage: gpu_soak [--batches 10000 | --repeat 1000] [--seed 1] [--portable 1]\n");
     return 2;
   }
   gd_info info = GD_INFO_INIT;
   if (gd_get_info(&info) != GD_OK || info.cuda_devices == 0) {
-    std::fprintf(stderr, "gpu_soak: no CUDA device of compute capability 9.0\n");
+    std::fprintf(stderr, "gpu_soak: no CUDA device of compute capability 8.0 or later\n");
     return 2;
   }
-  Soak soak(seed);
+  Soak soak(seed, portable ? GD_ISA_CUDA_PORTABLE : GD_ISA_AUTO);
   try {
     return (repeats ? soak.repeat(repeats) : soak.run(batches)) ? 0 : 1;
   } catch (const std::runtime_error& e) {  // the device is unusable, or the library refused
