@@ -29,17 +29,25 @@ GD_DEVICE float beta_of(const Params& p, float x) {
 // memory order: heads of a token side by side. Tokens past the end have g = 0 and beta = 0.
 GD_DEVICE void load_gates(const Params& p, int batch, int token, int rows, int first_head, int heads, uint32_t to,
                           int tid, int threads) {
-  for (int i = tid; i < kChunkTokens * heads; i += threads) {
-    const int row = i / heads, v = i - row * heads, head = first_head + v;
-    float g = 0, beta = 0;
-    if (row < rows) {
-      g = load_number(p.g.data, p.g.dtype, p.g.offset(batch, token + row, head));
-      beta = load_number(p.beta.data, p.beta.dtype, p.beta.offset(batch, token + row, head));
-      g = gate_of(p, g, head) * kLog2e;
-      beta = beta_of(p, beta);
+  constexpr int kAtOnce = 2;  // loads in flight
+#pragma unroll 1
+  for (int first = tid; first < kChunkTokens * heads; first += kAtOnce * threads) {
+    float g[kAtOnce] = {}, beta[kAtOnce] = {};
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int item = first + i * threads, row = item / heads, head = first_head + item - row * heads;
+      if (row >= rows) continue;
+      g[i] = load_number(p.g.data, p.g.dtype, p.g.offset(batch, token + row, head));
+      beta[i] = load_number(p.beta.data, p.beta.dtype, p.beta.offset(batch, token + row, head));
     }
-    store_shared(to + (v * kChunkTokens + row) * 4, g);
-    store_shared(to + ((heads + v) * kChunkTokens + row) * 4, beta);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int item = first + i * threads, row = item / heads, v = item - row * heads;
+      if (row >= kChunkTokens) continue;
+      const bool here = row < rows;
+      store_shared(to + (v * kChunkTokens + row) * 4, here ? gate_of(p, g[i], first_head + v) * kLog2e : 0.0f);
+      store_shared(to + ((heads + v) * kChunkTokens + row) * 4, here ? beta_of(p, beta[i]) : 0.0f);
+    }
   }
 }
 
