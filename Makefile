@@ -192,11 +192,17 @@ sanitize: ## the C++ tests under ASan+UBSan, then under TSan
 	$(TOTAL) ASan+UBSan=$(REPORTS)/asan.xml TSan=$(REPORTS)/tsan.xml || status=1
 	exit $$status
 
+# Cases of the command line tool in which the portable kernels cut sequences, with commas for spaces.
+PORTABLE_CUTS := T=330,Hk=1,Hv=3,K=128,V=128,dtype=bf16,segment=1,gate=zero \
+                 lengths=200+0+1+64+290,pad=7,Hk=1,Hv=2,K=64,V=96,dtype=fp16,segment=2,gate=mixed,l2norm \
+                 lengths=130+0+70,Hk=2,Hv=4,K=192,V=256,dtype=bf16,segment=1,gate=strong \
+                 T=200,Hk=1,Hv=2,K=128,V=128,dtype=fp16,segment=1,gate=raw,beta=logit,pool,inplace
+
 sanitize-gpu: ## on a machine with a GPU: some of its tests under compute-sanitizer's four tools
 	tools/require $(BASE) gtest
 	command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer in PATH: CUDA's toolkit has it"; exit 1; }
 	nvidia-smi -L || { echo "no GPU here: nothing was checked"; exit 1; }
-	$(call build,cuda,gatedelta $(GPU_TESTS))
+	$(call build,cuda,gatedelta gatedelta_cli $(GPU_TESTS))
 	$(call build,racecheck,gatedelta $(GPU_TESTS))
 	status=0
 	for tool in memcheck initcheck synccheck racecheck; do
@@ -210,6 +216,11 @@ sanitize-gpu: ## on a machine with a GPU: some of its tests under compute-saniti
 	    echo "$$tool $$test"
 	    compute-sanitizer --tool $$tool --error-exitcode 1 $$folder/$${test%%:*} --gtest_brief=1 \
 	      --gtest_filter=$${test#*:} || status=1
+	  done
+	  for case in $(PORTABLE_CUTS); do
+	    echo "$$tool portable $$case"
+	    compute-sanitizer --tool $$tool --error-exitcode 1 build/release/cli/gatedelta check --device cuda \
+	      --isa portable --op fwd,bwd $${case//,/ } || status=1
 	  done
 	done
 	exit $$status

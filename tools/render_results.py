@@ -12,10 +12,11 @@ import re
 import sys
 
 from repo_files import ROOT, repo_files
-from tables import chunked, cpu, decode, estimates, headline, models
+from tables import chunked, cpu, decode, estimates, headline, in_turns, models
 
 BLOCK = re.compile(r"<!-- results: ([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
-TABLES = cpu.TABLES | headline.TABLES | chunked.TABLES | decode.TABLES | models.TABLES | estimates.TABLES
+MODULES = (cpu, headline, chunked, decode, models, estimates, in_turns)
+TABLES = {name: make for module in MODULES for name, make in module.TABLES.items()}
 
 
 def rendered(text: str) -> str:

@@ -428,6 +428,46 @@ def test_gpu_record_of_serving(results, bench_folder):
     assert "H200, decode, over the fastest of FLA, FlashInfer, SGLang" in figures
 
 
+def test_tables_of_runs_in_turns(results):
+    import render_results
+    from rows import BACKWARD_HEADS, BACKWARD_LENGTHS, forward_rows
+    from tables import text
+    from tables.headline import headline_cells
+
+    blocks = [render_results.TABLES[name] for name in ("flashinfer-same-run", "portable")]
+    assert {block() for block in blocks} == {text.NOTHING} and headline_cells() == []
+    results.mkdir()
+    header = {"gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.11", "date": "2026-01-02", "base": "hopper",
+              "commit": "0123456789abcdef", "modified": False}  # fmt: skip
+    forward = [{key: row[key] for key in ("kind", "hk", "hv", "seq")} for row in forward_rows()]
+    backward = [
+        {"kind": "bwd", "hk": hk, "hv": hv, "seq": seq} for hk, hv in BACKWARD_HEADS for seq in BACKWARD_LENGTHS
+    ]
+    ragged = [{"kind": "ragged", "hk": 6, "hv": 18, "seq": "ragged0"}]
+
+    def write(name: str, rows: list[dict], ms: dict, worst: dict) -> None:
+        """The first row has other times."""
+        timed = [row | {"ms": ms if i else ms | worst} for i, row in enumerate(rows)]
+        (results / name).write_text(json.dumps({"header": header, "rows": timed}))
+
+    write("in_turns.json", forward + ragged, {"hopper": 1.0, "flashinfer 1": 2.0, "flashinfer 1 use_cp=False": 3.0},
+          {"flashinfer 1 use_cp=False": 0.5})  # fmt: skip
+    write("portable.json", forward + backward, {"hopper": 1.0, "portable": 2.0, "fla 1": 5.0}, {"fla 1": 1.0})
+    flashinfer, portable = (block() for block in blocks)
+    assert "| all rows | 1.98× | 0.50× (2/8 1x32768) | 171 | 1 | 1 |" in flashinfer
+    assert "| 1024x8 | 2.00× | 2.00× (2/8 1024x8) | 9 | 0 | 0 |" in flashinfer
+    assert "| 40 to 60 sequences of 1 to 1500 tokens | 2.00× | 2.00× (6/18 ragged0) | 1 | 0 | 0 |" in flashinfer
+    assert "| forward 8/32 8192x4 | 1000 | 2000 | 2.00 | 5000 | 2.50 |" in portable
+    assert "| forward 2/8 1x32768 | 1000 | 2000 | 2.00 | 1000 | 0.50 |" in portable
+    assert "Forward: FLA takes 2.48× the time in the geometric mean of 171 rows, 0.50× (2/8 1x32768) in the" in portable
+    assert "Backward: FLA takes 2.50× the time in the geometric mean of 32 rows" in portable
+    labels = [f"H200, {name} in the same run" for name in (
+        "forward, over FlashInfer", "ragged packs, over FlashInfer", "portable forward, over FLA",
+        "portable backward, over FLA",
+    )]  # fmt: skip
+    assert [cells[0] for cells in headline_cells()] == labels and {cells[4] for cells in headline_cells()} == {"0"}
+
+
 @pytest.mark.parametrize(
     "name, edit, reason",
     [

@@ -6,6 +6,7 @@ from rows import name_of, of_kind
 
 from tables.cpu import cpu_rows
 from tables.files import load, load_h200
+from tables.in_turns import headline_cells
 from tables.text import (
     EARLIER_LEGEND,
     EARLIER_MARK,
@@ -51,6 +52,7 @@ def headline() -> str:
                 str(found["rows"]),
                 str(found["published"]),
             ])  # fmt: skip
+    cells += headline_cells()
     cells += serving_headline(result["serving"])
     machines = [result for _, result in load("transformers")]
     rows = [(machine, name, row) for machine in machines for name, row in cpu_rows(machine)]
