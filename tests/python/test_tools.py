@@ -462,8 +462,8 @@ def test_tables_of_runs_in_turns(results):
     assert "Forward: FLA takes 2.48× the time in the geometric mean of 171 rows, 0.50× (2/8 1x32768) in the" in portable
     assert "Backward: FLA takes 2.50× the time in the geometric mean of 32 rows" in portable
     labels = [f"H200, {name} in the same run" for name in (
-        "forward, over FlashInfer", "ragged packs, over FlashInfer", "portable forward, over FLA",
-        "portable backward, over FLA",
+        "forward, over FlashInfer", "ragged packs, over FlashInfer", "portable kernels, forward, over FLA",
+        "portable kernels, backward, over FLA",
     )]  # fmt: skip
     assert [cells[0] for cells in headline_cells()] == labels and {cells[4] for cells in headline_cells()} == {"0"}
 
