@@ -48,7 +48,8 @@ struct Chain {
   GD_DEVICE Segment segment() const {
     if (p.segments) return p.segments[block()];
     const int item = block() / p.value_heads, n = p.order ? p.order[item] : item;
-    return {n, 0, static_cast<int>(ChunkedSequences::chunks(p.sequences[n].length)), 0};
+    const bool is_cut = p.ranges && p.ranges[n].count > 0;
+    return {is_cut ? -1 : n, 0, static_cast<int>(ChunkedSequences::chunks(p.sequences[n].length)), 0};
   }
   GD_DEVICE Place place_in(const Segment& segment) const {
     const int n = segment.sequence;

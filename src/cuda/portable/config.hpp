@@ -286,7 +286,7 @@ struct Params {
   int map_column;      // of transitions: the column that stands for the first one of M; otherwise 0
   ChunkDecay* decays;  // [value_heads][chunks][kStepsPerChunk], of the steps
   void* initial_copy;  // [N][value_heads][K V] as p.initial; null = the initial states stay as they are
-  SlotRange* ranges;   // [N]
+  SlotRange* ranges;   // [N]; without segments: sequences with a range are another grid's
   Segment* segments;   // [slots][value_heads]; null = none is cut
   float* entries;      // [slots][value_heads][K V], states that segments begin with, matrices as the caller's
   float* maps;         // [slots][value_heads][K][K], M^T of a segment
@@ -457,8 +457,8 @@ inline int log_parts(int columns, int cta_columns) {
 
 // A cut of sequences (cut.hpp).
 struct Cut {
-  int chunks = 0;  // of a segment; 0 = no sequence is cut
-  ChainKind kind = ChainKind::k64;
+  int chunks = 0;                                                // of a segment; 0 = no sequence is cut
+  ChainKind kind = ChainKind::k64, whole_kind = ChainKind::k64;  // the second one of the grids for whole sequences
   CutPrices prices = {};      // of a pack, whose segments may turn out longer; otherwise of no chain
   SegmentSums expected = {};  // of a pack a guess
 };

@@ -59,14 +59,21 @@ struct CutSearch {
     costs.resident = std::min(costs.resident, static_cast<float>(device.resident(chain_bytes(kind))));
     return costs;
   }
-  CutPrices prices_of(ChainKind kind) const {
+  CutPrices prices_of(ChainKind kind) const { return prices_of(kind, kind, false); }
+  CutPrices prices_of(ChainKind kind, ChainKind whole_kind, bool has_whole_grid) const {
     const ChainKind narrow = transition_kind(kind);
     CutPrices prices;
-    prices.costs = costs_of(kind), prices.transition_costs = costs_of(narrow);
+    prices.costs = costs_of(kind), prices.transition_costs = costs_of(narrow),
+    prices.whole_costs = costs_of(whole_kind);
     prices.multiprocessors = static_cast<float>(device.count);
+    prices.has_whole_grid = has_whole_grid;
     for (const ChainWork& work : chains)
-      prices.chains[prices.chain_count++] = {work.chunk, work.silent, work.warmup, ctas(kind, in.value_dim),
-                                             ctas(narrow, in.value_dim + (work.makes_maps ? in.key_dim : 0))};
+      prices.chains[prices.chain_count++] = {work.chunk,
+                                             work.silent,
+                                             work.warmup,
+                                             ctas(kind, in.value_dim),
+                                             ctas(narrow, in.value_dim + (work.makes_maps ? in.key_dim : 0)),
+                                             ctas(whole_kind, in.value_dim)};
     return prices;
   }
   template <class Consider>
@@ -145,58 +152,88 @@ struct CutSearch {
     each_kind([&](ChainKind kind) {
       const float time = prices_of(kind).cut(lengths.sums(), sums, length);
       if (cut.chunks > 0 && time >= least) return;
-      cut = {length, kind, {}, expected(lengths, length)};
+      cut = {length, kind, kind, {}, expected(lengths, length)};
       least = time;
     });
     return cut;
   }
-  // What loses least where lengths are guessed: by the weighted sum of times, each against the best for its guess.
-  // Where segments may be cut, no guess has shorter ones than another one wants.
+  // What loses least where lengths are guessed: the weighted sum of times, each against the best for its guess.
+  struct Guesses {
+    int count;
+    Lengths lengths[kGuesses];
+    float best[kGuesses];
+
+    void consider(int i, float time) { best[i] = std::min(best[i], time); }
+    template <class Time>
+    float sum(const Time& time) const {
+      float sum = 0;
+      for (int i = 0; i < count; ++i) sum += lengths[i].weight / best[i] * time(i);
+      return sum;
+    }
+  };
+  Guesses all_guesses() const {
+    Guesses all{guesses(), {}, {}};
+    for (int i = 0; i < all.count; ++i) all.lengths[i] = guess(i), all.best[i] = kNever;
+    return all;
+  }
+  // The instance for sequences that are not cut: among those that are good for equal lengths.
+  ChainKind whole_kind() const {
+    Guesses all = all_guesses();
+    each_kind([&](ChainKind kind) {
+      for (int i = 0; i < all.count; ++i) all.consider(i, prices_of(kind).uncut(all.lengths[i].sums()));
+    });
+    ChainKind best = ChainKind::k64;
+    float least = kNever;
+    each_kind([&](ChainKind kind) {
+      const CutPrices prices = prices_of(kind);
+      const float sum = all.sum([&](int i) { return prices.uncut(all.lengths[i].sums()); });
+      if (prices.uncut(all.lengths[0].sums()) > kSameTime * all.best[0] || sum >= least) return;
+      least = sum;
+      best = kind;
+    });
+    return best;
+  }
+  // Where segments may be cut, no guess has shorter ones than another one wants. A second grid, for whole sequences, is
+  // worth it where they may be as good.
   Cut chosen() const {
-    constexpr int kKinds = 3;
+    constexpr int kOptions = 6;
     struct {
       ChainKind kind;
       CutPrices prices;
-      float uncut[kGuesses];
       Curve curves[kGuesses];
-    } options[kKinds];
-    const int count = guesses();
-    Lengths lengths[kGuesses];
-    float weights[kGuesses];  // of a microsecond
-    for (int i = 0; i < count; ++i) lengths[i] = guess(i), weights[i] = 0;
-    int kinds = 0;
-    each_kind([&](ChainKind kind) {
-      auto& option = options[kinds++];
-      option.kind = kind, option.prices = prices_of(kind);
-      for (int i = 0; i < count; ++i) {
-        option.uncut[i] = option.prices.uncut(lengths[i].sums());
-        option.curves[i] = curve_of(option.prices, lengths[i]);
-        weights[i] = std::max(weights[i], lengths[i].weight / std::min(option.uncut[i], option.curves[i].least()));
+    } options[kOptions];
+    int option_count = 0;
+    Guesses all = all_guesses();
+    const ChainKind whole = whole_kind();
+    const auto uncut = [&, prices = prices_of(whole)](int i) { return prices.uncut(all.lengths[i].sums()); };
+    for (int i = 0; i < all.count; ++i) all.consider(i, uncut(i));
+    const auto add = [&](ChainKind kind, const CutPrices& prices) {
+      auto& option = options[option_count++];
+      option.kind = kind, option.prices = prices;
+      for (int i = 0; i < all.count; ++i) {
+        option.curves[i] = curve_of(prices, all.lengths[i]);
+        all.consider(i, option.curves[i].least());
       }
+    };
+    each_kind([&](ChainKind kind) {
+      add(kind, prices_of(kind));
+      if (is_pack()) add(kind, prices_of(kind, whole, true));
     });
-    float equal = options[0].uncut[0];  // equal lengths, not cut
-    for (int k = 1; k < kinds; ++k) equal = std::min(equal, options[k].uncut[0]);
     Cut best;
     float least = kNever;
-    for (int k = 0; k < kinds; ++k) {
+    for (int k = 0; k < option_count; ++k) {
       const auto& option = options[k];
-      float uncut = 0;
-      for (int i = 0; i < count; ++i) uncut += weights[i] * option.uncut[i];
-      if (option.uncut[0] <= kSameTime * equal && uncut < least) {
-        least = uncut;
-        best = {0, option.kind, {}, {}};
-      }
-      for (int g = 0; g < count; ++g)
+      for (int g = 0; g < all.count; ++g)
         for (int at = 1; at < option.curves[g].count; ++at) {
           const int length = option.curves[g].length[at];
-          float sum = 0;
-          for (int i = 0; i < count; ++i) sum += CutCosts::kWorth * weights[i] * option.curves[i].at(length);
+          const float sum = all.sum([&](int i) { return option.curves[i].at(length); });
           if (sum >= least) continue;
           least = sum;
-          best = {length, option.kind, is_pack() ? option.prices : CutPrices{}, {}};
+          best = {length, option.kind, whole, is_pack() ? option.prices : CutPrices{}, {}};
         }
     }
-    if (best.chunks > 0) best.expected = expected(lengths[count - 1], best.chunks);
+    if (CutCosts::kWorth * least >= all.sum(uncut)) best = {0, whole, whole, {}, {}};
+    if (best.chunks > 0) best.expected = expected(all.lengths[all.count - 1], best.chunks);
     return best;
   }
   // Segments of a pack have half of a last one each in the mean.
@@ -215,7 +252,7 @@ inline Cut choose_cut(const Layer& in, std::initializer_list<ChainWork> chains, 
   const CutSearch search{in, chains, entry_slots, device};
   if (entry_slots > 0 && !forced) return search.chosen();
   if (entry_slots > 0 && forced * kChunkTokens < in.sequences.tokens) return search.forced(static_cast<int>(forced));
-  return {0, chain_kind(in, device.count), {}, {}};
+  return {0, chain_kind(in, device.count), {}, {}, {}};
 }
 inline Cut choose_cut(const ForwardProblem& p, const ForwardWorkspace& layout, const Multiprocessors& device) {
   return choose_cut(p.in, {kForwardWork}, layout.entry_slots, p.segment_chunks, device);
@@ -231,6 +268,17 @@ inline Params transition_params(const Params& p, ChainKind kind, bool makes_maps
   transitions.map_column = columns << transitions.log_parts;
   if (makes_maps) transitions.log_parts = log_parts(transitions.map_column + p.key_dim, columns);
   return transitions;
+}
+
+// Of the grid of whole sequences, beside one of segments (CutPrices::has_whole_grid). Each of its CTAs sees whether its
+// sequence has been cut.
+inline Params whole_params(const Params& p, ChainKind kind) {
+  Params whole = p;
+  whole.segment_chunks = 0;
+  whole.segments = whole.gradient_segments = nullptr;
+  whole.initial_copy = nullptr;
+  whole.log_parts = log_parts(p.value_dim, chain_columns(kind));
+  return whole;
 }
 
 // How a chain kernel is launched. CTAs that have nothing to do leave too many of the others on some multiprocessors,
@@ -249,6 +297,7 @@ inline ChainLaunch chain_launch(const Cut& cut, const Params& p, const Multiproc
   const float ctas = cut.expected.segments * static_cast<float>(p.value_heads << p.log_parts);
   return {cut.kind, has_idle ? spread(ctas, device.count) : 0, device};
 }
+inline ChainLaunch whole_launch(const Cut& cut, const Multiprocessors& device) { return {cut.whole_kind, 0, device}; }
 inline ChainLaunch transition_launch(const Cut& cut, const Params& transitions, const Multiprocessors& device) {
   const float ctas = CutCosts::kPersistent * cut.expected.boundaries *
                      static_cast<float>(transitions.value_heads << transitions.log_parts);

@@ -1,5 +1,5 @@
 // The chunked forward on devices of compute capability 8.0 and later, for all head sizes: two kernels on the caller's
-// stream, or five where sequences are cut. No instruction here is newer than 8.0.
+// stream, or five or six where sequences are cut. No instruction here is newer than 8.0.
 #include "cuda/backend.hpp"
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
@@ -46,10 +46,13 @@ Outcome launch(const ForwardProblem& problem, const Context& context, const Mult
            ran(launch_folds(p, device, stream), "launch the folds");
   };
   if (p.segment_chunks > 0 && !begin()) return ran.outcome;
-  const ChainLaunch how = chain_launch(cut, p, multiprocessors);
-  ran(p.q.dtype == GD_BF16 ? launch_forward<Bf16>(p, how, device, stream)
-                           : launch_forward<Fp16>(p, how, device, stream),
-      "launch the forward kernel");
+  const auto run = [&](const Params& chain, const ChainLaunch& how) {
+    return ran(chain.q.dtype == GD_BF16 ? launch_forward<Bf16>(chain, how, device, stream)
+                                        : launch_forward<Fp16>(chain, how, device, stream),
+               "launch the forward kernel");
+  };
+  if (run(p, chain_launch(cut, p, multiprocessors)) && cut.prices.has_whole_grid)
+    run(whole_params(p, cut.whole_kind), whole_launch(cut, multiprocessors));
   return ran.outcome;
 }
 

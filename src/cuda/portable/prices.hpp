@@ -25,7 +25,7 @@ struct CutCosts {
   static constexpr float kFoldStep = 3.7f;     // of a fold
   static constexpr float kIdle = 3.5f;         // of each kernel that has nothing to do
   static constexpr float kPersistent = 0.25f;  // the share of heads taken for persistent
-  static constexpr float kWorth = 1.03f;       // by as much the estimate of a cut has to win
+  static constexpr float kWorth = 1.06f;       // by as much the estimate of a cut has to win
 };
 
 // Of numbers that are not negative; floorf and ceilf are calls on a host.
@@ -58,12 +58,15 @@ GD_HOST_DEVICE inline int next_number(int segments) { return segments + 1 + segm
 // Of a call whose chains run one after the other, by the same segments.
 struct CutPrices {
   struct Chain {
-    float chunk, silent, warmup;  // see ChainWork
-    float ctas, transition_ctas;  // for all heads of a segment
+    float chunk, silent, warmup;              // see ChainWork
+    float ctas, transition_ctas, whole_ctas;  // for all heads of a segment; of a sequence that is not cut
   };
   static constexpr int kMostChains = 2;
-  ChainCosts costs{}, transition_costs{};
+  ChainCosts costs{}, transition_costs{}, whole_costs{};
   float multiprocessors = 0;
+  // Every chain has a second grid, of whole sequences. One of the two has nothing to do. Otherwise whole sequences run
+  // in the grid of segments.
+  bool has_whole_grid = false;
   int chain_count = 0;
   Chain chains[kMostChains]{};
 
@@ -86,12 +89,13 @@ struct CutPrices {
     float sum = 0;
     for (int i = 0; i < chain_count; ++i) {
       const Chain& chain = chains[i];
-      const float all = beside(static_cast<float>(lengths.count) * chain.ctas),
-                  equal = beside(longest_count * chain.ctas);
-      if (all < costs.resident) {
-        sum += CutCosts::kItem + chain.chunk * longest * (costs.chunk + costs.beside * (equal + (all - equal) * part));
+      const float all = beside(static_cast<float>(lengths.count) * chain.whole_ctas),
+                  equal = beside(longest_count * chain.whole_ctas);
+      if (all < whole_costs.resident) {
+        const float others_beside = whole_costs.beside * (equal + (all - equal) * part);
+        sum += CutCosts::kItem + chain.chunk * longest * (whole_costs.chunk + others_beside);
       } else {
-        sum += time(costs, ceil_of(lengths.chunks / longest * chain.ctas), chain.chunk * longest);
+        sum += time(whole_costs, ceil_of(lengths.chunks / longest * chain.whole_ctas), chain.chunk * longest);
       }
     }
     return sum;
@@ -101,6 +105,7 @@ struct CutPrices {
     const auto L = static_cast<float>(length);
     const int steps = (lengths.longest + length - 1) / length - 2;  // of a fold
     float sum = steps > 0 ? CutCosts::kFoldStep * static_cast<float>(steps) : 0.0f;
+    if (has_whole_grid) sum += CutCosts::kIdle * static_cast<float>(chain_count);
     for (int i = 0; i < chain_count; ++i) {
       const Chain& chain = chains[i];
       const float persistent = CutCosts::kPersistent * sums.boundaries * chain.transition_ctas;
@@ -110,11 +115,11 @@ struct CutPrices {
     return sum;
   }
   // By segments of so many chunks, perhaps as long as the longest sequence, which is no cut. The kernels of cuts run
-  // anyway: segments, folds and the transitions of each chain.
+  // anyway: segments, folds, and for each chain transitions and perhaps its grid of segments.
   GD_HOST_DEVICE float of(const LengthSums& lengths, const SegmentSums& sums, int length) const {
-    return length < lengths.longest
-               ? cut(lengths, sums, length)
-               : uncut(lengths) + crowded(lengths) + CutCosts::kIdle * static_cast<float>(2 + chain_count);
+    if (length < lengths.longest) return cut(lengths, sums, length);
+    const int idle = 2 + (has_whole_grid ? 2 : 1) * chain_count;
+    return uncut(lengths) + (has_whole_grid ? 0 : crowded(lengths)) + CutCosts::kIdle * static_cast<float>(idle);
   }
   // What whole sequences take longer in a grid for segments: CTAs that have nothing to do leave one more of the others
   // on some multiprocessors, where it fits.

@@ -22,7 +22,9 @@ struct FindSegments {
     if (cta >= slots) return copy_initial(p, cta - slots, tid);
     const int lane = tid & 31, L = segment_length(p, prices, lane);
     if (cta == 0 && tid < 32) find_ranges(p, L, lane);
-    const auto [n, i] = L > 0 ? locate_segment(p, L, cta, lane) : whole_sequence(p, cta);
+    const auto [n, i] = L > 0                   ? locate_segment(p, L, cta, lane)
+                        : prices.has_whole_grid ? Place{-1, 0}
+                                                : whole_sequence(p, cta);
     const int chunks = n >= 0 ? chunks_of(p, n) : 0;
     const int first = i * L, length = L > 0 ? min(L, chunks - first) : chunks;
     for (int head = tid; head < p.value_heads; head += kSegmentThreads) {
@@ -39,7 +41,7 @@ struct FindSegments {
   struct Place {
     int sequence, segment;  // sequence negative: none
   };
-  // As without a cut.
+  // As without a cut, where no other grid has the whole sequences.
   GD_DEVICE static Place whole_sequence(const Params& p, int slot) {
     const int n = slot < p.sequences.count ? p.order[slot] : -1;
     return {n >= 0 && !p.is_padding(n) ? n : -1, 0};

@@ -163,16 +163,6 @@ TEST(PortableCut, PacksMayBeUneven) {
   EXPECT_EQ(cut_of(forced, 132).prices.chain_count, 0);
 }
 
-// Where heads fill the device, packs run with the instance of a batch of equal lengths.
-TEST(PortableCut, InstancesOfPacksThatAreNotCut) {
-  for (const int64_t count : {4, 8}) {
-    const Cut batch = cut_of(problem_of(count, 4096, 64, 128, 128), 132),
-              pack = cut_of(pack_of(count, count * 4096, 64, 128, 128), 132);
-    EXPECT_EQ(pack.chunks, 0) << count;
-    EXPECT_EQ(pack.kind, batch.kind) << count;
-  }
-}
-
 LengthSums sums_of(const std::vector<int>& lengths) {
   LengthSums sums;
   sums.longest = *std::max_element(lengths.begin(), lengths.end());
@@ -183,6 +173,49 @@ LengthSums sums_of(const std::vector<int>& lengths) {
   }
   return sums;
 }
+// Where equal lengths are better not cut and others are, whole sequences have a grid of their own. It is that of a call
+// without cuts.
+TEST(PortableCut, WholeSequencesMayHaveAGrid) {
+  EXPECT_FALSE(cut_of(pack_of(2, 32768, 8, 128, 128), 132).prices.has_whole_grid);  // both are better cut
+  const ForwardProblem p = pack_of(4, 4 * 8192, 16, 128, 128);
+  const ForwardWorkspace layout = forward_layout(p);
+  const Cut cut = choose_cut(p, layout, hopper());
+  ASSERT_TRUE(cut.prices.has_whole_grid);
+  EXPECT_EQ(cut.whole_kind, cut_of(problem_of(4, 8192, 16, 128, 128), 132).kind);
+  alignas(64) static char workspace[64];
+  const Params params = params_of(p, layout, workspace, cut), whole = whole_params(params, cut.whole_kind);
+  ASSERT_NE(params.segments, nullptr);
+  EXPECT_EQ(whole.segments, nullptr);
+  EXPECT_EQ(whole.ranges, params.ranges);
+  EXPECT_EQ(chain_ctas(whole), (4 * 16) << log_parts(128, chain_columns(cut.whole_kind)));
+  EXPECT_GT(chain_ctas(params), 0);
+  // The device leaves equal lengths whole, and cuts others.
+  const CutPrices& prices = cut.prices;
+  const auto best = [&](const std::vector<int>& lengths) {
+    const LengthSums sums = sums_of(lengths);
+    int best = sums.longest;
+    float least = prices.of(sums, {}, best);
+    for (int length = cut.chunks; length < sums.longest; ++length) {
+      SegmentSums segments;
+      for (const int chunks : lengths) segments.add(chunks, length);
+      if (const float time = prices.of(sums, segments, length); time < least) least = time, best = length;
+    }
+    return best;
+  };
+  EXPECT_EQ(best({128, 128, 128, 128}), 128);
+  EXPECT_LT(best({400, 50, 40, 22}), 400);
+}
+
+// Where heads fill the device, packs run with the instance of a batch of equal lengths.
+TEST(PortableCut, InstancesOfPacksThatAreNotCut) {
+  for (const int64_t count : {4, 8}) {
+    const Cut batch = cut_of(problem_of(count, 4096, 64, 128, 128), 132),
+              pack = cut_of(pack_of(count, count * 4096, 64, 128, 128), 132);
+    EXPECT_EQ(pack.chunks, 0) << count;
+    EXPECT_EQ(pack.kind, batch.kind) << count;
+  }
+}
+
 // What a call of these lengths takes, without a cut or by segments of so many chunks.
 float time_of(const CutPrices& prices, const std::vector<int>& lengths, int length) {
   SegmentSums segments;

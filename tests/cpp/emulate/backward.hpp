@@ -8,9 +8,9 @@
 
 namespace gatedelta::testing::emulated {
 
-template <class Config>
+template <class Config, class RunWhole>
 void run_slice(const BackwardProblem& problem, const cuda::portable::BackwardParams& p, const cuda::portable::Cut& cut,
-               const Options& options) {
+               const Options& options, const RunWhole& run_whole) {
   using namespace cuda::portable;
   using Elem = typename Config::Elem;
   using Forward = WithPass<StatesPass, Config>;
@@ -24,10 +24,14 @@ void run_slice(const BackwardProblem& problem, const cuda::portable::BackwardPar
     run_transitions<GradientChain, Transitions<GradientPass, Config>>(gradients, cut.kind, options);
     run_folds<Config::kKeys>(p, options);
   }
-  launch(chain_ctas(states), Forward::kThreads, Forward::Smem::kBytes, options,
-         [&](int cta, int tid) { States<Forward>(states, cta, tid).run(); });
-  launch(chain_ctas(gradients), Backward::kThreads, Backward::Smem::kBytes, options,
-         [&](int cta, int tid) { GradientChain<Backward>(gradients, cta, tid).run(); });
+  run_chain<States, Forward>(states, options);
+  run_chain<GradientChain, Backward>(gradients, options);
+  if (cut.prices.has_whole_grid)
+    run_whole(cut.whole_kind, [&](auto config) {
+      using Whole = WithPass<StatesPass, decltype(config)>;
+      run_chain<States, Whole>(whole_params(states, cut.whole_kind), options);
+      run_chain<GradientChain, WithPass<GradientPass, Whole>>(whole_params(gradients, cut.whole_kind), options);
+    });
   launch(gradient_ctas(problem), Rows::kThreads, Rows::Smem::kBytes, options,
          [&](int cta, int tid) { Gradients<Rows>(p, tid).run(cta); });
   launch(gate_ctas(problem), kGateThreads, 0, options,
@@ -40,13 +44,14 @@ void run_slice(const BackwardProblem& problem, const cuda::portable::BackwardPar
 }
 
 // Config: any pass of the chains' instance.
-template <class Config>
-void run_kernels(const BackwardProblem& problem, char* workspace, const Options& options) {
+template <class Config, class RunWhole = NoWholeGrid>
+void run_kernels(const BackwardProblem& problem, char* workspace, const Options& options,
+                 const RunWhole& run_whole = {}) {
   using namespace cuda::portable;
   const BackwardWorkspace layout = backward_layout(problem);
-  const Cut cut = choose_cut(problem, layout, device_of(options));
+  const Cut cut = cut_of(problem, layout, options);
   for (int i = 0; i < slice_count(problem); ++i)
-    run_slice<Config>(slice_of(problem, i), params_of(problem, layout, workspace, cut, i), cut, options);
+    run_slice<Config>(slice_of(problem, i), params_of(problem, layout, workspace, cut, i), cut, options, run_whole);
 }
 
 }  // namespace gatedelta::testing::emulated

@@ -10,11 +10,11 @@ namespace gatedelta::testing {
 namespace {
 
 // Copies come at once in every other case, and as late as they may in the others.
-void check(const Specs& specs, int multiprocessors = 1) {
+void check(const Specs& specs, int multiprocessors = 1, bool has_whole_grid = false) {
   unsigned seed = 0;
   for (const std::string& spec : specs) {
     Judge judge(parse_case(spec));
-    const emulated::Options options{multiprocessors, ++seed % 2 == 0, seed};
+    const emulated::Options options{multiprocessors, ++seed % 2 == 0, seed, has_whole_grid};
     const Judgement judgement = judge.backward(
         Compute::tensor_cores, [&](const gd_backward_args& args) { return emulated::run(args, options); });
     EXPECT_TRUE(judgement.ok()) << spec << "\n" << judgement.text();
@@ -158,7 +158,7 @@ struct PackSegments {
   std::vector<cuda::portable::SlotRange> ranges;
 };
 PackSegments pack_segments(const std::vector<int64_t>& lengths, int64_t tokens, int heads, int size = 128,
-                           int multiprocessors = 132) {
+                           int multiprocessors = 132, bool has_whole_grid = false) {
   using namespace cuda::portable;
   const int count = static_cast<int>(lengths.size());
   std::vector<int32_t> offsets = {0};
@@ -170,7 +170,7 @@ PackSegments pack_segments(const std::vector<int64_t>& lengths, int64_t tokens, 
   problem.in.key_heads = problem.in.value_heads = heads, problem.in.group = 1;
   problem.in.key_dim = problem.in.value_dim = size;
   problem.in.sequences = {count, 1, tokens, {offsets.data(), false, true}};
-  PackSegments found{emulated::cut_of(problem, {multiprocessors}), {}, {}, {}};
+  PackSegments found{emulated::cut_of(problem, {multiprocessors, false, 1, has_whole_grid}), {}, {}, {}};
   Params p{};
   p.sequences = sequences_of(problem.in);
   p.value_heads = heads, p.segment_chunks = found.cut.chunks;
@@ -259,6 +259,25 @@ TEST(EmulatedBackward, PacksAreCutByTheirLengths) {
   check(cross({"lengths=5300+0+700 pad=2000 K=32 V=16 dtype=bf16", "lengths=300+0+900 pad=6800 K=32 V=32 dtype=fp16"},
               {"gate=zero", "gate=raw"}),
         132);
+}
+
+// With a second grid, for whole sequences, one of the two has nothing to do.
+TEST(EmulatedBackward, PacksHaveAGridForWholeSequences) {
+  const std::vector<int64_t> cut_lengths = {30000, 2768}, whole_lengths = {1000, 0, 1200};
+  const PackSegments cut = pack_segments(cut_lengths, 32775, 4, 128, 132, true);
+  ASSERT_TRUE(cut.cut.prices.has_whole_grid);
+  expect_all_chunks(cut.states, cut_lengths);
+  for (const cuda::portable::SlotRange& range : cut.ranges) EXPECT_GT(range.count, 0);
+  const PackSegments whole = pack_segments(whole_lengths, 32768, 4, 128, 132, true);
+  ASSERT_TRUE(whole.cut.prices.has_whole_grid);
+  for (const auto& segments : {whole.states, whole.gradients})
+    for (const cuda::portable::Segment& segment : segments) EXPECT_LT(segment.sequence, 0);
+  for (const cuda::portable::SlotRange& range : whole.ranges) EXPECT_EQ(range.count, 0);
+  check(cross({"lengths=5300+0+700 pad=2000 K=32 V=16 dtype=bf16", "lengths=300+0+900 pad=6800 K=32 V=32 dtype=fp16",
+               "lengths=70+900 pad=7100 K=32 V=32 dtype=bf16"},
+              {"gate=zero", "gate=raw"}),
+        132, true);
+  check({"lengths=700+30 pad=20000 K=128 V=128 dtype=bf16"}, 132, true);
 }
 
 TEST(EmulatedBackward, StatesOfSegments) {
@@ -353,15 +372,22 @@ TEST(EmulatedBackward, BitsDependOnTheInputsAlone) {
 
 // A pack that the segments kernel does not cut has the bits of a call that forbids cuts.
 TEST(EmulatedBackward, UncutPacksHaveTheSameBits) {
-  Problem problem(parse_case("lengths=600+0+900 pad=6500 K=32 V=16 dtype=bf16"));
-  const emulated::Options options{132, true, 1};
-  ASSERT_GT(emulated::cut_of(emulated::problem_of(problem.backward), options).chunks, 0);
-  ASSERT_EQ(emulated::run(problem.backward, options), "");
-  const auto outputs = outputs_of(problem.backward);
-  problem.reset();
+  Problem problem(parse_case("lengths=600+0+900 pad=6500 Hk=2 Hv=2 K=32 V=16 dtype=bf16"));
   problem.backward.context_parallel = GD_CP_OFF;
-  ASSERT_EQ(emulated::run(problem.backward, options), "");
-  EXPECT_EQ(outputs, outputs_of(problem.backward));
+  ASSERT_EQ(emulated::run(problem.backward, {132}), "");
+  const auto outputs = outputs_of(problem.backward);
+  for (const bool has_whole_grid : {false, true})
+    for (const bool is_small : {false, true}) {
+      problem.reset();
+      problem.backward.context_parallel = GD_CP_AUTO;
+      problem.backward.small_workspace = is_small;
+      const emulated::Options options{132, true, 1, has_whole_grid};
+      const cuda::portable::Cut cut = emulated::cut_of(emulated::problem_of(problem.backward), options);
+      ASSERT_GT(cut.chunks, 0);
+      ASSERT_EQ(cut.prices.has_whole_grid, has_whole_grid);
+      ASSERT_EQ(emulated::run(problem.backward, options), "");
+      EXPECT_EQ(outputs, outputs_of(problem.backward)) << has_whole_grid << is_small;
+    }
 }
 
 // Two segments of a head that does not fade: either chain's second one begins with what the first one has, bit for bit.

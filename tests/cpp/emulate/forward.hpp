@@ -23,10 +23,21 @@ struct Options {
   int multiprocessors = 1;  // of the device: how many value columns a CTA has follows from it
   bool eager_copies = false;
   unsigned seed = 1;
+  bool has_whole_grid = false;  // packs that may be cut have one, also where the host would not give them one
 };
 // With shared memory as on Hopper.
 inline cuda::portable::Multiprocessors device_of(const Options& options) {
   return {options.multiprocessors, 228 << 10};
+}
+template <class Problem, class Layout>
+cuda::portable::Cut cut_of(const Problem& problem, const Layout& layout, const Options& options) {
+  using cuda::portable::ChainKind;
+  cuda::portable::Cut cut = cuda::portable::choose_cut(problem, layout, device_of(options));
+  if (!options.has_whole_grid || cut.prices.chain_count == 0) return cut;
+  cut.prices.has_whole_grid = true;
+  if (cuda::portable::compiled_keys(problem.in.key_dim) == 128)  // an instance of its own
+    cut.whole_kind = cut.kind == ChainKind::k128Half ? ChainKind::k128Quarter : ChainKind::k128Half;
+  return cut;
 }
 
 // ---- what src/api makes of valid arguments -------------------------------------------------------------------------
@@ -166,11 +177,14 @@ inline void run_segments(const cuda::portable::Params& p, const cuda::portable::
          [&](int cta, int tid) { FindSegments::run(p, prices, cta, slots, tid); });
 }
 template <template <class> class Chain, class Config>
+void run_chain(const cuda::portable::Params& p, const Options& options) {
+  launch(cuda::portable::chain_ctas(p), Config::kThreads, Config::Smem::kBytes, options,
+         [&](int cta, int tid) { Chain<Config>(p, cta, tid).run(); });
+}
+template <template <class> class Chain, class Config>
 void run_transitions(const cuda::portable::Params& p, cuda::portable::ChainKind kind, const Options& options) {
   using namespace cuda::portable;
-  const Params transitions = transition_params(p, kind, std::is_same_v<typename Config::Pass, StatesPass>);
-  launch(chain_ctas(transitions), Config::kThreads, Config::Smem::kBytes, options,
-         [&](int cta, int tid) { Chain<Config>(transitions, cta, tid).run(); });
+  run_chain<Chain, Config>(transition_params(p, kind, std::is_same_v<typename Config::Pass, StatesPass>), options);
 }
 template <int kKeys>
 void run_folds(const cuda::portable::Params& p, const Options& options) {
@@ -180,11 +194,20 @@ void run_folds(const cuda::portable::Params& p, const Options& options) {
          [&](int cta, int tid) { Fold<Config>(p, cta, tid).run(); });
 }
 
-template <class Config>
-void run_kernels(const ForwardProblem& problem, char* workspace, const Options& options) {
+// For programs with one instance, whose calls have no grid for whole sequences.
+struct NoWholeGrid {
+  template <class Body>
+  void operator()(cuda::portable::ChainKind, const Body&) const {
+    throw std::runtime_error("no instance for whole sequences");
+  }
+};
+// run_whole(kind, body) calls body with that instance.
+template <class Config, class RunWhole = NoWholeGrid>
+void run_kernels(const ForwardProblem& problem, char* workspace, const Options& options,
+                 const RunWhole& run_whole = {}) {
   using namespace cuda::portable;
   const ForwardWorkspace layout = forward_layout(problem);
-  const Cut cut = choose_cut(problem, layout, device_of(options));
+  const Cut cut = cut_of(problem, layout, options);
   const Params p = params_of(problem, layout, workspace, cut);
   run_prepare<typename Config::Elem, Config::kKeys>(p, prepare_ctas(problem), options);
   if (p.segment_chunks) {
@@ -192,8 +215,10 @@ void run_kernels(const ForwardProblem& problem, char* workspace, const Options& 
     run_transitions<States, Transitions<StatesPass, Config>>(p, cut.kind, options);
     run_folds<Config::kKeys>(p, options);
   }
-  launch(chain_ctas(p), Config::kThreads, Config::Smem::kBytes, options,
-         [&](int cta, int tid) { Forward<Config>(p, cta, tid).run(); });
+  run_chain<Forward, Config>(p, options);
+  if (cut.prices.has_whole_grid)
+    run_whole(cut.whole_kind,
+              [&](auto config) { run_chain<Forward, decltype(config)>(whole_params(p, cut.whole_kind), options); });
 }
 
 inline std::vector<gd_tensor*> aligned_rows(gd_forward_args& args) {

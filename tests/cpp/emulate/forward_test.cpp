@@ -11,11 +11,11 @@ namespace {
 using emulated::run;
 
 // Copies come at once in every other case, and as late as they may in the others.
-void check(const Specs& specs, int multiprocessors = 1) {
+void check(const Specs& specs, int multiprocessors = 1, bool has_whole_grid = false) {
   unsigned seed = 0;
   for (const std::string& spec : specs) {
     Judge judge(parse_case(spec));
-    const emulated::Options options{multiprocessors, ++seed % 2 == 0, seed};
+    const emulated::Options options{multiprocessors, ++seed % 2 == 0, seed, has_whole_grid};
     const Judgement judgement =
         judge.forward(Compute::tensor_cores, [&](const gd_forward_args& args) { return run(args, options); });
     EXPECT_TRUE(judgement.ok()) << spec << "\n" << judgement.text();
@@ -127,6 +127,17 @@ TEST(EmulatedForward, PacksAreCutByTheirLengths) {
         132);
 }
 
+// With a second grid, for whole sequences, one of the two has nothing to do.
+TEST(EmulatedForward, PacksHaveAGridForWholeSequences) {
+  check(
+      cross({"lengths=6900+0+1100 K=32 V=32 dtype=bf16", "lengths=64+7300+636 pad=9 K=32 V=16 dtype=fp16 inplace",
+             "lengths=900+0+700 pad=6400 K=32 V=32 dtype=bf16 inplace", "lengths=70+900 pad=7100 K=32 V=48 dtype=fp16"},
+            {"gate=zero", "gate=raw"}),
+      132, true);
+  check({"lengths=1500+30 pad=20000 K=128 V=128 dtype=bf16", "lengths=30+2100 pad=3 K=128 V=64 dtype=fp16 pool"}, 132,
+        true);
+}
+
 std::vector<char> bytes_of(const gd_tensor& t) {  // of a tensor without gaps
   const char* data = static_cast<const char*>(t.data);
   return {data, data + element_count(t) * element_bytes(t.dtype)};
@@ -134,18 +145,21 @@ std::vector<char> bytes_of(const gd_tensor& t) {  // of a tensor without gaps
 
 // A pack that the segments kernel does not cut has the bits of a call that forbids cuts.
 TEST(EmulatedForward, UncutPacksHaveTheSameBits) {
-  for (const char* gates : {"gate=zero", "gate=raw"}) {
-    Problem problem(parse_case(std::string("lengths=600+0+900 pad=6500 K=32 V=32 dtype=bf16 inplace ") + gates));
-    const emulated::Options options{132, true, 1};
-    ASSERT_GT(emulated::cut_of(emulated::problem_of(problem.forward), options).chunks, 0);
-    ASSERT_EQ(run(problem.forward, options), "");
-    const auto o = bytes_of(problem.forward.o), states = bytes_of(problem.forward.final_state);
-    problem.reset();
-    problem.forward.context_parallel = GD_CP_OFF;
-    ASSERT_EQ(run(problem.forward, options), "");
-    EXPECT_EQ(o, bytes_of(problem.forward.o)) << gates;
-    EXPECT_EQ(states, bytes_of(problem.forward.final_state)) << gates;
-  }
+  for (const char* gates : {"gate=zero", "gate=raw"})
+    for (const bool has_whole_grid : {false, true}) {
+      Problem problem(parse_case(std::string("lengths=600+0+900 pad=6500 K=32 V=32 dtype=bf16 inplace ") + gates));
+      const emulated::Options options{132, true, 1, has_whole_grid};
+      const cuda::portable::Cut cut = emulated::cut_of(emulated::problem_of(problem.forward), options);
+      ASSERT_GT(cut.chunks, 0);
+      ASSERT_EQ(cut.prices.has_whole_grid, has_whole_grid);
+      ASSERT_EQ(run(problem.forward, options), "");
+      const auto o = bytes_of(problem.forward.o), states = bytes_of(problem.forward.final_state);
+      problem.reset();
+      problem.forward.context_parallel = GD_CP_OFF;
+      ASSERT_EQ(run(problem.forward, options), "");
+      EXPECT_EQ(o, bytes_of(problem.forward.o)) << gates;
+      EXPECT_EQ(states, bytes_of(problem.forward.final_state)) << gates;
+    }
 }
 
 TEST(EmulatedForward, SegmentsOfHeadsThatFade) {

@@ -6,16 +6,17 @@
 namespace gatedelta::testing::emulated {
 
 inline cuda::portable::Cut cut_of(const ForwardProblem& problem, const Options& options) {
-  return cuda::portable::choose_cut(problem, cuda::portable::forward_layout(problem), device_of(options));
+  return cut_of(problem, cuda::portable::forward_layout(problem), options);
 }
 inline cuda::portable::Cut cut_of(const BackwardProblem& problem, const Options& options) {
-  return cuda::portable::choose_cut(problem, cuda::portable::backward_layout(problem), device_of(options));
+  return cut_of(problem, cuda::portable::backward_layout(problem), options);
 }
 template <class Elem, class Problem>
 void run_instance(const Problem& problem, char* workspace, const Options& options) {
   using namespace cuda::portable;
-  with_chain<ForwardPass, Elem>(cut_of(problem, options).kind,
-                                [&](auto config) { run_kernels<decltype(config)>(problem, workspace, options); });
+  const auto with_instance = [](ChainKind kind, const auto& body) { with_chain<ForwardPass, Elem>(kind, body); };
+  with_instance(cut_of(problem, options).kind,
+                [&](auto config) { run_kernels<decltype(config)>(problem, workspace, options, with_instance); });
 }
 template <class Args>
 std::string run(const Args& args, const Options& options) {

@@ -101,7 +101,8 @@ TEST_F(Backward, Segments) {
 TEST_F(Backward, CutsLongSequences) {
   check(cross({"T=3000 Hk=1 Hv=2", "lengths=3000+70+0+900 pad=9 Hk=1 Hv=2"},
               {"gate=zero", "gate=weak", "gate=mixed", "gate=strong", "gate=spiky", "gate=raw l2norm"}));
-  check({"T=9000 Hk=1 Hv=2 gate=mixed", "T=4001 Hk=1 Hv=1 gate=zero", "lengths=5000+3x500 Hk=1 Hv=4 gate=mixed"});
+  check({"T=9000 Hk=1 Hv=2 gate=mixed", "T=4001 Hk=1 Hv=1 gate=zero", "lengths=5000+3x500 Hk=1 Hv=4 gate=mixed",
+         "lengths=8x1024 Hk=2 Hv=4 gate=mixed", "lengths=5300+7x413 Hk=2 Hv=4 gate=mixed"});
 }
 
 // A backward that uses what a forward saved. Each of the two may cut or not.

@@ -25,7 +25,8 @@ class Gpu : public ::testing::Test {
 // Every case runs with both row types, at the only head size.
 inline const Specs kTypes = {"K=128 V=128 dtype=bf16", "K=128 V=128 dtype=fp16"};
 
-// The kernels under test. gpu_portable is gpu_forward and gpu_backward with the portable ones forced.
+// The kernels under test. gpu_portable has the portable ones forced in forward and backward, and asks for them where
+// there are no others: decode, convolution, norm and the layer's step.
 #ifdef GD_TEST_PORTABLE
 constexpr gd_isa kForcedIsa = GD_ISA_CUDA_PORTABLE;
 #else

@@ -185,7 +185,9 @@ TEST_F(Forward, Segments) {
   check({"T=3000 Hk=1 Hv=5 segment=8 gate=mixed", "B=3 T=1500 Hk=2 Hv=2 segment=5 gate=weak keys=correlated",
          "T=12000 Hk=1 Hv=4", "T=9000 Hk=1 Hv=2 gate=zero", "T=9000 Hk=1 Hv=2 gate=strong",
          "lengths=9000+500+2000 Hk=2 Hv=4 gate=weak"});  // the last four are cut automatically
-  check({"lengths=500+0+900 pad=11000 Hk=1 Hv=4", "lengths=100+0+11900+1 Hk=1 Hv=4 gate=mixed"});  // as lengths ask for
+  check({"lengths=500+0+900 pad=11000 Hk=1 Hv=4", "lengths=100+0+11900+1 Hk=1 Hv=4 gate=mixed",
+         "lengths=4x2048 Hk=2 Hv=8 gate=mixed",
+         "lengths=5000+1000+1500+692 Hk=2 Hv=8 gate=mixed"});  // as lengths ask for
 }
 
 // Cut or not, the error is about the same. Also where it exceeds the bounds of the table, which do not cover thousands
