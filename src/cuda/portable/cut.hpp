@@ -63,7 +63,7 @@ struct CutSearch {
   CutPrices prices_of(ChainKind kind, ChainKind whole_kind, bool has_whole_grid) const {
     const ChainKind narrow = transition_kind(kind);
     CutPrices prices;
-    prices.costs = costs_of(kind), prices.transition_costs = costs_of(narrow),
+    prices.costs = costs_of(kind), prices.transition_costs = costs_of(narrow);
     prices.whole_costs = costs_of(whole_kind);
     prices.multiprocessors = static_cast<float>(device.count);
     prices.has_whole_grid = has_whole_grid;
@@ -115,24 +115,23 @@ struct CutSearch {
       attempt(length);
     }
   }
-  // What the segments kernel takes of some lengths, where segments may not be shorter than the host's.
+  // What cuts of some lengths take, where segments may not be shorter than the host's.
   struct Curve {
     static constexpr int kMost = 48;
     int count = 0;
-    int length[kMost];  // falling
+    int length[kMost];  // falling; the first one is no cut
     float time[kMost];  // the least of this length and of all longer ones
 
     float at(int least_length) const {
-      int i = 0;
-      while (i + 1 < count && length[i + 1] >= least_length) ++i;
-      return time[i];
+      const int* const end = std::partition_point(length + 1, length + count, [&](int l) { return l >= least_length; });
+      return time[end - length - 1];
     }
     float least() const { return time[count - 1]; }
   };
   Curve curve_of(const CutPrices& prices, const Lengths& lengths) const {
     const LengthSums sums = lengths.sums();
     Curve curve;
-    float least = is_pack() ? prices.of(sums, {}, lengths.longest) : prices.uncut(sums);
+    float least = kNever;
     curve.length[0] = lengths.longest, curve.time[0] = least;
     curve.count = 1;
     each_length(lengths, [&](int length) {
@@ -161,18 +160,21 @@ struct CutSearch {
   struct Guesses {
     int count;
     Lengths lengths[kGuesses];
-    float best[kGuesses];
+    float best[kGuesses], weights[kGuesses];  // the best time so far; of a microsecond
 
-    void consider(int i, float time) { best[i] = std::min(best[i], time); }
+    void consider(int i, float time) {
+      best[i] = std::min(best[i], time);
+      weights[i] = lengths[i].weight / best[i];
+    }
     template <class Time>
     float sum(const Time& time) const {
       float sum = 0;
-      for (int i = 0; i < count; ++i) sum += lengths[i].weight / best[i] * time(i);
+      for (int i = 0; i < count; ++i) sum += weights[i] * time(i);
       return sum;
     }
   };
   Guesses all_guesses() const {
-    Guesses all{guesses(), {}, {}};
+    Guesses all{guesses(), {}, {}, {}};
     for (int i = 0; i < all.count; ++i) all.lengths[i] = guess(i), all.best[i] = kNever;
     return all;
   }
@@ -193,40 +195,52 @@ struct CutSearch {
     });
     return best;
   }
-  // Where segments may be cut, no guess has shorter ones than another one wants. A second grid, for whole sequences, is
-  // worth it where they may be as good.
+  // An instance for segments, perhaps with a second grid for whole sequences.
+  struct Option {
+    ChainKind kind;
+    CutPrices prices;
+    const Curve* curves;    // [kGuesses], without a second grid
+    float whole[kGuesses];  // where the device cuts nothing
+
+    float time(int i, int least_length) const {
+      return std::min(whole[i], curves[i].at(least_length) + prices.second_grids());
+    }
+  };
+  Option option_of(ChainKind kind, const CutPrices& prices, const Curve* curves, Guesses& all) const {
+    Option option{kind, prices, curves, {}};
+    for (int i = 0; i < all.count; ++i) {
+      const LengthSums sums = all.lengths[i].sums();
+      option.whole[i] = is_pack() ? prices.of(sums, {}, sums.longest) : prices.uncut(sums);
+      all.consider(i, option.time(i, 1));
+    }
+    return option;
+  }
+  // Where segments may be cut, no guess has shorter ones than another one wants. A second grid is worth it where whole
+  // sequences may be as good.
   Cut chosen() const {
-    constexpr int kOptions = 6;
-    struct {
-      ChainKind kind;
-      CutPrices prices;
-      Curve curves[kGuesses];
-    } options[kOptions];
-    int option_count = 0;
+    constexpr int kKinds = 3;
+    Curve curves[kKinds][kGuesses];
+    Option options[2 * kKinds];
+    int kinds = 0, option_count = 0;
     Guesses all = all_guesses();
     const ChainKind whole = whole_kind();
     const auto uncut = [&, prices = prices_of(whole)](int i) { return prices.uncut(all.lengths[i].sums()); };
     for (int i = 0; i < all.count; ++i) all.consider(i, uncut(i));
-    const auto add = [&](ChainKind kind, const CutPrices& prices) {
-      auto& option = options[option_count++];
-      option.kind = kind, option.prices = prices;
-      for (int i = 0; i < all.count; ++i) {
-        option.curves[i] = curve_of(prices, all.lengths[i]);
-        all.consider(i, option.curves[i].least());
-      }
-    };
     each_kind([&](ChainKind kind) {
-      add(kind, prices_of(kind));
-      if (is_pack()) add(kind, prices_of(kind, whole, true));
+      const CutPrices prices = prices_of(kind);
+      Curve* const mine = curves[kinds++];
+      for (int i = 0; i < all.count; ++i) mine[i] = curve_of(prices, all.lengths[i]);
+      options[option_count++] = option_of(kind, prices, mine, all);
+      if (is_pack()) options[option_count++] = option_of(kind, prices_of(kind, whole, true), mine, all);
     });
     Cut best;
     float least = kNever;
     for (int k = 0; k < option_count; ++k) {
-      const auto& option = options[k];
+      const Option& option = options[k];
       for (int g = 0; g < all.count; ++g)
         for (int at = 1; at < option.curves[g].count; ++at) {
           const int length = option.curves[g].length[at];
-          const float sum = all.sum([&](int i) { return option.curves[i].at(length); });
+          const float sum = all.sum([&](int i) { return option.time(i, length); });
           if (sum >= least) continue;
           least = sum;
           best = {length, option.kind, whole, is_pack() ? option.prices : CutPrices{}, {}};

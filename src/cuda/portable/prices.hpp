@@ -100,12 +100,16 @@ struct CutPrices {
     }
     return sum;
   }
+  // The grids of whole sequences, where these are cut.
+  GD_HOST_DEVICE float second_grids() const {
+    return has_whole_grid ? CutCosts::kIdle * static_cast<float>(chain_count) : 0.0f;
+  }
   // By segments of `length` chunks.
   GD_HOST_DEVICE float cut(const LengthSums& lengths, const SegmentSums& sums, int length) const {
     const auto L = static_cast<float>(length);
     const int steps = (lengths.longest + length - 1) / length - 2;  // of a fold
     float sum = steps > 0 ? CutCosts::kFoldStep * static_cast<float>(steps) : 0.0f;
-    if (has_whole_grid) sum += CutCosts::kIdle * static_cast<float>(chain_count);
+    sum += second_grids();
     for (int i = 0; i < chain_count; ++i) {
       const Chain& chain = chains[i];
       const float persistent = CutCosts::kPersistent * sums.boundaries * chain.transition_ctas;
