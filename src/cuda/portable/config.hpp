@@ -457,10 +457,11 @@ inline int log_parts(int columns, int cta_columns) {
 
 // A cut of sequences (cut.hpp).
 struct Cut {
-  int chunks = 0;                                                // of a segment; 0 = no sequence is cut
-  ChainKind kind = ChainKind::k64, whole_kind = ChainKind::k64;  // the second one of the grids for whole sequences
-  CutPrices prices = {};      // of a pack, whose segments may turn out longer; otherwise of no chain
-  SegmentSums expected = {};  // of a pack a guess
+  int chunks = 0;                         // of a segment; 0 = no sequence is cut
+  ChainKind kind = ChainKind::k64;        // of segments; of whole sequences, if they have no other grid
+  ChainKind whole_kind = ChainKind::k64;  // of the grid for whole sequences (CutPrices::has_whole_grid)
+  CutPrices prices = {};                  // of a pack, whose segments may turn out longer; otherwise of no chain
+  SegmentSums expected = {};              // of a pack a guess
 };
 
 // layout: that of the problem.

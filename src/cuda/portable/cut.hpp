@@ -182,7 +182,8 @@ struct CutSearch {
   ChainKind whole_kind() const {
     Guesses all = all_guesses();
     each_kind([&](ChainKind kind) {
-      for (int i = 0; i < all.count; ++i) all.consider(i, prices_of(kind).uncut(all.lengths[i].sums()));
+      const CutPrices prices = prices_of(kind);
+      for (int i = 0; i < all.count; ++i) all.consider(i, prices.uncut(all.lengths[i].sums()));
     });
     ChainKind best = ChainKind::k64;
     float least = kNever;

@@ -1,4 +1,4 @@
-// Numbers in memory of a type known at run time.
+// Numbers in memory of a type known at run time, and sums over the lanes of a warp.
 #pragma once
 
 #include "cuda/portable/ptx.cuh"
@@ -17,6 +17,17 @@ GD_DEVICE void store_number(void* data, gd_dtype dtype, int64_t at, float x) {
     static_cast<uint16_t*>(data)[at] =
         static_cast<uint16_t>(dtype == GD_BF16 ? pack<Bf16>(x, 0.0f) : pack<Fp16>(x, 0.0f));
   }
+}
+
+// Of a lane's number and those of the lanes before it.
+template <class T>
+GD_DEVICE T inclusive_sum(T x, int lane) {
+#pragma unroll
+  for (int by = 1; by < 32; by *= 2) {
+    const T before = shuffle_up(x, by);
+    if (lane >= by) x += before;
+  }
+  return x;
 }
 
 // What a state tensor holds, so that one branch on its type stands around many accesses.

@@ -47,18 +47,15 @@ Outcome launch_slice(const BackwardProblem& problem, const BackwardParams& p, co
            ran(launch_folds(p, device, stream), "launch the folds");
   };
   const ChainLaunch how = chain_launch(cut, p, multiprocessors), whole = whole_launch(cut, multiprocessors);
-  const auto run_chains = [&] {
-    if (!ran(launch_states(states, how, device, stream), "launch the states kernel") ||
-        !ran(launch_gradient_chain(gradients, how, device, stream), "launch the chain of gradients"))
-      return false;
-    if (!cut.prices.has_whole_grid) return true;
-    return ran(launch_states(whole_params(states, whole.kind), whole, device, stream), "launch the states kernel") &&
-           ran(launch_gradient_chain(whole_params(gradients, whole.kind), whole, device, stream),
-               "launch the chain of gradients");
+  const auto run_chains = [&](const Params& of_states, const Params& of_gradients, const ChainLaunch& with) {
+    return ran(launch_states(of_states, with, device, stream), "launch the states kernel") &&
+           ran(launch_gradient_chain(of_gradients, with, device, stream), "launch the chain of gradients");
   };
   const bool all = (problem.saved || ran(launch_prepare(p, prepare_ctas(forward_of(problem)), device, stream),
                                          "launch the prepare kernel")) &&
-                   (p.segment_chunks == 0 || begin_chains()) && run_chains() &&
+                   (p.segment_chunks == 0 || begin_chains()) && run_chains(states, gradients, how) &&
+                   (!cut.prices.has_whole_grid ||
+                    run_chains(whole_params(states, whole.kind), whole_params(gradients, whole.kind), whole)) &&
                    ran(launch_gradients(p, gradient_ctas(problem), device, stream), "launch the gradients kernel") &&
                    ran(small(portable_gate_gradients_kernel<Elem>, gate_ctas(problem), kGateThreads),
                        "launch the gradients of gates") &&

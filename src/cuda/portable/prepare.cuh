@@ -321,7 +321,7 @@ struct Prepare {
   // A lane has a token.
   GD_DEVICE static void store_vectors(const Params& p, uint8_t* out, float gate, float beta, uint32_t logs,
                                       uint32_t smem, int step, int lane) {
-    const float log = sum_before(gate, lane);
+    const float log = inclusive_sum(gate, lane);
     const float end = shuffle(log, 31), gamma = exp2_approx(log);
     const float rk = load_shared(norms_of(smem, false, step) + lane * 4),
                 rq = load_shared(norms_of(smem, true, step) + lane * 4);
@@ -338,7 +338,8 @@ struct Prepare {
   // What the step does to older states, for the lengths of warm-ups. A lane has a token.
   // NOTE(ptxas): not a part of solve(), which has no register to spare.
   GD_DEVICE static void store_decay(ChunkDecay* to, uint32_t gates, int to_betas, uint32_t smem, int step, int lane) {
-    const float beta = load_shared(gates + to_betas + lane * 4), log = sum_before(load_shared(gates + lane * 4), lane);
+    const float beta = load_shared(gates + to_betas + lane * 4),
+                log = inclusive_sum(load_shared(gates + lane * 4), lane);
     const float end = shuffle(log, 31), length = load_shared(smem + Smem::kLengths + (step * kStep + lane) * 4);
     float written = beta * exp2_approx(end - log);
     float growth = log2f(fmaxf(fabsf(1.0f - beta * length), 1.0f));
@@ -348,15 +349,6 @@ struct Prepare {
       growth += shuffle_xor(growth, by);
     }
     if (lane == 0) *to = decay_of(end, growth, written);
-  }
-  // Of a lane's number and those of the lanes before it.
-  GD_DEVICE static float sum_before(float x, int lane) {
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-      const float before = shuffle_up(x, by);
-      if (lane >= by) x += before;
-    }
-    return x;
   }
 
   // D of the 8 x 8 blocks on the diagonal: lane 8 r + c has column c of block r. Stored by columns, then times beta of

@@ -58,13 +58,7 @@ struct FindSegments {
   };
   GD_DEVICE static Counts count_segments_of_warp(const Params& p, int L, int n, int lane) {
     const int mine = count_segments(p, L, n);
-    int up_to = mine;
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-      const int before = shuffle_up(up_to, by);
-      if (lane >= by) up_to += before;
-    }
-    return {mine, up_to};
+    return {mine, inclusive_sum(mine, lane)};
   }
   GD_DEVICE static Place locate_segment(const Params& p, int L, int slot, int lane) {
     int left = slot;
