@@ -24,6 +24,7 @@ struct Chain {
   static constexpr int kI = kRows / 16;         // 16-row tiles of S^T
   static constexpr int kJ = Config::kKeys / 8;  // 8-column tiles of S^T
   static constexpr int kT = kStep / 8;          // 8-column tiles of a step's tokens
+  static constexpr int kKeyBlocks = Config::kKeys / 16;
 
   // A 16-row tile's products with the tokens of a step, as accumulators and as the left operand of the next product.
   using Tokens = float[kI][kT][4];
@@ -95,39 +96,44 @@ struct Chain {
 
   // ---- loads -------------------------------------------------------------------------------------------------------
 
-  // A thread copies one packet of every tile's row, of rows kRowStep apart. Rows past the end and columns past K are
-  // zero.
+  // A thread copies one packet of every tile's row, of rows kRowStep apart, in parts, so that the copies of the next step
+  // lie between products of this one. Rows past the end and columns past K are zero.
   static constexpr int kRowStep = kThreads / 8;
-  GD_DEVICE void load_shared_rows(int stage, int rows) {
+  static constexpr int kRowParts = kStep / kRowStep;
+  static constexpr int kSharedParts = kRowParts * Config::kTiles;
+  GD_DEVICE void load_shared_rows(int stage, int rows, int step) {
+#pragma unroll
+    for (int part = 0; part < kSharedParts; ++part) load_shared_part(stage, rows, part);
+    next_shared_rows(step);
+  }
+  GD_DEVICE void load_shared_part(int stage, int rows, int part) {
     static_assert(kRowStep % 8 == 0 && kStep % kRowStep == 0);  // all of them are swizzled alike
-    const int first = tid >> 3;
-    const uint32_t to = smem + stage * Config::kTiles * Config::kTileBytes + tile_offset(first, tid & 7);
-#pragma unroll
-    for (int i = 0; i < kStep / kRowStep; ++i) {
-      const bool is_row = first + i * kRowStep < rows;
-#pragma unroll
-      for (int tile = 0; tile < Config::kTiles; ++tile) {
-        const bool valid = is_row && tile * kTileColumns + (tid & 7) * kPacketColumns < p.key_dim;
-        const uint32_t at = to + tile * Config::kTileBytes + i * kRowStep * kTileRowBytes;
-        copy_async(at + Smem::kK, k + (valid ? i * kRowStep * p.k_stride + tile * kTileColumns : 0), valid);
-        if constexpr (Pass::kReadsQueries)
-          copy_async(at + Smem::kQ, q + (valid ? i * kRowStep * p.q_stride + tile * kTileColumns : 0), valid);
-      }
-    }
+    const int first = tid >> 3, i = part / Config::kTiles, tile = part % Config::kTiles;
+    const uint32_t to = smem + stage * Config::kTiles * Config::kTileBytes + tile_offset(first, tid & 7) +
+                        tile * Config::kTileBytes + i * kRowStep * kTileRowBytes;
+    const bool valid =
+        first + i * kRowStep < rows && tile * kTileColumns + (tid & 7) * kPacketColumns < p.key_dim;
+    copy_async(to + Smem::kK, k + i * kRowStep * p.k_stride + tile * kTileColumns, valid);
+    if constexpr (Pass::kReadsQueries)
+      copy_async(to + Smem::kQ, q + i * kRowStep * p.q_stride + tile * kTileColumns, valid);
     constexpr int kPackets = Prepared::kBytes / kPacketBytes;
 #pragma unroll
-    for (int i = 0; i < (kPackets + kThreads - 1) / kThreads; ++i)
-      if (tid + i * kThreads < kPackets)
-        copy_async(smem + Smem::kPrepared + stage * Prepared::kBytes + (tid + i * kThreads) * kPacketBytes,
-                   prepared + i * kThreads * kPacketBytes, true);
+    for (int j = part * kThreads; j < kPackets; j += kSharedParts * kThreads)
+      if (tid + j < kPackets)
+        copy_async(smem + Smem::kPrepared + stage * Prepared::kBytes + (tid + j) * kPacketBytes,
+                   prepared + j * kPacketBytes, rows > 0);
+  }
+  // From a step, 0 or 1 of its chunk.
+  GD_DEVICE void next_shared_rows(int step) {
     k += step_stride(p.k_stride);
     q += step_stride(p.q_stride);
+    next_prepared(step);
   }
   // From a step's rows to those of the next one.
   GD_DEVICE static int step_stride(uint32_t token_stride) {
     return Pass::kDirection * static_cast<int>(kStep * token_stride);
   }
-  // From a step, 0 or 1 of its chunk. The steps of a chunk follow each other, the chunks of a head do not.
+  // The steps of a chunk follow each other, the chunks of a head do not.
   GD_DEVICE void next_prepared(int step) {
     constexpr int kLast = Pass::kDirection > 0 ? kStepsPerChunk - 1 : 0;
     prepared +=
@@ -138,16 +144,19 @@ struct Chain {
   // A warp's own columns of V.
   static constexpr int kValuePackets = kRows / kPacketColumns, kValueRowStep = 32 / kValuePackets;
   GD_DEVICE uint32_t own_values() const { return smem + Smem::kValues + warp * Smem::kValueBytes; }
+  static constexpr int kValueParts = kStep / kValueRowStep;
   GD_DEVICE void load_own_values(int rows) {
+#pragma unroll
+    for (int part = 0; part < kValueParts; ++part) load_own_part(rows, part);
+    v += step_stride(p.v_stride);
+  }
+  GD_DEVICE void load_own_part(int rows, int part) {
     static_assert(kValueRowStep % 8 == 0);
     const int first = lane / kValuePackets, packet = lane % kValuePackets;
-    const uint32_t to = own_values() + values_offset<kRows>(first, packet);
-#pragma unroll
-    for (int i = 0; i < kStep / kValueRowStep; ++i) {
-      const bool valid = first + i * kValueRowStep < rows && packet * kPacketColumns < columns();
-      copy_async(to + i * kValueRowStep * kRows * 2, v + (valid ? i * kValueRowStep * p.v_stride : 0), valid);
-    }
-    v += step_stride(p.v_stride);
+    const uint32_t to = own_values() + values_offset<kRows>(first, packet) + part * kValueRowStep * kRows * 2;
+    const bool is_column = packet * kPacketColumns < columns();  // first: what is opaque would be a branch behind &&
+    const bool valid = first + part * kValueRowStep < rows && is_column;
+    copy_async(to, v + part * kValueRowStep * p.v_stride, valid);
   }
 
   // ---- states ------------------------------------------------------------------------------------------------------
@@ -219,17 +228,21 @@ struct Chain {
     const int64_t matrix = (p.sequences.first_chunk_index(at.sequence) + chunk) * p.value_heads + at.head;
     return reinterpret_cast<uint32_t*>(p.snapshots + matrix * p.snapshot_bytes() + at.column * 2 * p.key_dim) + lane;
   }
-  GD_DEVICE void next_snapshot(uint32_t*& to) const {
+  // S^T, packed as for a product. NOTE(ptxas): in the loop of the products its stores would be branches between them.
+  GD_DEVICE void keep_state(uint32_t*& to) {
+    const int columns = this->columns();
+#pragma unroll
+    for (int kk = 0; kk < kKeyBlocks; ++kk) {
+      uint32_t s[kI][4];
+      pack_state(s, kk);
+      const bool is_key = 16 * kk < p.key_dim;
+#pragma unroll
+      for (int i = 0; i < kI; ++i)
+#pragma unroll
+        for (int h = 0; h < 4; ++h)
+          if (is_key & (16 * i < columns)) to[((2 * i + h % 2) * (p.key_dim / 8) + 2 * kk + h / 2) * 32] = s[i][h];
+    }
     to += Pass::kDirection * p.value_heads * (p.snapshot_bytes() / 4);
-  }
-  // Sixteen key dimensions of S^T, packed as for a product.
-  GD_DEVICE void keep_state(uint32_t* to, const uint32_t (&s)[kI][4], int kk) const {
-    if (16 * kk >= p.key_dim) return;
-#pragma unroll
-    for (int i = 0; i < kI; ++i)
-      if (16 * i < columns())
-#pragma unroll
-        for (int h = 0; h < 4; ++h) to[((2 * i + h % 2) * (p.key_dim / 8) + 2 * kk + h / 2) * 32] = s[i][h];
   }
 
   // ---- products ----------------------------------------------------------------------------------------------------
@@ -276,8 +289,9 @@ struct Chain {
         }
     }
   }
-  // S^T += a X, X a step's rows.
-  GD_DEVICE void add_to_state(const Operand& a, uint32_t X) {
+  // S^T += a X, X a step's rows. between(i) is called after every sixteen tokens by sixteen key dimensions.
+  template <class Between>
+  GD_DEVICE void add_to_state(const Operand& a, uint32_t X, const Between& between) {
     const uint32_t own = tile_offset(lane & 15, lane >> 4);
 #pragma unroll
     for (int J = 0; J < kT / 2; ++J)
@@ -291,6 +305,7 @@ struct Chain {
 #pragma unroll
           for (int i = 0; i < kI; ++i)
             mma<Elem>(S[i][2 * kk + n], a[i][J][0], a[i][J][1], a[i][J][2], a[i][J][3], x[2 * n], x[2 * n + 1]);
+        between(J * (Config::kKeys / 16) + kk);
       }
   }
   // W = beta o V - beta gamma o (K S), from (K S)^T.
@@ -320,17 +335,27 @@ struct Chain {
   // c += a M, M lower triangular.
   GD_DEVICE void multiply_transposed_triangle(Tokens& c, const Operand& a, uint32_t M) const {
 #pragma unroll
-    for (int J = 0; J < kT / 2; ++J)
+    for (int I = 0; I < kT / 2; ++I) {
+      uint32_t rows[kI][4];
 #pragma unroll
-      for (int I = J; I < kT / 2; ++I) {
-        uint32_t x[4];
-        load_matrices_transposed(x, M + triangle_block(I, J) + lane * kPacketBytes);
+      for (int i = 0; i < kI; ++i)
 #pragma unroll
-        for (int n = 0; n < 2; ++n)
+        for (int part = 0; part < 4; ++part) rows[i][part] = a[i][I][part];
+      multiply_transposed_rows(c, rows, M, I);
+    }
+  }
+  // The same with sixteen columns of a and rows of M alone. It adds to the tokens up to these.
+  GD_DEVICE void multiply_transposed_rows(Tokens& c, const uint32_t (&a)[kI][4], uint32_t M, int I) const {
 #pragma unroll
-          for (int i = 0; i < kI; ++i)
-            mma<Elem>(c[i][2 * J + n], a[i][I][0], a[i][I][1], a[i][I][2], a[i][I][3], x[n], x[2 + n]);
-      }
+    for (int J = 0; J <= I; ++J) {
+      uint32_t x[4];
+      load_matrices_transposed(x, M + triangle_block(I, J) + lane * kPacketBytes);
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int i = 0; i < kI; ++i)
+          mma<Elem>(c[i][2 * J + n], a[i][0], a[i][1], a[i][2], a[i][3], x[n], x[2 + n]);
+    }
   }
   // c += a M^T, M lower triangular.
   GD_DEVICE void multiply_triangle(Tokens& c, const Operand& a, uint32_t M) const {
@@ -381,6 +406,15 @@ struct Chain {
       pack_tokens(to, c);
     }
   }
+  // V of the next step while the state gets this one's, `rows` being left from there on.
+  GD_DEVICE void add_to_state_and_load(const Operand& a, uint32_t X, int rows) {
+    add_to_state(a, X, [&](int i) {
+      const int part = i - kKeyBlocks / 2;
+      if (part >= 0 && part < kValueParts) load_own_part(rows, part);
+    });
+    v += step_stride(p.v_stride);
+    copy_commit();
+  }
   GD_DEVICE static void pack_carried(Operand& to, const Tokens& c) {
 #pragma unroll
     for (int i = 0; i < kI; ++i)
@@ -403,9 +437,9 @@ struct Chain {
 
   // ---- steps of the state alone ------------------------------------------------------------------------------------
 
-  // keep(s, kk) gets the state before the step, packed, store(U) what its tokens write.
-  template <class Keep, class Store>
-  GD_DEVICE void advance_state(int stage, int rows, const Keep& keep, const Store& store) {
+  // store(U) gets what the step's tokens write.
+  template <class Store>
+  GD_DEVICE void advance_state(int stage, int rows, const Store& store) {
     const uint32_t K = smem + Smem::kK + stage * Config::kTiles * Config::kTileBytes;
     const uint32_t prep = smem + Smem::kPrepared + stage * Prepared::kBytes;
     const float end = load_shared(prep + Prepared::kEnd);
@@ -416,43 +450,46 @@ struct Chain {
     for (int kk = 0; kk < Config::kKeys / 16; ++kk) {
       uint32_t s[kI][4];
       pack_state(s, kk);
-      keep(s, kk);
       scale_state(kk, end);
       multiply_rows(W, s, K, kk);  // (K S)^T
+      load_next(stage, rows - kStep, stage ^ 1, kk);
     }
     copy_wait<1>();  // V of this step; the rows of the next one may still be on their way
     sync_warp();
     find_values(W, prep);
-    pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
     sync_warp();  // all lanes have read V
-    if (rows > kStep) load_own_values(rows - kStep);
-    copy_commit();
+    pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
     multiply_triangle(W, packed, prep + Prepared::kN);  // U = W + N W
     store(W);
     scale(W, prep, kTail);
     pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
-    add_to_state(packed, K);
+    add_to_state_and_load(packed, K, rows - kStep);
   }
 
   // The rows of the first step, `rows` being left from there on.
   GD_DEVICE void load_first(int rows) {
-    if (rows > 0) {
-      load_shared_rows(0, rows);
-      next_prepared(0);
-    }
+    if (rows > 0) load_shared_rows(0, rows, 0);
     copy_commit();
     if (rows > 0) load_own_values(rows);
     copy_commit();
   }
-  // Waits for the rows of a step and asks for those of the next one.
-  GD_DEVICE void begin_step(int stage, int rows) {
+  // Waits for the rows of a step.
+  GD_DEVICE void begin_step() {
     copy_wait<1>();  // the rows of this step; its V may still be on its way
     sync_cta();      // of every thread; and the step before, whose stage is overwritten now, is over
-    if (rows > kStep) {
-      load_shared_rows(stage ^ 1, rows - kStep);
-      next_prepared(stage ^ 1);
+  }
+  // The rows of the next step, `step` of its chunk, `rows` being left from there on; they may be none. Called after the products of each sixteen
+  // key dimensions, and begins after the second ones: the first ones wait for nothing but shared memory.
+  GD_DEVICE void load_next(int stage, int rows, int step, int kk) {
+    constexpr int kAtOnce = (kSharedParts + kKeyBlocks - 2) / (kKeyBlocks - 1);
+#pragma unroll
+    for (int part = (kk - 1) * kAtOnce; part < kk * kAtOnce; ++part) {
+      if (part < 0 || part >= kSharedParts) continue;
+      load_shared_part(stage ^ 1, rows, part);
+      if (part < kSharedParts - 1) continue;
+      next_shared_rows(step);
+      copy_commit();
     }
-    copy_commit();
   }
 
   // ---- transitions -------------------------------------------------------------------------------------------------

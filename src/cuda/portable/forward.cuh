@@ -33,15 +33,14 @@ struct Forward : Chain<Config> {
     this->enter(segment, at);
 #pragma unroll 1
     for (int step = 0; step < warmup * kStepsPerChunk; ++step, rows -= kStep) {
-      this->begin_step(step & 1, rows);
-      this->advance_state(
-          step & 1, rows, [](const uint32_t(&)[kI][4], int) {}, [](const Tokens&) {});
+      this->begin_step();
+      this->advance_state(step & 1, rows, [](const Tokens&) {});
     }
 #pragma unroll 1
     for (int stage = 0;; stage ^= 1, rows -= kStep) {
       if (rows <= 0 || p.checkpoints) store_states(rows);
       if (rows <= 0) return;
-      this->begin_step(stage, rows);
+      this->begin_step();
       advance(stage, rows);
     }
   }
@@ -59,22 +58,23 @@ struct Forward : Chain<Config> {
       this->pack_state(s, kk);
       this->scale_state(kk, end);
       this->multiply_rows(W, s, K, kk);  // (K S)^T
+      this->load_next(stage, rows - kStep, stage ^ 1, kk);
+      if (kk == Base::kKeyBlocks - 1) {
+        copy_wait<1>();  // V of this step; the rows of the next one may still be on their way
+        sync_warp();
+      }
       this->multiply_rows(O, s, Q, kk);  // (Q S)^T
     }
-    copy_wait<1>();  // V of this step; the rows of the next one may still be on their way
-    sync_warp();
     this->find_values(W, prep);
-    Base::pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
     sync_warp();  // all lanes have read V
-    if (rows > kStep) this->load_own_values(rows - kStep);
-    copy_commit();
+    Base::pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
     this->multiply_triangle(W, packed, prep + Prepared::kN);  // U = W + N W
     this->scale(O, prep, kReadQuery);
     Base::pack_tokens(packed, W);
     this->multiply_triangle(O, packed, prep + Prepared::kP);
     this->scale(W, prep, kTail);
     Base::pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
-    this->add_to_state(packed, K);
+    this->add_to_state_and_load(packed, K, rows - kStep);
     this->store_outputs(O, rows);
   }
 

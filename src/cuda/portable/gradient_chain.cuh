@@ -38,8 +38,7 @@ struct GradientChain : Chain<Config> {
       const int first = segment.chunk * kStepsPerChunk;
       this->set_rows(at, first + step, first + steps_of(end) - 1);
       snapshot = this->snapshot_at(at, segment.chunk + segment.chunks - 1);
-      this->load_shared_rows(0, rows);
-      this->next_prepared(step % kStepsPerChunk);
+      this->load_shared_rows(step & 1, rows, step % kStepsPerChunk);
       copy_commit();
       this->load_own_values(rows);
       copy_commit();
@@ -49,18 +48,14 @@ struct GradientChain : Chain<Config> {
     } else {
       this->enter(segment, at);
     }
+#pragma unroll 1
+    for (; step >= outputs && step >= 0; --step, rows = kStep) advance<false>(rows, step);
     bool ends_chunk = true;
 #pragma unroll 1
-    for (int stage = 0; step >= 0; --step, stage ^= 1, rows = kStep) {
-      copy_wait<1>();  // the rows of this step; its dO may still be on its way
-      sync_cta();      // of every thread; and the step before, whose stage is overwritten now, is over
-      if (step > 0) {
-        this->load_shared_rows(stage ^ 1, kStep);
-        this->next_prepared((step - 1) % kStepsPerChunk);
-      }
-      copy_commit();
-      advance(stage, rows, ends_chunk, step<outputs, step> 0);
+    for (; step >= 0; --step, rows = kStep) {
+      if (ends_chunk) this->keep_state(snapshot);
       ends_chunk = step % kStepsPerChunk == 0;  // the next one does
+      advance<true>(rows, step);
     }
     store();
   }
@@ -77,38 +72,39 @@ struct GradientChain : Chain<Config> {
                         is_entry ? this->next_block() * p.state_numbers() : p.final.offset(slot, at.head), at.column);
   }
 
-  GD_DEVICE void advance(int stage, int rows, bool ends_chunk, bool has_outputs, bool more) {
+  template <bool kHasOutputs>
+  GD_DEVICE void advance(int rows, int step) {
+    this->begin_step();
+    const int stage = step & 1;
     const uint32_t K = smem + Smem::kK + stage * Config::kTiles * Config::kTileBytes, Q = K + (Smem::kQ - Smem::kK);
     const uint32_t prep = smem + Smem::kPrepared + stage * Prepared::kBytes;
     const float end = load_shared(prep + Prepared::kEnd);
     this->set_thread(opaque(this->tid));
+    const int more = step > 0 ? kStep : 0;  // rows of the next step
     Tokens Z;
     Operand outputs, packed;
 #pragma unroll
-    for (int kk = 0; kk < Config::kKeys / 16; ++kk) {
+    for (int kk = 0; kk < Base::kKeyBlocks; ++kk) {
       uint32_t s[kI][4];
       this->pack_state(s, kk);
-      if (ends_chunk && has_outputs) this->keep_state(snapshot, s, kk);
       this->scale_state(kk, end);
       this->multiply_rows(Z, s, K, kk);  // (K G)^T
+      this->load_next(stage, more, stage ^ 1, kk);
     }
-    if (ends_chunk && has_outputs) this->next_snapshot(snapshot);
     copy_wait<1>();  // dO of this step; the rows of the next one may still be on their way
     sync_warp();
     load_outputs(outputs);
     sync_warp();  // all lanes have read dO
-    if (more) this->load_own_values(kStep);
-    copy_commit();
     this->scale(Z, prep, kTail);
     this->multiply_transposed_triangle(Z, outputs, prep + Prepared::kP);  // dU
     solve(Z, packed, prep);
     scale_operands(packed, outputs, Z, prep);
-    if (has_outputs) {
+    if constexpr (kHasOutputs) {
       scale_values(Z, prep);
       this->store_outputs(Z, rows);
     }
-    this->add_to_state(packed, K);
-    this->add_to_state(outputs, Q);
+    this->add_to_state_and_load(packed, K, more);
+    this->add_to_state(outputs, Q, [](int) {});
   }
 
   // Z = dU + N^T dU, dU being in Z. Where keys resemble each other, rows of dU are alike and rows of Z, their
@@ -116,17 +112,19 @@ struct GradientChain : Chain<Config> {
   GD_DEVICE void solve(Tokens& Z, Operand& packed, uint32_t prep) const {
     Base::pack_tokens(packed, Z);
     if (std::is_same_v<Elem, Bf16> && load_shared(prep + Prepared::kCarry) > 0) {
-      Operand error;
 #pragma unroll
-      for (int i = 0; i < kI; ++i)
+      for (int I = 0; I < kT / 2; ++I) {
+        uint32_t error[kI][4];
 #pragma unroll
-        for (int n = 0; n < kT; ++n)
+        for (int i = 0; i < kI; ++i)
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const float2 two = unpack<Elem>(packed[i][n / 2][n % 2 * 2 + h]);
-            error[i][n / 2][n % 2 * 2 + h] = pack<Elem>(Z[i][n][2 * h] - two.x, Z[i][n][2 * h + 1] - two.y);
+          for (int part = 0; part < 4; ++part) {
+            const float(&z)[4] = Z[i][2 * I + part / 2];
+            const float2 two = unpack<Elem>(packed[i][I][part]);
+            error[i][part] = pack<Elem>(z[part % 2 * 2] - two.x, z[part % 2 * 2 + 1] - two.y);
           }
-      this->multiply_transposed_triangle(Z, error, prep + Prepared::kN);
+        this->multiply_transposed_rows(Z, error, prep + Prepared::kN, I);  // rows of dU before I alone
+      }
     }
     this->multiply_transposed_triangle(Z, packed, prep + Prepared::kN);
   }

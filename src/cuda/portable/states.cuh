@@ -42,26 +42,19 @@ struct States : Chain<Config> {
     } else {
       this->enter(segment, at);
     }
+    int stage = 0;
 #pragma unroll 1
-    for (int stage = 0; rows > 0; stage ^= 1, rows -= kStep) {
-      this->begin_step(stage, rows);
-      advance(stage, rows, rows <= outputs);
+    for (; rows > outputs && rows > 0; stage ^= 1, rows -= kStep) {
+      this->begin_step();
+      this->advance_state(stage, rows, [](const Tokens&) {});
+    }
+#pragma unroll 1
+    for (; rows > 0; stage ^= 1, rows -= kStep) {
+      this->begin_step();
+      if (stage == 0) this->keep_state(snapshot);  // before the first step of a chunk
+      this->advance_state(stage, rows, [&](const Tokens& U) { this->store_outputs(U, rows); });
     }
     if (this->is_transition()) p.summaries ? store_summary() : store();
-  }
-
-  GD_DEVICE void advance(int stage, int rows, bool has_outputs) {
-    const bool begins_chunk = stage == 0;
-    this->advance_state(
-        stage, rows,
-        [&](const uint32_t(&s)[kI][4], int kk) {
-          if (begins_chunk && has_outputs) this->keep_state(snapshot, s, kk);
-        },
-        [&](const Tokens& U) {
-          if (!has_outputs) return;
-          if (begins_chunk) this->next_snapshot(snapshot);
-          this->store_outputs(U, rows);
-        });
   }
 
   // ---- transitions -------------------------------------------------------------------------------------------------
