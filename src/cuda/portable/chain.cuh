@@ -35,7 +35,7 @@ struct Chain {
   const int cta, warp;
   int tid, lane, g, t;
   const uint16_t *k, *q, *v;  // what this thread copies for the next step
-  const uint8_t* prepared;
+  uint32_t prepared;          // likewise, in packets from the first step's on: no 64 bits
   uint16_t* o;  // where this thread stores outputs of this step
   float S[kI][kJ][4];
 
@@ -89,9 +89,9 @@ struct Chain {
         lane / kValuePackets * p.v_stride + lane % kValuePackets * kPacketColumns;
     o = static_cast<uint16_t*>(p.o.data) + p.o.offset(batch, at.span.begin + output_step * kStep, at.head) + at.column +
         g * p.o_stride + (t & 1) * 8 + (t >> 1) * 4;
-    prepared = p.prepared_step(p.sequences.first_chunk_index(at.sequence) + step / kStepsPerChunk, at.head,
-                               step % kStepsPerChunk) +
-               tid * kPacketBytes;
+    const uint8_t* const first = p.prepared_step(
+        p.sequences.first_chunk_index(at.sequence) + step / kStepsPerChunk, at.head, step % kStepsPerChunk);
+    prepared = static_cast<uint32_t>((first - p.prepared) / kPacketBytes) + tid;
   }
 
   // ---- loads -------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ struct Chain {
     for (int j = part * kThreads; j < kPackets; j += kSharedParts * kThreads)
       if (tid + j < kPackets)
         copy_async(smem + Smem::kPrepared + stage * Prepared::kBytes + (tid + j) * kPacketBytes,
-                   prepared + j * kPacketBytes, rows > 0);
+                   p.prepared + int64_t{prepared + j} * kPacketBytes, rows > 0);
   }
   // From a step, 0 or 1 of its chunk.
   GD_DEVICE void next_shared_rows(int step) {
@@ -135,11 +135,9 @@ struct Chain {
   }
   // The steps of a chunk follow each other, the chunks of a head do not.
   GD_DEVICE void next_prepared(int step) {
-    constexpr int kLast = Pass::kDirection > 0 ? kStepsPerChunk - 1 : 0;
-    prepared +=
-        Pass::kDirection *
-        (step != kLast ? Prepared::kBytes
-                       : (int64_t{p.prepared_heads} * kStepsPerChunk - (kStepsPerChunk - 1)) * Prepared::kBytes);
+    constexpr int kLast = Pass::kDirection > 0 ? kStepsPerChunk - 1 : 0, kPackets = Prepared::kBytes / kPacketBytes;
+    prepared += Pass::kDirection *
+                (step != kLast ? kPackets : (p.prepared_heads * kStepsPerChunk - (kStepsPerChunk - 1)) * kPackets);
   }
   // A warp's own columns of V.
   static constexpr int kValuePackets = kRows / kPacketColumns, kValueRowStep = 32 / kValuePackets;
@@ -396,11 +394,10 @@ struct Chain {
   }
   // The same for an operand that is summed over tokens. Where keys resemble each other, rounding errors add up: a row
   // of U is then v_i - v_{i-1}, and 32 errors meet in a sum that is one v. In steps with such keys (`carries`) each
-  // error is carried on to the lane's next token, in groups of four. fp16 has three bits more and needs none of it.
-  GD_DEVICE static void pack_summed(Operand& to, const Tokens& c, [[maybe_unused]] bool carries) {
-    if constexpr (std::is_same_v<Elem, Fp16>) {
-      pack_tokens(to, c);
-    } else if (carries) {
+  // error is carried on to the lane's next token, in groups of four. NOTE(ptxas): fp16 has three bits more and could do
+  // without; but without the branch the forward kernel spills on sm_80.
+  GD_DEVICE static void pack_summed(Operand& to, const Tokens& c, bool carries) {
+    if (carries) {
       pack_carried(to, c);
     } else {
       pack_tokens(to, c);

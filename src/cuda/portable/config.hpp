@@ -151,9 +151,9 @@ using Chain64 = ChainConfig<Pass, Elem, 64, 16, 4, 4>;
 template <class Pass, class Elem>
 using Chain128 = ChainConfig<Pass, Elem, 128, 32, 4, 2>;
 template <class Pass, class Elem>
-using Chain128Half = ChainConfig<Pass, Elem, 128, 16, 4, 2>;
+using Chain128Half = ChainConfig<Pass, Elem, 128, 16, 4, 3>;
 template <class Pass, class Elem>
-using Chain128Quarter = ChainConfig<Pass, Elem, 128, 16, 2, 4>;
+using Chain128Quarter = ChainConfig<Pass, Elem, 128, 16, 2, 6>;
 template <class Pass, class Elem>
 using Chain256 = ChainConfig<Pass, Elem, 256, 16, 8, 1>;
 
@@ -187,15 +187,19 @@ constexpr int kFoldColumns = 8;  // value columns of a CTA of the fold
 template <int kKeysOf>
 struct FoldConfig {
   static constexpr int kKeys = kKeysOf, kColumns = kFoldColumns;
-  static constexpr int kThreads = kKeys / 4 * kColumns;
-  static constexpr int kDepth = kKeys == 128 ? 32 : 16, kStages = 4;  // rows of M^T in a stage
-  static_assert(kStages - 1 <= kKeys / kDepth);                       // what is loaded ahead is the next M's at most
+  static constexpr int kDepth = kKeys == 128 ? 32 : 16, kStages = kKeys == 256 ? 3 : 4;  // rows of M^T in a stage
+  static_assert(kStages - 1 <= kKeys / kDepth);  // what is loaded ahead is the next M's at most
+  static constexpr int kSlices = 4;              // of a stage's rows, each multiplied by its warps
+  static constexpr int kThreads = kSlices * (kKeys / 4) * (kColumns / 4);  // a thread sums 4 x 4 numbers
 
   struct Smem {
     static constexpr int kState = 0;
     static constexpr int kMaps = kState + kKeys * kColumns * 4;
     static constexpr int kStageBytes = kDepth * kKeys * 4;
-    static constexpr int kBytes = kMaps + kStages * kStageBytes;
+    static constexpr int kSums = kMaps + kStages * kStageBytes;  // [slice][column][kKeys]
+    static constexpr int kColumnBytes = kKeys * 4 + 16;          // no two columns of a row in the same banks
+    static constexpr int kSumBytes = kColumns * kColumnBytes;
+    static constexpr int kBytes = kSums + kSlices * kSumBytes;
     static_assert(kBytes <= 99 << 10);
   };
 };

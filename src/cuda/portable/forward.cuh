@@ -36,12 +36,19 @@ struct Forward : Chain<Config> {
       this->begin_step();
       this->advance_state(step & 1, rows, [](const Tokens&) {});
     }
+    int stage = 0;
+    // The code that stores states is long: outside of the loop over steps, which ends early where checkpoints may be due.
 #pragma unroll 1
-    for (int stage = 0;; stage ^= 1, rows -= kStep) {
+    while (true) {
       if (rows <= 0 || p.checkpoints) store_states(rows);
       if (rows <= 0) return;
-      this->begin_step();
-      advance(stage, rows);
+#pragma unroll 1
+      do {
+        this->begin_step();
+        advance(stage, rows);
+        stage ^= 1;
+        rows -= kStep;
+      } while (rows > 0 && !p.checkpoints);
     }
   }
 

@@ -148,8 +148,9 @@ struct FindSegments {
 
 // ---- folds ---------------------------------------------------------------------------------------------------------
 
-// A CTA has eight value columns of a head of a sequence: S in shared memory, rows of M^T in stages. A thread has four
-// rows of a column of S.
+// A CTA has eight value columns of a head of a sequence: S in shared memory, rows of M^T in stages. A quarter of the
+// threads multiplies a quarter of the rows that are there; a thread has 4 x 4 numbers of the product, so that what it
+// loads serves four times. The quarters' sums meet in shared memory.
 template <class Config>
 struct Fold {
   using Smem = typename Config::Smem;
@@ -157,7 +158,7 @@ struct Fold {
 
   const Params& p;
   const uint32_t smem = shared_base();
-  const int tid, row = tid / Config::kColumns * 4, column = tid % Config::kColumns;
+  const int tid, row = tid / Config::kColumns * 4, column = tid % Config::kColumns;  // of the new state: four rows
   int n, head, first_column, first_slot, segments;
   bool is_mirrored;  // of the chain of gradients, which the second half of the CTAs have
   const Segment* records;
@@ -181,7 +182,6 @@ struct Fold {
   GD_DEVICE int64_t block_of(int segment) const {
     return int64_t{first_slot + (is_mirrored ? segments - 1 - segment : segment)} * p.value_heads + head;
   }
-  GD_DEVICE bool is_entered(int segment) const { return records[block_of(segment)].is_entered(); }
   GD_DEVICE float* entry(int segment, int k, int c) const {
     return entries + block_of(segment) * p.state_numbers() + k * p.key_state_stride +
            (first_column + c) * p.value_state_stride;
@@ -190,30 +190,36 @@ struct Fold {
 
   GD_DEVICE void run() {
     if (segments < 3 || !any_entered()) return;
-    bool here = is_entered(1), next = is_entered(2);
+    // Records are asked for two steps before it is known whether they matter: a step is not to wait for one.
+    int here = begins_with(1), next = begins_with(2), after = begins_with(3);
     bool is_loaded = false;  // S is in shared memory, and the first blocks of M are on their way
     int block = 0;           // of all steps
 #pragma unroll 1
     for (int i = 1; i + 1 < segments; ++i) {
-      const bool after = i + 2 < segments && is_entered(i + 2);
-      if (here && next) {
+      const int later = begins_with(i + 3);
+      const bool folds = here == Segment::kFromEntry && next == Segment::kFromEntry;
+      const bool goes_on = after == Segment::kFromEntry;
+      if (folds) {
         if (!is_loaded) load_state(i);
         if (!is_loaded) load_blocks(i, block);
-        multiply(i, block, after);
+        multiply(i, block, goes_on);
         block += kBlocks;
       }
-      is_loaded = here && next && after;
+      is_loaded = folds && goes_on;
       here = next;
       next = after;
+      after = later;
     }
   }
+  // A segment's warm-up; of none 0.
+  GD_DEVICE int begins_with(int segment) const { return segment < segments ? records[block_of(segment)].warmup : 0; }
 
   // Most heads fade: they are not to wait for one record after the other.
   GD_DEVICE bool any_entered() const {
     int count = 0;
 #pragma unroll 1
     for (int i = 1 + (tid & 31); i - (tid & 31) < segments; i += 32)
-      count += count_lanes(i < segments && is_entered(i));
+      count += count_lanes(begins_with(i) == Segment::kFromEntry);
     return count > 0;
   }
 
@@ -230,21 +236,23 @@ struct Fold {
   }
   // Rows of M^T; those past K and numbers past K are zero.
   GD_DEVICE void load_block(int segment, int b, int block) const {
-    const float* const from = maps + block_of(segment) * p.key_dim * p.key_dim;
-    const uint32_t to = smem + Smem::kMaps + block % Config::kStages * Smem::kStageBytes;
-    constexpr int kPackets = kKeys / 4;
-#pragma unroll 1
-    for (int i = tid; i < Config::kDepth * kPackets; i += Config::kThreads) {
-      const int r = i / kPackets, c = i % kPackets * 4, j = b * Config::kDepth + r;
-      const bool valid = j < p.key_dim && c < p.key_dim;
-      copy_async(to + (r * kKeys + c) * 4, from + (valid ? j * p.key_dim + c : 0), valid);
-    }
+    constexpr int kPackets = kKeys / 4, kRows = Config::kThreads / kPackets;  // of a row; at once
+    const int r = tid / kPackets, c = tid % kPackets * 4, j = b * Config::kDepth + r;
+    const float* const from = maps + block_of(segment) * p.key_dim * p.key_dim + j * p.key_dim + c;
+    const uint32_t to = smem + Smem::kMaps + block % Config::kStages * Smem::kStageBytes + (r * kKeys + c) * 4;
+    static_assert(Config::kDepth % kRows == 0);
+#pragma unroll
+    for (int i = 0; i < Config::kDepth; i += kRows)
+      copy_async(to + i * kKeys * 4, from + i * p.key_dim, j + i < p.key_dim && c < p.key_dim);
     copy_commit();
   }
 
   // From the state that enters a segment to the next one's.
   GD_DEVICE void multiply(int segment, int block, bool goes_on) {
-    float local[4], sum[4] = {0, 0, 0, 0};
+    constexpr int kQuads = kKeys / 4, kLanes = 16;  // rows of a warp are 4 x 16, columns two times four
+    const int slice = tid / (2 * kQuads), place = tid % (2 * kQuads);
+    const int quad = place / (2 * kLanes) * kLanes + place % kLanes, columns = place / kLanes % 2 * 4;
+    float local[4], sum[4][4] = {};  // [column][row]
 #pragma unroll
     for (int r = 0; r < 4; ++r) local[r] = row < p.key_dim ? *entry(segment + 1, row + r, column) : 0.0f;
 #pragma unroll 1
@@ -259,24 +267,40 @@ struct Fold {
       } else {
         copy_commit();
       }
-      const uint32_t map = smem + Smem::kMaps + (block + b) % Config::kStages * Smem::kStageBytes + row * 4;
-#pragma unroll 8
-      for (int j = 0; j < Config::kDepth; ++j) {
-        const float4 m = load_shared4(map + j * kKeys * 4);
-        const float s = load_shared(state_at(b * Config::kDepth + j, column));
-        sum[0] = fmaf(m.x, s, sum[0]);
-        sum[1] = fmaf(m.y, s, sum[1]);
-        sum[2] = fmaf(m.z, s, sum[2]);
-        sum[3] = fmaf(m.w, s, sum[3]);
+      constexpr int kMine = Config::kDepth / Config::kSlices;
+      const uint32_t map = smem + Smem::kMaps + (block + b) % Config::kStages * Smem::kStageBytes +
+                           (slice * kMine * kKeys + quad * 4) * 4;
+      const uint32_t state = state_at(b * Config::kDepth + slice * kMine, columns);
+#pragma unroll
+      for (int j = 0; j < kMine; ++j) {
+        const float4 m = load_shared4(map + j * kKeys * 4), s = load_shared4(state + j * Config::kColumns * 4);
+        add_product(sum[0], m, s.x);
+        add_product(sum[1], m, s.y);
+        add_product(sum[2], m, s.z);
+        add_product(sum[3], m, s.w);
       }
     }
-    sync_cta();  // S is not read any more
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      store_shared4(sum_at(slice, columns + c, quad * 4), sum[c][0], sum[c][1], sum[c][2], sum[c][3]);
+    sync_cta();  // all sums are there, and S is not read any more
+    float x[4] = {local[0], local[1], local[2], local[3]};
+#pragma unroll
+    for (int i = 0; i < Config::kSlices; ++i) add_product(x, load_shared4(sum_at(i, column, row)), 1);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const float x = sum[r] + local[r];
-      store_shared(state_at(row + r, column), x);
-      if (row < p.key_dim) *entry(segment + 1, row + r, column) = x;
+      store_shared(state_at(row + r, column), x[r]);
+      if (row < p.key_dim) *entry(segment + 1, row + r, column) = x[r];
     }
+  }
+  GD_DEVICE static void add_product(float (&sum)[4], const float4& m, float by) {
+    sum[0] = fmaf(m.x, by, sum[0]);
+    sum[1] = fmaf(m.y, by, sum[1]);
+    sum[2] = fmaf(m.z, by, sum[2]);
+    sum[3] = fmaf(m.w, by, sum[3]);
+  }
+  GD_DEVICE uint32_t sum_at(int slice, int c, int k) const {
+    return smem + Smem::kSums + slice * Smem::kSumBytes + c * Smem::kColumnBytes + k * 4;
   }
 };
 

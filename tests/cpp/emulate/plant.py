@@ -33,11 +33,11 @@ FORWARD = {
     "values_are_not_waited_for": Mistake("forward.cuh", "copy_wait<1>();  // V of this step", "copy_wait<2>();  // V"),
     "chunk_is_not_waited_for": Mistake("prepare.cuh", "copy_wait<0>();", "copy_wait<1>();"),
     "next_rows_overwrite_this_stage": Mistake(
-        "chain.cuh", "load_shared_rows(stage ^ 1, rows - kStep)", "load_shared_rows(stage, rows - kStep)"
+        "chain.cuh", "load_shared_part(stage ^ 1, rows, part)", "load_shared_part(stage, rows, part)"
     ),
     # addresses
     "no_swizzle": Mistake(
-        "chain.cuh", "tile_offset(first, tid & 7);", "first * kTileRowBytes + (tid & 7) * kPacketBytes;"
+        "chain.cuh", "tile_offset(first, tid & 7) +", "first * kTileRowBytes + (tid & 7) * kPacketBytes +"
     ),
     "misaligned_values": Mistake("config.hpp", "kPrepared = kValues + kWarps * kValueBytes", "kPrepared = kValues + 8"),
     "states_by_the_wrong_stride": Mistake(
@@ -46,7 +46,9 @@ FORWARD = {
     ),
     "one_place_for_all_checkpoints": Mistake("forward.cuh", "first + done / p.checkpoint_every - 1", "first"),
     # ends of sequences
-    "rows_past_the_end_are_read": Mistake("chain.cuh", "valid = is_row && ", "valid = (is_row || rows) && "),
+    "rows_past_the_end_are_read": Mistake(
+        "chain.cuh", "first + i * kRowStep < rows && tile", "(first + i * kRowStep < rows || rows > 0) && tile"
+    ),
     "rows_past_the_end_are_written": Mistake("chain.cuh", "if (8 * n + g < rows && 16", "if (8 * n + g <= rows && 16"),
     # numbers
     "infinite_gates_are_not_clamped": Mistake(
@@ -94,7 +96,7 @@ FORWARD = {
         "segments.cuh", "left - shuffle(counts.up_to - counts.mine, found)", "left"
     ),
     "ranges_begin_a_slot_late": Mistake("segments.cuh", "first + counts.up_to - counts.mine", "first + counts.up_to"),
-    "no_folds": Mistake("segments.cuh", "if (here && next) {", "if (here && next && i < 0) {"),
+    "no_folds": Mistake("segments.cuh", "if (folds) {", "if (folds && i < 0) {"),
     "fold_by_the_next_map": Mistake(
         "segments.cuh", "load_block(segment, ahead, block + ahead);", "load_block(segment + 1, ahead, block + ahead);"
     ),
@@ -105,7 +107,7 @@ FORWARD = {
     "no_barrier_between_blocks_of_a_fold": Mistake(
         "segments.cuh", "sync_cta();  // the block is there", "// the block is there"
     ),
-    "no_barrier_after_a_fold": Mistake("segments.cuh", "sync_cta();  // S is not read any more", "// S"),
+    "no_barrier_after_a_fold": Mistake("segments.cuh", "sync_cta();  // all sums are there, and S is not", "// S is not"),
 }  # fmt: skip
 
 BACKWARD = {
@@ -114,7 +116,7 @@ BACKWARD = {
         "chain.cuh", "sync_cta();      // of every thread", "// of every thread"
     ),
     "no_barrier_between_steps_of_gradients": Mistake(
-        "gradient_chain.cuh", "sync_cta();      // of every thread", "// of every thread"
+        "gradient_chain.cuh", "this->begin_step();", "copy_wait<1>();"
     ),
     "no_barrier_between_stages": Mistake("gradients.cuh", "sync_cta();  // the stage is there", "// the stage"),
     "no_barrier_before_pairs": Mistake("gradients.cuh", "sync_cta();  // the last stage is not", "// the last"),
@@ -129,7 +131,7 @@ BACKWARD = {
     ),
     # addresses
     "prepared_steps_in_the_wrong_order": Mistake("chain.cuh", "Pass::kDirection > 0 ? kStepsPerChunk - 1 : 0", "1"),
-    "states_after_half_a_chunk": Mistake("states.cuh", "begins_chunk = stage == 0", "begins_chunk = stage == 1"),
+    "states_after_half_a_chunk": Mistake("states.cuh", "if (stage == 0) this->keep_state", "if (stage == 1) this->keep_state"),
     "gradients_after_half_a_chunk": Mistake(
         "gradient_chain.cuh", "ends_chunk = step % kStepsPerChunk == 0", "ends_chunk = step % kStepsPerChunk == 1"
     ),
@@ -162,17 +164,18 @@ BACKWARD = {
     ),
     "gates_pass_their_own_write": Mistake("gate_gradients.cuh", "float sum = shuffle_up(x, 1);", "float sum = x;"),
     "no_projection": Mistake("gradients.cuh", "-r * r * sum_of(which, row(i, h))", "0"),
-    "queries_do_not_move_the_gradient": Mistake("gradient_chain.cuh", "this->add_to_state(outputs, Q);", ""),
+    "queries_do_not_move_the_gradient": Mistake("gradient_chain.cuh", "this->add_to_state(outputs, Q, [](int) {});", ""),
     # segments
     "warmup_of_gradients_is_a_chunk_short": Mistake(
         "segments.cuh", "warmup > 0 && warmup < boundary ? warmup :",
         "warmup > 0 && warmup < boundary ? warmup - kGradients :",
     ),
     "gradients_of_warmups_are_stored": Mistake(
-        "gradient_chain.cuh", "if (ends_chunk && has_outputs) this->next_snapshot(",
-        "if (ends_chunk) this->next_snapshot(",
+        "gradient_chain.cuh", "advance<false>(rows, step);", "advance<true>(rows, step);"
     ),
-    "states_of_warmups_are_stored": Mistake("states.cuh", "if (!has_outputs) return;", ""),
+    "states_of_warmups_are_stored": Mistake(
+        "states.cuh", "[](const Tokens&) {}", "[&](const Tokens& U) { this->store_outputs(U, rows); }"
+    ),
     "snapshots_begin_with_the_warmup": Mistake("states.cuh", "this->snapshot_at(at, segment.chunk)",
                                                "this->snapshot_at(at, first)"),
     "values_begin_with_the_warmup": Mistake(
