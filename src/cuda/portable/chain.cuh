@@ -36,7 +36,7 @@ struct Chain {
   int tid, lane, g, t;
   const uint16_t *k, *q, *v;  // what this thread copies for the next step
   uint32_t prepared;          // likewise, in packets from the first step's on: no 64 bits
-  uint16_t* o;  // where this thread stores outputs of this step
+  uint16_t* o;                // where this thread stores outputs of this step
   float S[kI][kJ][4];
 
   struct Place {
@@ -89,15 +89,15 @@ struct Chain {
         lane / kValuePackets * p.v_stride + lane % kValuePackets * kPacketColumns;
     o = static_cast<uint16_t*>(p.o.data) + p.o.offset(batch, at.span.begin + output_step * kStep, at.head) + at.column +
         g * p.o_stride + (t & 1) * 8 + (t >> 1) * 4;
-    const uint8_t* const first = p.prepared_step(
-        p.sequences.first_chunk_index(at.sequence) + step / kStepsPerChunk, at.head, step % kStepsPerChunk);
+    const uint8_t* const first = p.prepared_step(p.sequences.first_chunk_index(at.sequence) + step / kStepsPerChunk,
+                                                 at.head, step % kStepsPerChunk);
     prepared = static_cast<uint32_t>((first - p.prepared) / kPacketBytes) + tid;
   }
 
   // ---- loads -------------------------------------------------------------------------------------------------------
 
-  // A thread copies one packet of every tile's row, of rows kRowStep apart, in parts, so that the copies of the next step
-  // lie between products of this one. Rows past the end and columns past K are zero.
+  // A thread copies one packet of every tile's row, of rows kRowStep apart, in parts, so that the copies of the next
+  // step lie between products of this one. Rows past the end and columns past K are zero.
   static constexpr int kRowStep = kThreads / 8;
   static constexpr int kRowParts = kStep / kRowStep;
   static constexpr int kSharedParts = kRowParts * Config::kTiles;
@@ -111,8 +111,7 @@ struct Chain {
     const int first = tid >> 3, i = part / Config::kTiles, tile = part % Config::kTiles;
     const uint32_t to = smem + stage * Config::kTiles * Config::kTileBytes + tile_offset(first, tid & 7) +
                         tile * Config::kTileBytes + i * kRowStep * kTileRowBytes;
-    const bool valid =
-        first + i * kRowStep < rows && tile * kTileColumns + (tid & 7) * kPacketColumns < p.key_dim;
+    const bool valid = first + i * kRowStep < rows && tile * kTileColumns + (tid & 7) * kPacketColumns < p.key_dim;
     copy_async(to + Smem::kK, k + i * kRowStep * p.k_stride + tile * kTileColumns, valid);
     if constexpr (Pass::kReadsQueries)
       copy_async(to + Smem::kQ, q + i * kRowStep * p.q_stride + tile * kTileColumns, valid);
@@ -351,8 +350,7 @@ struct Chain {
 #pragma unroll
       for (int n = 0; n < 2; ++n)
 #pragma unroll
-        for (int i = 0; i < kI; ++i)
-          mma<Elem>(c[i][2 * J + n], a[i][0], a[i][1], a[i][2], a[i][3], x[n], x[2 + n]);
+        for (int i = 0; i < kI; ++i) mma<Elem>(c[i][2 * J + n], a[i][0], a[i][1], a[i][2], a[i][3], x[n], x[2 + n]);
     }
   }
   // c += a M^T, M lower triangular.
@@ -475,8 +473,9 @@ struct Chain {
     copy_wait<1>();  // the rows of this step; its V may still be on its way
     sync_cta();      // of every thread; and the step before, whose stage is overwritten now, is over
   }
-  // The rows of the next step, `step` of its chunk, `rows` being left from there on; they may be none. Called after the products of each sixteen
-  // key dimensions, and begins after the second ones: the first ones wait for nothing but shared memory.
+  // The rows of the next step, `step` of its chunk, `rows` being left from there on; they may be none. Called after the
+  // products of each sixteen key dimensions, and begins after the second ones: the first ones wait for nothing but
+  // shared memory.
   GD_DEVICE void load_next(int stage, int rows, int step, int kk) {
     constexpr int kAtOnce = (kSharedParts + kKeyBlocks - 2) / (kKeyBlocks - 1);
 #pragma unroll

@@ -14,15 +14,15 @@ namespace gatedelta::cuda::portable {
 constexpr ChainCosts chain_costs(ChainKind kind) {
   switch (kind) {
     case ChainKind::k64: return {1.6f, 0.4f, 4};
-    case ChainKind::k128: return {3.07f, 1.79f, 2};
-    case ChainKind::k128Half: return {1.97f, 1.18f, 3};
-    case ChainKind::k128Quarter: return {1.75f, 0.585f, 6};
+    case ChainKind::k128: return {3.1f, 1.4f, 2};
+    case ChainKind::k128Half: return {1.97f, 1.1f, 3};
+    case ChainKind::k128Quarter: return {1.84f, 0.6f, 6};
     case ChainKind::k256: break;
   }
   return {5.1f, 0.0f, 1};
 }
-constexpr ChainWork kForwardWork = {1.0f, 0.96f, 8, true}, kStatesWork = {1.34f, 0.96f, 8, true},
-                    kGradientsWork = {1.34f, 1.14f, 7.6f, false};
+constexpr ChainWork kForwardWork = {1.0f, 0.8f, 8, true}, kStatesWork = {1.13f, 0.78f, 8.6f, true},
+                    kGradientsWork = {1.25f, 0.98f, 7.7f, false};
 
 // Lengths that a call may have, in chunks: one sequence, and others that are not longer.
 struct Lengths {

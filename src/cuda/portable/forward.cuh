@@ -37,7 +37,8 @@ struct Forward : Chain<Config> {
       this->advance_state(step & 1, rows, [](const Tokens&) {});
     }
     int stage = 0;
-    // The code that stores states is long: outside of the loop over steps, which ends early where checkpoints may be due.
+    // The code that stores states is long: outside of the loop over steps, which ends early where checkpoints may be
+    // due.
 #pragma unroll 1
     while (true) {
       if (rows <= 0 || p.checkpoints) store_states(rows);

@@ -21,10 +21,10 @@ struct ChainWork {
 };
 struct CutCosts {
   static constexpr float kItem = 1.0f;         // of a CTA besides its chunks
-  static constexpr float kChain = 8.0f;        // of the kernels of cuts besides their CTAs, for each chain
-  static constexpr float kFoldStep = 3.7f;     // of a fold
+  static constexpr float kChain = 7.7f;        // of the kernels of cuts besides their CTAs, for each chain
+  static constexpr float kFoldStep = 2.6f;     // of a fold
   static constexpr float kIdle = 3.5f;         // of each kernel that has nothing to do
-  static constexpr float kPersistent = 0.25f;  // the share of heads taken for persistent
+  static constexpr float kPersistent = 0.26f;  // the share of heads taken for persistent
   static constexpr float kWorth = 1.06f;       // by as much the estimate of a cut has to win
 };
 

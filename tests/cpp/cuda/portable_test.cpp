@@ -131,8 +131,8 @@ TEST(PortableCut, FewHeadsAreCut) {
     };
     EXPECT_GT(chunks(1, 32768, 8), 0) << size;
     EXPECT_GT(chunks(1, 8192, 8), 0) << size;
-    EXPECT_EQ(chunks(1, 32768, 32) > 0, size < 256) << size;  // at 256 there is room for two segments alone
-    EXPECT_EQ(chunks(8, 8192, 64), 0) << size;                // 512 heads
+    EXPECT_GT(chunks(1, 32768, 32), 0) << size;
+    EXPECT_EQ(chunks(8, 8192, 64), 0) << size;  // 512 heads
     EXPECT_EQ(chunks(1, 1024, 8), 0) << size;
     EXPECT_EQ(chunks(600, 8192, 1), 0) << size;
     EXPECT_EQ(cut_of(problem_of(1, 32768, 8, size, size), 1).chunks, 0) << size;  // one multiprocessor is full
@@ -157,7 +157,7 @@ TEST(PortableCut, PacksMayBeUneven) {
   EXPECT_EQ(pack.prices.chain_count, 1);
   EXPECT_EQ(cut_of(problem_of(1, 32768, 8, 128, 128), 132).prices.chain_count, 0);
   EXPECT_EQ(cut_of(backward_of(pack_of(2, 32768, 4, 128, 128)), 132).prices.chain_count, 2);
-  EXPECT_EQ(cut_of(pack_of(4, 4 * 8192, 32, 128, 128), 132).chunks, 0);  // equal ones fill the device
+  EXPECT_EQ(cut_of(pack_of(4, 4 * 8192, 64, 128, 128), 132).chunks, 0);  // equal ones fill the device
   ForwardProblem forced = pack_of(2, 32768, 32, 128, 128);
   forced.segment_chunks = 5;
   EXPECT_EQ(cut_of(forced, 132).prices.chain_count, 0);
@@ -177,17 +177,17 @@ LengthSums sums_of(const std::vector<int>& lengths) {
 // without cuts.
 TEST(PortableCut, WholeSequencesMayHaveAGrid) {
   EXPECT_FALSE(cut_of(pack_of(2, 32768, 8, 128, 128), 132).prices.has_whole_grid);  // both are better cut
-  const ForwardProblem p = pack_of(4, 4 * 8192, 16, 128, 128);
+  const ForwardProblem p = pack_of(4, 4 * 8192, 32, 128, 128);
   const ForwardWorkspace layout = forward_layout(p);
   const Cut cut = choose_cut(p, layout, hopper());
   ASSERT_TRUE(cut.prices.has_whole_grid);
-  EXPECT_EQ(cut.whole_kind, cut_of(problem_of(4, 8192, 16, 128, 128), 132).kind);
+  EXPECT_EQ(cut.whole_kind, cut_of(problem_of(4, 8192, 32, 128, 128), 132).kind);
   alignas(64) static char workspace[64];
   const Params params = params_of(p, layout, workspace, cut), whole = whole_params(params, cut.whole_kind);
   ASSERT_NE(params.segments, nullptr);
   EXPECT_EQ(whole.segments, nullptr);
   EXPECT_EQ(whole.ranges, params.ranges);
-  EXPECT_EQ(chain_ctas(whole), (4 * 16) << log_parts(128, chain_columns(cut.whole_kind)));
+  EXPECT_EQ(chain_ctas(whole), (4 * 32) << log_parts(128, chain_columns(cut.whole_kind)));
   EXPECT_GT(chain_ctas(params), 0);
   // The device leaves equal lengths whole, and cuts others.
   const CutPrices& prices = cut.prices;
@@ -223,24 +223,24 @@ float time_of(const CutPrices& prices, const std::vector<int>& lengths, int leng
   return length > 0 ? prices.cut(sums_of(lengths), segments, length) : prices.uncut(sums_of(lengths));
 }
 
-// Times of forced cuts on an H200, less what prepare takes, to a tenth.
+// What the kernels of forced cuts take on an H200 by its profiler, prepare and gradients excepted, to a tenth.
 TEST(PortableCut, PricesAreThoseOfTheDevice) {
   const auto forward = [](int heads, ChainKind kind, const std::vector<int>& lengths, int length) {
     const Layer in = problem_of(1, 64, heads, 128, 128).in;
     return time_of(CutSearch{in, {kForwardWork}, 0, hopper()}.prices_of(kind), lengths, length);
   };
-  EXPECT_NEAR(forward(8, ChainKind::k128Quarter, {128}, 0), 235, 24);
-  EXPECT_NEAR(forward(8, ChainKind::k128Half, {128}, 16), 101, 10);
-  EXPECT_NEAR(forward(32, ChainKind::k128, {128, 128, 128, 128}, 0), 372, 37);
-  EXPECT_NEAR(forward(64, ChainKind::k128Half, {512}, 0), 1017, 102);
-  EXPECT_NEAR(forward(32, ChainKind::k128, {512}, 64), 587, 59);
-  EXPECT_NEAR(forward(32, ChainKind::k128Half, {448, 64}, 0), 919, 92);
+  EXPECT_NEAR(forward(8, ChainKind::k128Quarter, {128}, 0), 242, 24);
+  EXPECT_NEAR(forward(8, ChainKind::k128Half, {128}, 16), 103, 10);
+  EXPECT_NEAR(forward(32, ChainKind::k128, {128, 128, 128, 128}, 0), 405, 40);
+  EXPECT_NEAR(forward(64, ChainKind::k128Half, {512}, 0), 1129, 141);  // an eighth: all multiprocessors are busy
+  EXPECT_NEAR(forward(32, ChainKind::k128, {512}, 64), 554, 55);
+  EXPECT_NEAR(forward(32, ChainKind::k128Half, {448, 64}, 0), 944, 94);
   const auto backward = [](int heads, ChainKind kind, const std::vector<int>& lengths, int length) {
     const Layer in = problem_of(1, 64, heads, 128, 128).in;
     return time_of(CutSearch{in, {kStatesWork, kGradientsWork}, 0, hopper()}.prices_of(kind), lengths, length);
   };
-  EXPECT_NEAR(backward(4, ChainKind::k128Quarter, {91, 20, 7, 12}, 0), 420, 42);
-  EXPECT_NEAR(backward(32, ChainKind::k128, {52, 17, 46, 80, 32, 60, 156, 75}, 0), 1421, 142);
+  EXPECT_NEAR(backward(4, ChainKind::k128Quarter, {91, 20, 7, 12}, 0), 402, 40);
+  EXPECT_NEAR(backward(32, ChainKind::k128, {52, 17, 46, 80, 32, 60, 156, 75}, 0), 1374, 137);
 }
 
 // The more of a pack's lengths the device knows, the less it takes: a curve falls with its length.

@@ -1,5 +1,8 @@
+#include <cmath>
 #include <cstring>
 #include <iterator>
+#include <map>
+#include <numeric>
 #include <utility>
 
 #include "device.hpp"
@@ -186,8 +189,11 @@ TEST_F(Backward, SmallWorkspace) {
 }
 
 // Cut or not, the error is about the same. Also where it exceeds the bounds of the table, which do not cover thousands
-// of tokens with beta up to 2. A few large sums enter dg of all tokens, so its rounding errors differ from cut to cut.
+// of tokens with beta up to 2. A few large sums enter dg of all tokens, so its rounding errors differ from cut to cut,
+// by less those of dbeta: with two orders of the fold's sums and eight seeds, 48 cuts of the last case with T=3000 have
+// between 0.89 and 1.08 of the automatic cut's error in dbeta, 0.994 in the mean. So the mean has the narrower bound.
 TEST_F(Backward, SegmentsAreAsAccurateAsNone) {
+  std::map<std::string, std::vector<double>> growth;  // logarithms, by quantity
   for (const std::string& spec :
        cross(cross({"T=3000 Hk=1 Hv=2 seed=5", "T=3000 Hk=1 Hv=2 seed=6 l2norm beta=logit2",
                     "T=600 Hk=1 Hv=2 seed=7 keys=loose beta=logit2"},
@@ -211,11 +217,21 @@ TEST_F(Backward, SegmentsAreAsAccurateAsNone) {
       ASSERT_EQ(cut.size(), whole.size());
       for (size_t i = 0; i < cut.size(); ++i) {
         const double of_dg = kIsPortable ? 2.5 : 1.5;
-        const double margin = cut[i].quantity == "dg" ? of_dg : may_grow ? 1.5 : 1.1;
+        const double of_dbeta = kIsPortable ? 1.25 : 1.1;
+        const double margin = cut[i].quantity == "dg"      ? of_dg
+                              : may_grow                   ? 1.5
+                              : cut[i].quantity == "dbeta" ? of_dbeta
+                                                           : 1.1;
+        if (!may_grow && whole[i].comparison.error > 0)
+          growth[cut[i].quantity].push_back(std::log(cut[i].comparison.error / whole[i].comparison.error));
         EXPECT_LE(cut[i].comparison.error, margin * whole[i].comparison.error)
             << cut[i].quantity << " of " << spec << ", segments of " << segment;
       }
     }
+  }
+  for (const auto& [quantity, logs] : growth) {
+    const double mean = std::accumulate(logs.begin(), logs.end(), 0.0) / static_cast<double>(logs.size());
+    EXPECT_LE(std::exp(mean), 1.05) << quantity;
   }
 }
 
