@@ -99,8 +99,7 @@ struct Chain {
   // A thread copies one packet of every tile's row, of rows kRowStep apart, in parts, so that the copies of the next
   // step lie between products of this one. Rows past the end and columns past K are zero.
   static constexpr int kRowStep = kThreads / 8;
-  static constexpr int kRowParts = kStep / kRowStep;
-  static constexpr int kSharedParts = kRowParts * Config::kTiles;
+  static constexpr int kSharedParts = kStep / kRowStep * Config::kTiles;
   GD_DEVICE void load_shared_rows(int stage, int rows, int step) {
 #pragma unroll
     for (int part = 0; part < kSharedParts; ++part) load_shared_part(stage, rows, part);
@@ -139,9 +138,9 @@ struct Chain {
                 (step != kLast ? kPackets : (p.prepared_heads * kStepsPerChunk - (kStepsPerChunk - 1)) * kPackets);
   }
   // A warp's own columns of V.
-  static constexpr int kValuePackets = kRows / kPacketColumns, kValueRowStep = 32 / kValuePackets;
+  static constexpr int kValuePackets = kRows / kPacketColumns, kValueRowStep = 32 / kValuePackets,
+                       kValueParts = kStep / kValueRowStep;
   GD_DEVICE uint32_t own_values() const { return smem + Smem::kValues + warp * Smem::kValueBytes; }
-  static constexpr int kValueParts = kStep / kValueRowStep;
   GD_DEVICE void load_own_values(int rows) {
 #pragma unroll
     for (int part = 0; part < kValueParts; ++part) load_own_part(rows, part);
@@ -293,7 +292,7 @@ struct Chain {
 #pragma unroll
     for (int J = 0; J < kT / 2; ++J)
 #pragma unroll
-      for (int kk = 0; kk < Config::kKeys / 16; ++kk) {
+      for (int kk = 0; kk < kKeyBlocks; ++kk) {
         uint32_t x[4];
         load_matrices_transposed(
             x, X + (own ^ (kk % 4 * 2 * kPacketBytes)) + kk / 4 * Config::kTileBytes + J * 16 * kTileRowBytes);
@@ -302,7 +301,7 @@ struct Chain {
 #pragma unroll
           for (int i = 0; i < kI; ++i)
             mma<Elem>(S[i][2 * kk + n], a[i][J][0], a[i][J][1], a[i][J][2], a[i][J][3], x[2 * n], x[2 * n + 1]);
-        between(J * (Config::kKeys / 16) + kk);
+        between(J * kKeyBlocks + kk);
       }
   }
   // W = beta o V - beta gamma o (K S), from (K S)^T.
@@ -442,7 +441,7 @@ struct Chain {
     Tokens W;
     Operand packed;
 #pragma unroll
-    for (int kk = 0; kk < Config::kKeys / 16; ++kk) {
+    for (int kk = 0; kk < kKeyBlocks; ++kk) {
       uint32_t s[kI][4];
       pack_state(s, kk);
       scale_state(kk, end);

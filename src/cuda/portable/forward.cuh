@@ -61,7 +61,7 @@ struct Forward : Chain<Config> {
     Tokens W, O;
     Operand packed;
 #pragma unroll
-    for (int kk = 0; kk < Config::kKeys / 16; ++kk) {
+    for (int kk = 0; kk < Base::kKeyBlocks; ++kk) {
       uint32_t s[kI][4];
       this->pack_state(s, kk);
       this->scale_state(kk, end);
