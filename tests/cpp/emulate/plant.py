@@ -107,7 +107,9 @@ FORWARD = {
     "no_barrier_between_blocks_of_a_fold": Mistake(
         "segments.cuh", "sync_cta();  // the block is there", "// the block is there"
     ),
-    "no_barrier_after_a_fold": Mistake("segments.cuh", "sync_cta();  // all sums are there, and S is not", "// S is not"),
+    "no_barrier_after_a_fold": Mistake(
+        "segments.cuh", "sync_cta();  // all sums are there, and S is not", "// S is not"
+    ),
 }  # fmt: skip
 
 BACKWARD = {
@@ -131,7 +133,9 @@ BACKWARD = {
     ),
     # addresses
     "prepared_steps_in_the_wrong_order": Mistake("chain.cuh", "Pass::kDirection > 0 ? kStepsPerChunk - 1 : 0", "1"),
-    "states_after_half_a_chunk": Mistake("states.cuh", "if (stage == 0) this->keep_state", "if (stage == 1) this->keep_state"),
+    "states_after_half_a_chunk": Mistake(
+        "states.cuh", "if (stage == 0) this->keep_state", "if (stage == 1) this->keep_state"
+    ),
     "gradients_after_half_a_chunk": Mistake(
         "gradient_chain.cuh", "ends_chunk = step % kStepsPerChunk == 0", "ends_chunk = step % kStepsPerChunk == 1"
     ),
@@ -164,7 +168,9 @@ BACKWARD = {
     ),
     "gates_pass_their_own_write": Mistake("gate_gradients.cuh", "float sum = shuffle_up(x, 1);", "float sum = x;"),
     "no_projection": Mistake("gradients.cuh", "-r * r * sum_of(which, row(i, h))", "0"),
-    "queries_do_not_move_the_gradient": Mistake("gradient_chain.cuh", "this->add_to_state(outputs, Q, [](int) {});", ""),
+    "queries_do_not_move_the_gradient": Mistake(
+        "gradient_chain.cuh", "this->add_to_state(outputs, Q, [](int) {});", ""
+    ),
     # segments
     "warmup_of_gradients_is_a_chunk_short": Mistake(
         "segments.cuh", "warmup > 0 && warmup < boundary ? warmup :",
