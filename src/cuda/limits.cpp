@@ -154,6 +154,14 @@ Outcome check_portable_rows(const char* name, const TokenRows* rows, const Layer
   return refusal(GD_UNSUPPORTED, "%s: stride[1] is %" PRId64 ", must be less than %" PRId64 " on CUDA", name,
                  rows->token_stride, portable::kMaxTokenStride);
 }
+Outcome check_chunk_heads(const Layer& in) {
+  const int64_t chunks = portable::sequences_of(in).workspace_chunks();
+  if (chunks <= portable::kMaxChunkHeads / in.value_heads) return {};
+  return refusal(GD_UNSUPPORTED,
+                 "the call has %" PRId64 " chunks times value heads, must have at most %" PRId64
+                 " for the portable CUDA kernels",
+                 chunks * in.value_heads, portable::kMaxChunkHeads);
+}
 
 }  // namespace
 
@@ -166,6 +174,7 @@ Outcome check_portable_limits(const ForwardProblem& p) {
   GD_CHECK(check_inputs(in));
   GD_CHECK(check_seq_heads(in, portable::kMaxSeqHeads));
   GD_CHECK(check_chunks(portable::prepare_ctas(p), portable::kMaxCtas, portable::prepare_helpers(p)));
+  GD_CHECK(check_chunk_heads(in));
   for (const auto& [name, rows] :
        {std::pair("q", &in.q), std::pair("k", &in.k), std::pair("v", &in.v), std::pair("o", &p.o)})
     GD_CHECK(check_portable_rows(name, rows, in));
@@ -183,11 +192,7 @@ Outcome check_portable_limits(const BackwardProblem& p) {
   GD_CHECK(check_inputs(in));
   GD_CHECK(check_seq_heads(in, portable::kMaxSeqHeads));
   GD_CHECK(check_chunks(portable::prepare_ctas(forward), portable::kMaxCtas, portable::prepare_helpers(forward)));
-  const int64_t chunks = portable::sequences_of(in).workspace_chunks();
-  if (chunks > portable::kMaxCtas / (2 * in.value_heads))  // and parts of K, which are two at most
-    return refusal(GD_UNSUPPORTED,
-                   "the call has %" PRId64 " chunks times value heads, must have at most %" PRId64 " on CUDA",
-                   chunks * in.value_heads, portable::kMaxCtas / 2);
+  GD_CHECK(check_chunk_heads(in));
   for (const auto& [name, rows] :
        {std::pair("q", &in.q), std::pair("k", &in.k), std::pair("v", &in.v), std::pair("d_o", &p.d_o),
         std::pair("dq", &p.dq), std::pair("dk", &p.dk), std::pair("dv", &p.dv)})
@@ -203,6 +208,7 @@ Outcome check_portable_summary(const Problem& p, const char* values_name, const 
   GD_CHECK(check_inputs(in));
   GD_CHECK(check_seq_heads(in, portable::kMaxSeqHeads));
   GD_CHECK(check_chunks(portable::prepare_ctas(forward), portable::kMaxCtas, portable::prepare_helpers(forward)));
+  GD_CHECK(check_chunk_heads(in));
   for (const auto& [name, rows] : {std::pair("q", &in.q), std::pair("k", &in.k), std::pair(values_name, &values)})
     GD_CHECK(check_portable_rows(name, rows, in));
   return {};

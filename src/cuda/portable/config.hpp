@@ -324,8 +324,10 @@ struct Params {
 // ---- memory --------------------------------------------------------------------------------------------------------
 
 // Limits of the kernels' 32-bit arithmetic; validation enforces them.
-constexpr int64_t kMaxCtas = INT_MAX;                                   // of one launch
-constexpr int64_t kMaxSeqHeads = INT_MAX / 16;                          // N * Hv: the narrowest CTAs are 8 a head
+constexpr int64_t kMaxCtas = INT_MAX;           // of one launch
+constexpr int64_t kMaxSeqHeads = INT_MAX / 16;  // N * Hv: the narrowest CTAs are 8 a head
+// Chunks times Hv: a chain counts what prepare left in packets, by 32 bits. They are 64 GiB.
+constexpr int64_t kMaxChunkHeads = UINT32_MAX / (kStepsPerChunk * Prepared::kBytes / kPacketBytes);
 constexpr int64_t kMaxTokenStride = (int64_t{1} << 31) / kChunkTokens;  // elements: a chunk's rows are 32 bits apart
 constexpr int64_t kMaxSorted = 1024;  // sequences that are sorted by length; more of them balance themselves
 

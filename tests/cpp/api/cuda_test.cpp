@@ -648,10 +648,12 @@ TYPED_TEST(CudaRules, ChunksTimesHeads) {
   EXPECT_TRUE(
       this->c.unsupported("the call has 2147483648 chunks times key heads, must have at most 2147483647 on CUDA"));
 }
-TEST_F(CudaGradients, ChunksTimesHeads) {
-  c.set_heads(1, 128);
-  this->set_tokens(1, int64_t{1} << 29);
-  EXPECT_TRUE(c.unsupported("the call has 1073741824 chunks times value heads, must have at most 1073741823 on CUDA"));
+TYPED_TEST(CudaRules, ChunksTimesValueHeads) {
+  this->c.set_heads(1, 128);
+  this->c.args.exec.isa = GD_ISA_CUDA_PORTABLE;
+  this->set_tokens(1, int64_t{1} << 23);
+  EXPECT_TRUE(this->c.unsupported(
+      "the call has 16777216 chunks times value heads, must have at most 9544371 for the portable CUDA kernels"));
 }
 
 TYPED_TEST(CudaRules, AlignmentOfRows) {

@@ -251,11 +251,11 @@ TEST(EmulatedBackward, PacksAreCutByTheirLengths) {
     }
   }
   // Longer segments than the host's, on a small device.
-  const PackSegments longer = pack_segments({3840, 30}, 6000, 1, 32, 6);
+  const PackSegments longer = pack_segments({3840, 30}, 6000, 1, 32, 7);
   EXPECT_GT(expect_all_chunks(longer.states, {3840, 30}), longer.cut.chunks);
   check({"lengths=3840+30 pad=2130 K=32 V=32 dtype=bf16 gate=zero",
          "lengths=30+3840 pad=2130 K=32 V=32 dtype=bf16 gate=raw"},
-        6);
+        7);
   check(cross({"lengths=5300+0+700 pad=2000 K=32 V=16 dtype=bf16", "lengths=300+0+900 pad=6800 K=32 V=32 dtype=fp16"},
               {"gate=zero", "gate=raw"}),
         132);

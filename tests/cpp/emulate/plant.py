@@ -132,7 +132,7 @@ BACKWARD = {
         "gradient_chain.cuh", "copy_wait<1>();  // dO of this step", "copy_wait<2>();  // dO"
     ),
     # addresses
-    "prepared_steps_in_the_wrong_order": Mistake("chain.cuh", "Pass::kDirection > 0 ? kStepsPerChunk - 1 : 0", "1"),
+    "prepared_steps_in_the_wrong_order": Mistake("chain.cuh", "Pass::kDirection > 0 ? kStepsPerChunk - 1 : 0", "0"),
     "states_after_half_a_chunk": Mistake(
         "states.cuh", "if (stage == 0) this->keep_state", "if (stage == 1) this->keep_state"
     ),
