@@ -650,7 +650,7 @@ TYPED_TEST(CudaRules, ChunksTimesHeads) {
 }
 TYPED_TEST(CudaRules, ChunksTimesValueHeads) {
   this->c.set_heads(1, 128);
-  this->c.args.exec.isa = GD_ISA_CUDA_PORTABLE;
+  this->c.exec.isa = GD_ISA_CUDA_PORTABLE;
   this->set_tokens(1, int64_t{1} << 23);
   EXPECT_TRUE(this->c.unsupported(
       "the call has 16777216 chunks times value heads, must have at most 9544371 for the portable CUDA kernels"));
