@@ -87,6 +87,9 @@ struct CutSearch {
   // the longest is expected to have 1 + 1/2 + ... + 1/N of N parts; or one sequence may have half of what is left then.
   static constexpr int kGuesses = 3;
   static constexpr float kNever = 1e30f;
+  // Times that prices cannot tell apart. The widest instance wins: K, Q and what prepare left are read once for all of
+  // its columns.
+  static constexpr float kTie = 1.02f;
   static constexpr float kSameTime = 1.05f;  // of an instance for equal lengths that are not cut
   int guesses() const { return is_pack() ? kGuesses : 1; }
   Lengths guess(int i) const {
@@ -196,6 +199,21 @@ struct CutSearch {
     });
     return best;
   }
+  // The instance for lengths that are about equal: those of a batch, and those that get to the second grid, because the
+  // device cuts all others.
+  ChainKind equal_kind() const {
+    const LengthSums equal = guess(0).sums();
+    float least = kNever;
+    each_kind([&](ChainKind kind) { least = std::min(least, prices_of(kind).uncut(equal)); });
+    ChainKind widest = ChainKind::k64;
+    bool is_found = false;
+    each_kind([&](ChainKind kind) {
+      if (is_found || prices_of(kind).uncut(equal) > kTie * least) return;
+      widest = kind;
+      is_found = true;
+    });
+    return widest;
+  }
   // An instance for segments, perhaps with a second grid for whole sequences.
   struct Option {
     ChainKind kind;
@@ -224,7 +242,9 @@ struct CutSearch {
     Option options[2 * kKinds];
     int kinds = 0, option_count = 0;
     Guesses all = all_guesses();
-    const ChainKind whole = whole_kind();
+    // Batches of a backward are up to 5% slower by the widest of about equal instances.
+    const bool is_backward = chains.size() > 1;
+    const ChainKind equal = equal_kind(), whole = is_pack() || is_backward ? whole_kind() : equal;
     const auto uncut = [&, prices = prices_of(whole)](int i) { return prices.uncut(all.lengths[i].sums()); };
     for (int i = 0; i < all.count; ++i) all.consider(i, uncut(i));
     each_kind([&](ChainKind kind) {
@@ -232,7 +252,7 @@ struct CutSearch {
       Curve* const mine = curves[kinds++];
       for (int i = 0; i < all.count; ++i) mine[i] = curve_of(prices, all.lengths[i]);
       options[option_count++] = option_of(kind, prices, mine, all);
-      if (is_pack()) options[option_count++] = option_of(kind, prices_of(kind, whole, true), mine, all);
+      if (is_pack()) options[option_count++] = option_of(kind, prices_of(kind, equal, true), mine, all);
     });
     Cut best;
     float least = kNever;
@@ -244,7 +264,7 @@ struct CutSearch {
           const float sum = all.sum([&](int i) { return option.time(i, length); });
           if (sum >= least) continue;
           least = sum;
-          best = {length, option.kind, whole, is_pack() ? option.prices : CutPrices{}, {}};
+          best = {length, option.kind, equal, is_pack() ? option.prices : CutPrices{}, {}};
         }
     }
     if (CutCosts::kWorth * least >= all.sum(uncut)) best = {0, whole, whole, {}, {}};

@@ -206,6 +206,17 @@ TEST(PortableCut, WholeSequencesMayHaveAGrid) {
   EXPECT_LT(best({400, 50, 40, 22}), 400);
 }
 
+// Of instances that take about as long the widest one, for lengths that are known to be equal: of a batch, and where the
+// device cuts all others. A backward's chains take the fastest one by price.
+TEST(PortableCut, InstancesOfEqualLengths) {
+  const ForwardProblem batch = problem_of(4, 8192, 32, 128, 128), pack = pack_of(4, 4 * 8192, 32, 128, 128);
+  EXPECT_EQ(cut_of(batch, 132).kind, ChainKind::k128);
+  EXPECT_EQ(cut_of(backward_of(batch), 132).kind, ChainKind::k128Half);
+  EXPECT_TRUE(cut_of(pack, 132).prices.has_whole_grid);
+  EXPECT_EQ(cut_of(pack, 132).whole_kind, ChainKind::k128);
+  EXPECT_EQ(cut_of(problem_of(8, 2048, 8, 128, 128), 132).kind, ChainKind::k128Half);  // much faster there
+}
+
 // Where heads fill the device, packs run with the instance of a batch of equal lengths.
 TEST(PortableCut, InstancesOfPacksThatAreNotCut) {
   for (const int64_t count : {4, 8}) {
