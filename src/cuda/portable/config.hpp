@@ -232,12 +232,13 @@ inline int spread_bytes(int resident, int shared_bytes) {
 // ---- segments ------------------------------------------------------------------------------------------------------
 
 // Sequences that are cut have segments of equal length, the last one excepted. Their slots follow each other, sequence
-// by sequence. The host knows how many there may be; those that stay empty are the last ones.
+// by sequence; one without tokens has a slot, too. The host knows how many there may be: so many where one sequence has
+// all tokens. Those that stay empty are the last ones.
 struct SegmentSlots {
   int64_t tokens;  // of a segment
 
   GD_HOST_DEVICE int64_t count(const ChunkedSequences& s) const {
-    return s.offsets ? s.tokens / tokens + s.count : s.count * ((s.tokens + tokens - 1) / tokens);
+    return s.offsets ? s.count + (s.tokens - 1) / tokens : s.count * ((s.tokens + tokens - 1) / tokens);
   }
 };
 // Of a sequence.

@@ -13,7 +13,7 @@ namespace gatedelta::cuda::portable {
 // `resident`: as registers allow.
 constexpr ChainCosts chain_costs(ChainKind kind) {
   switch (kind) {
-    case ChainKind::k64: return {1.6f, 0.4f, 4};
+    case ChainKind::k64: return {2.6f, 0.7f, 4};
     case ChainKind::k128: return {3.1f, 1.4f, 2};
     case ChainKind::k128Half: return {1.97f, 1.1f, 3};
     case ChainKind::k128Quarter: return {1.84f, 0.6f, 6};

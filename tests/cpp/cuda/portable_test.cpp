@@ -206,8 +206,8 @@ TEST(PortableCut, WholeSequencesMayHaveAGrid) {
   EXPECT_LT(best({400, 50, 40, 22}), 400);
 }
 
-// Of instances that take about as long the widest one, for lengths that are known to be equal: of a batch, and where the
-// device cuts all others. A backward's chains take the fastest one by price.
+// Of instances that take about as long the widest one, for lengths that are known to be equal: of a batch, and where
+// the device cuts all others. A backward's chains take the fastest one by price.
 TEST(PortableCut, InstancesOfEqualLengths) {
   const ForwardProblem batch = problem_of(4, 8192, 32, 128, 128), pack = pack_of(4, 4 * 8192, 32, 128, 128);
   EXPECT_EQ(cut_of(batch, 132).kind, ChainKind::k128);
@@ -339,14 +339,34 @@ TEST(PortableCut, FitsIntoTheWorkspace) {
           }
 }
 
+// One without tokens has a state to pass on.
+int64_t segments_of(const ChunkedSequences& s, int64_t tokens) {
+  int64_t segments = 0;
+  for (int n = 0; n < s.count; ++n) segments += std::max<int64_t>(1, (s[n].length + tokens - 1) / tokens);
+  return segments;
+}
 TEST(PortableCut, SegmentsHaveSlots) {
   const int32_t offsets[] = {0, 0, 300, 300, 301, 900, 1000};
   ChunkedSequences s{6, 1, 1000, {offsets, false, true}};
   for (const int64_t chunks : {1, 2, 5, 100}) {
     const int64_t tokens = chunks * kChunkTokens;
-    int64_t segments = 0;  // one without tokens has a state to pass on
-    for (int n = 0; n < s.count; ++n) segments += std::max<int64_t>(1, (s[n].length + tokens - 1) / tokens);
-    EXPECT_LE(segments, SegmentSlots{tokens}.count(s));
+    EXPECT_LE(segments_of(s, tokens), SegmentSlots{tokens}.count(s));
+  }
+}
+// No pack of so many tokens has more segments than there are slots, and one has as many.
+TEST(PortableCut, NoSlotTooMany) {
+  for (int tokens = 0; tokens <= 400; ++tokens) {
+    int64_t most = 0;
+    for (int second = 0; second <= tokens; ++second)
+      for (const int third : {second, (second + tokens) / 2, tokens}) {
+        const int32_t offsets[] = {0, second, third, tokens};
+        most = std::max(most, segments_of({3, 1, tokens, {offsets, false, true}}, kChunkTokens));
+      }
+    const int32_t offsets[] = {0, 0, 0, 0};
+    EXPECT_EQ(most, SegmentSlots{kChunkTokens}.count({3, 1, tokens, {offsets, false, true}})) << tokens;
+    const int32_t alone[] = {0, tokens};
+    const ChunkedSequences one{1, 1, tokens, {alone, false, true}};
+    EXPECT_EQ(segments_of(one, kChunkTokens), SegmentSlots{kChunkTokens}.count(one)) << tokens;
   }
 }
 
