@@ -390,12 +390,16 @@ struct Chain {
         for (int h = 0; h < 2; ++h) to[i][n / 2][n % 2 * 2 + h] = pack<Elem>(c[i][n][2 * h], c[i][n][2 * h + 1]);
   }
   // The same for an operand that is summed over tokens. Where keys resemble each other, rounding errors add up: a row
-  // of U is then v_i - v_{i-1}, and 32 errors meet in a sum that is one v. In steps with such keys (`carries`) each
-  // error is carried on to the lane's next token, in groups of four. NOTE(ptxas): fp16 has three bits more and could do
-  // without; but without the branch the forward kernel spills on sm_80.
-  GD_DEVICE static void pack_summed(Operand& to, const Tokens& c, bool carries) {
+  // of U is then v_i - v_{i-1}, and 32 errors meet in a sum that is one v. In steps with such keys (`carries`) an error
+  // is carried on to a later token. NOTE(ptxas): fp16 has three bits more and could do without; but without the branch
+  // the forward kernel spills on sm_80, and with bf16's on sm_90.
+  GD_DEVICE void pack_summed(Operand& to, const Tokens& c, bool carries) const {
     if (carries) {
-      pack_carried(to, c);
+      if constexpr (std::is_same_v<Elem, Bf16>) {
+        pack_gathered(to, c);
+      } else {
+        pack_carried(to, c);
+      }
     } else {
       pack_tokens(to, c);
     }
@@ -409,24 +413,45 @@ struct Chain {
     v += step_stride(p.v_stride);
     copy_commit();
   }
+  // Four tokens of a lane: each gets the error of the one before.
   GD_DEVICE static void pack_carried(Operand& to, const Tokens& c) {
 #pragma unroll
     for (int i = 0; i < kI; ++i)
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
+      for (int h = 0; h < 2; ++h) {
+        float error = 0;
 #pragma unroll
-        for (int n = 0; n < kT; n += 2) {
-          float error = 0;
+        for (int n = 0; n < kT; ++n)
+          error = pack_pair(to[i][n / 2][n % 2 * 2 + h], c[i][n][2 * h] + (n % 2 == 0 ? 0 : error), c[i][n][2 * h + 1]);
+      }
+  }
+  // Eight tokens of four lanes: the last lane's first token gets the errors of the other lanes, and every token of that
+  // lane the error of its token before. Not the second one gets them: N reads nothing of a step's last token.
+  GD_DEVICE void pack_gathered(Operand& to, const Tokens& c) const {
+    const bool is_last = t == 3;
 #pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            const float first = c[i][n + m][2 * h] + error;
-            const float rounded = unpack<Elem>(pack<Elem>(first, 0.0f)).x;
-            const float second = c[i][n + m][2 * h + 1] + (first - rounded);
-            uint32_t& both = to[i][n / 2][2 * m + h];
-            both = pack<Elem>(rounded, second);
-            error = second - unpack<Elem>(both).y;
-          }
+    for (int i = 0; i < kI; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float error = 0;
+#pragma unroll
+        for (int n = 0; n < kT; ++n) {
+          uint32_t& both = to[i][n / 2][n % 2 * 2 + h];
+          const float first = c[i][n][2 * h], second = c[i][n][2 * h + 1];
+          float others = pack_pair(both, first, second);
+          others = is_last ? 0 : others;
+          others += shuffle_xor(others, 1);
+          others += shuffle_xor(others, 2);
+          error = pack_pair(both, first + (is_last ? error + others : 0), second);
         }
+      }
+  }
+  // Two tokens of a lane, the first one's error going to the second one, whose error is returned.
+  GD_DEVICE static float pack_pair(uint32_t& to, float first, float second) {
+    const float rounded = unpack<Elem>(pack<Elem>(first, 0.0f)).x;
+    second += first - rounded;
+    to = pack<Elem>(rounded, second);
+    return second - unpack<Elem>(to).y;
   }
 
   // ---- steps of the state alone ------------------------------------------------------------------------------------

@@ -75,13 +75,13 @@ struct Forward : Chain<Config> {
     }
     this->find_values(W, prep);
     sync_warp();  // all lanes have read V
-    Base::pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
+    this->pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
     this->multiply_triangle(W, packed, prep + Prepared::kN);  // U = W + N W
     this->scale(O, prep, kReadQuery);
     Base::pack_tokens(packed, W);
     this->multiply_triangle(O, packed, prep + Prepared::kP);
     this->scale(W, prep, kTail);
-    Base::pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
+    this->pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
     this->add_to_state_and_load(packed, K, rows - kStep);
     this->store_outputs(O, rows);
   }

@@ -9,6 +9,8 @@
 // then to 32 x 32 by products of fp16 operands.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/portable/gates.cuh"
 #include "cuda/portable/lengths.cuh"
 
@@ -315,6 +317,9 @@ struct Prepare {
     mma_first<Fp16>(T[0], a[0], a[1], a[2], a[3], columns[0], transposed(corner[0]));
     mma_first<Fp16>(T[1], a[0], a[1], a[2], a[3], 0, columns[1]);
     store_triangles(p, in, out, T, rows, corner, logs, lane);
+    // fp16 has three bits more. NOTE(ptxas): unless `opaque`, what follows from the lane spills on sm_90.
+    if constexpr (std::is_same_v<Elem, Bf16>)
+      if (load_shared(smem + Smem::kCarry + step * 4) > 0) gather_errors(out, T, rows, corner, logs, opaque(lane));
     sync_warp();  // logs and inverses are the next head's
   }
 
@@ -415,6 +420,49 @@ struct Prepare {
           put(2 * I, 2, times(middle.x, middle.y, d2), scores(2, d2));
           put(2 * I, 3, where(below, next_below, times(last.x, last.y, d3)), where(on, below, scores(6, d3)));
         }
+      }
+    }
+  }
+
+  // For steps whose errors are carried on: every eighth row of N gets the rounding errors of the seven rows before, and
+  // what is not stored there goes to the next such row; each times what is left of it by then. A row gets no more than
+  // a share of its beta, because dbeta is divided by that.
+  GD_DEVICE static void gather_errors(uint8_t* out, const float (&T)[2][4], const uint32_t (&rows)[4],
+                                      const uint32_t (&corner)[2], uint32_t logs, int lane) {
+    constexpr int kBlocks = kStep / 8;
+    constexpr float kShare = 1.0f / 128;
+    const int g = lane >> 2, t = lane & 3;
+    const bool is_last = g == 7;
+#pragma unroll
+    for (int J = 0; J < kBlocks; ++J) {
+      const float2 columns = load_shared2(logs + (8 * J + 2 * t) * 4);
+      float2 error = make_float2(0, 0);  // of the last row
+#pragma unroll
+      for (int I = J; I < kBlocks; ++I) {
+        const float row = load_shared(logs + (8 * I + g) * 4), last = load_shared(logs + (8 * I + 7) * 4);
+        float2 n = I / 2 > J / 2 ? make_float2(T[J][I % 2 * 2], T[J][I % 2 * 2 + 1])
+                                 : unpack<Fp16>(I == J ? rows[I] : corner[I / 2]);
+        n.x = I > J || 2 * t < g ? n.x * exp2_approx(row - columns.x) : 0;
+        n.y = I > J || 2 * t + 1 < g ? n.y * exp2_approx(row - columns.y) : 0;
+        const float2 rounded = unpack<Elem>(pack<Elem>(n.x, n.y));
+        const float left = exp2_approx(last - row);
+        float x = is_last ? 0 : left * (n.x - rounded.x), y = is_last ? 0 : left * (n.y - rounded.y);
+#pragma unroll
+        for (int by = 4; by < 32; by *= 2) {
+          x += shuffle_xor(x, by);
+          y += shuffle_xor(y, by);
+        }
+        x += n.x + error.x;
+        y += n.y + error.y;
+        const float most = kShare * reinterpret_cast<const float*>(out + Prepared::kVector)[kBeta * kStep + 8 * I + 7];
+        const uint32_t both =
+            pack<Elem>(fminf(fmaxf(x, n.x - most), n.x + most), fminf(fmaxf(y, n.y - most), n.y + most));
+        const int at = Prepared::kN + (I / 2 + J / 2) * kBlockBytes + (I % 2 * 2 + J % 2) * kMatrixBytes;
+        if (is_last) reinterpret_cast<uint32_t*>(out + at)[lane] = both;
+        if (I == kBlocks - 1) continue;
+        const float on = exp2_approx(load_shared(logs + (8 * I + 15) * 4) - last);
+        const float2 stored = unpack<Elem>(both);
+        error = make_float2(on * (x - stored.x), on * (y - stored.y));
       }
     }
   }

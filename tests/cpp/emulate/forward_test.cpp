@@ -70,10 +70,13 @@ TEST(EmulatedForward, Keys) {
         3);
 }
 
-// 32 writes in a row of which each undoes the one before.
+// 32 writes in a row of which each undoes the one before. Over many steps the errors of N and W add up, too.
 TEST(EmulatedForward, RepeatedKeys) {
   check({"T=192 Hk=1 Hv=2 K=128 V=128 dtype=bf16 keys=repeated beta=one seed=5",
-         "T=170 Hk=2 Hv=4 K=128 V=128 dtype=bf16 keys=repeated beta=one seed=3"});
+         "T=170 Hk=2 Hv=4 K=128 V=128 dtype=bf16 keys=repeated beta=one seed=3",
+         "T=700 Hk=1 Hv=2 K=128 V=128 dtype=bf16 keys=repeated beta=one gate=weak seed=15",
+         "T=300 Hk=1 Hv=2 K=64 V=64 dtype=bf16 keys=repeated beta=one gate=zero h0=0 seed=3",
+         "T=288 Hk=1 Hv=2 K=64 V=64 dtype=bf16 keys=repeated beta=one gate=zero h0=0 seed=27"});
 }
 
 TEST(EmulatedForward, States) {

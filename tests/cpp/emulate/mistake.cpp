@@ -31,6 +31,7 @@ constexpr const char* kCases[] = {
     "lengths=130+64 K=64 V=48 dtype=bf16 l2norm keys=loose every=64",
     "lengths=330+0+70 Hk=1 Hv=2 K=64 V=32 dtype=bf16 gate=zero segment=1 inplace",
     "lengths=70+330 K=48 V=48 dtype=bf16 gate=strong segment=1 inplace pool every=64",
+    "T=300 Hk=1 Hv=2 K=64 V=64 dtype=bf16 gate=zero beta=one keys=repeated h0=0 seed=3",
 };
 #endif
 

@@ -63,6 +63,12 @@ FORWARD = {
     "errors_carried_between_unequal_keys": Mistake(
         "prepare.cuh", "most <= 4 * least && alike > 0.75f * least", "most > 0"
     ),
+    "errors_of_triangles_are_left": Mistake(
+        "prepare.cuh", "if (is_last) reinterpret_cast<uint32_t*>(out + at)[lane] = both;", ""
+    ),
+    "errors_of_other_lanes_are_left": Mistake(
+        "chain.cuh", "first + (is_last ? error + others : 0), second);", "first, second);"
+    ),
     "norms_left_out_of_writes": Mistake("prepare.cuh", "exp2_approx(end - log) * rk;", "exp2_approx(end - log);"),
     # segments
     "warmup_is_a_chunk_short": Mistake(
