@@ -426,7 +426,7 @@ struct Chain {
       }
   }
   // Eight tokens of four lanes: the last lane's first token gets the errors of the other lanes, and every token of that
-  // lane the error of its token before. Not the second one gets them: N reads nothing of a step's last token.
+  // lane the error of its token before. The second token would be wrong: N reads nothing of a step's last one.
   GD_DEVICE void pack_gathered(Operand& to, const Tokens& c) const {
     const bool is_last = t == 3;
 #pragma unroll
