@@ -76,6 +76,7 @@ struct CutSearch {
                                              ctas(whole_kind, in.value_dim)};
     return prices;
   }
+  // The widest instance first.
   template <class Consider>
   void each_kind(const Consider& consider) const {
     if (compiled_keys(in.key_dim) != 128) return consider(chain_kind(in, device.count));
