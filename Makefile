@@ -34,26 +34,26 @@ LINT_PACKAGES := ruff==0.17.4
 # The GPU targets can use another Python that has these packages: PYTHON=python3 (docs/performance.md)
 gpu_packages = $(if $(filter .venv/bin/python,$(PYTHON)),-- $(TEST_PACKAGES))
 # Succeeds where the library that was built sees a GPU it has kernels for.
-HAS_GPU = PYTHONPATH=tests/python $(PYTHON) -c 'import tree, gatedelta; exit(not gatedelta.info()["cuda_devices"])'
+HAS_GPU = $(PYTHON) -c 'from tools import dev_paths; import gatedelta; exit(not gatedelta.info()["cuda_devices"])'
 define bench_gpu
 mkdir -p build/bench
 python3 tools/sass.py build/release/src/libgatedelta.so --json build/bench/kernels.json
-$(PYTHON) bench/gpu.py --profile --kernels build/bench/kernels.json --output build/bench/h200.json
-$(PYTHON) bench/plot_gpu.py build/bench/h200.json build/bench/h200
-$(PYTHON) bench/decode.py --jobs $(JOBS) --output build/bench/decode.json
-$(PYTHON) bench/packs.py --output build/bench/packs.json
-$(PYTHON) bench/plot_serving.py build/bench/decode.json build/bench/h200
+$(PYTHON) -m bench.gpu.chunked --profile --kernels build/bench/kernels.json --output build/bench/h200.json
+$(PYTHON) -m bench.plots chunked build/bench/h200.json build/bench/h200
+$(PYTHON) -m bench.gpu.decode --jobs $(JOBS) --output build/bench/decode.json
+$(PYTHON) -m bench.gpu.packs --output build/bench/packs.json
+$(PYTHON) -m bench.plots serving build/bench/decode.json build/bench/h200
 endef
 
 define bench_segments
-$(PYTHON) bench/segments.py --more --output build/bench/segments.json --plot build/bench/segments.png
+$(PYTHON) -m bench.gpu.segments --more --output build/bench/segments.json --plot build/bench/segments.png
 endef
 
 define rewrite_tables
 if [ -e build/bench/h200.json ]; then
-  $(PYTHON) bench/plot_history.py results/h200/history.csv results/h200/history.png
+  $(PYTHON) -m bench.plots history results/h200/history.csv results/h200/history.png
 fi
-$(PYTHON) tools/render_results.py
+$(PYTHON) -m bench.report.render
 endef
 
 # A curve of the library and one of the reference, on DEVICE.
@@ -97,7 +97,7 @@ run: ## build, run the default job (a Qwen3.5-like layer, forward and backward) 
 	  echo "picture: left out, because there is no matplotlib"
 	  exit 0
 	fi
-	$(PYTHON) bench/plot.py build/run/run.json build/run/timings.png
+	$(PYTHON) -m bench.plots cpu build/run/run.json build/run/timings.png
 	echo "picture: $(CURDIR)/build/run/timings.png"
 
 test: ## build and run every test: C++, examples, Python
@@ -115,9 +115,9 @@ bench: ## benchmark the CPU against transformers' torch code, every instruction 
 	$(call build,release)
 	rm -rf build/bench
 	mkdir -p build/bench
-	$(PYTHON) bench/cpu_vs_transformers.py --output build/bench/transformers.json
-	$(PYTHON) bench/plot.py build/bench/transformers.json build/bench/transformers.png
-	build/release/cli/gatedelta bench --shapes bench/shapes/isas.csv --isa all --scaling --seconds 0.2 \
+	$(PYTHON) -m bench.cpu.vs_transformers --output build/bench/transformers.json
+	$(PYTHON) -m bench.plots cpu build/bench/transformers.json build/bench/transformers.png
+	build/release/cli/gatedelta bench --shapes bench/cpu/isas.csv --isa all --scaling --seconds 0.2 \
 	  --json build/bench/isas.json
 	if ! $(HAS_GPU); then
 	  echo "no GPU that this build has kernels for: GPU rows were NOT run"
@@ -141,10 +141,10 @@ train-example: ## train a small language model with the library and in fp32 torc
 	$(train)
 
 record-train: train-example ## the same, then keep curves and picture in results/train
-	$(PYTHON) tools/record_curves.py build/train
+	$(PYTHON) -m bench.report.record_curves build/train
 
 record: bench ## benchmark, keep the measurements in results/ and rewrite the tables of README and docs
-	$(PYTHON) tools/record_results.py build/bench
+	$(PYTHON) -m bench.report.record build/bench
 	$(rewrite_tables)
 
 record-gpu: ## on a machine with an H200: the GPU's tests, bench-gpu and bench-segments, kept in results/h200
@@ -159,7 +159,7 @@ record-gpu: ## on a machine with an H200: the GPU's tests, bench-gpu and bench-s
 	[ $$status = 0 ]
 	$(bench_gpu)
 	$(bench_segments)
-	$(PYTHON) tools/record_results.py --gpu build/bench
+	$(PYTHON) -m bench.report.record --gpu build/bench
 	$(rewrite_tables)
 
 lint: ## formatting, clang-tidy, ruff, texts and generated tables
@@ -220,7 +220,7 @@ sanitize-gpu: ## on a machine with a GPU: some of its tests under compute-saniti
 	  for case in $(PORTABLE_CUTS); do
 	    echo "$$tool portable $$case"
 	    compute-sanitizer --tool $$tool --error-exitcode 1 build/release/cli/gatedelta check --device cuda \
-	      --isa portable --op fwd,bwd $${case//,/ } || status=1
+	      --kernels portable --op fwd,bwd $${case//,/ } || status=1
 	  done
 	done
 	exit $$status

@@ -14,10 +14,11 @@
 namespace gatedelta::cli {
 
 const std::vector<Flag> kBenchFlags = {
-    {"--shapes", "FILE", "csv file of cases: columns name, op and the keys below (bench/shapes/*.csv)"},
+    {"--shapes", "FILE", "csv file of cases: columns name, op and the keys below (bench/cpu/*.csv)"},
     {"--op", "LIST", "of fwd, bwd (from what the forward saved), train (both), rec"},
     {"--device", "NAME", "cpu, cuda or cuda:N (cpu)"},
-    {"--isa", "LIST", "instruction sets: all, auto or names (auto); on CUDA: auto or portable"},
+    {"--kernels", "NAME", "on CUDA: auto, or portable for those that run on every GPU (auto)"},
+    {"--isa", "LIST", "CPU: instruction sets: all, auto or names (auto)"},
     {"--threads", "N", "threads (all CPUs)"},
     {"--scaling", nullptr, "each case with 1, 2, 4, ... up to --threads threads"},
     {"--seconds", "S", "time to spend on each measurement (1)"},
@@ -50,7 +51,7 @@ std::vector<int> thread_counts(int most, bool scaling) {
 }
 
 int explain(const Options& options) {
-  for (const char* flag : {"--op", "--device", "--isa", "--threads", "--scaling", "--seconds", "--json"})
+  for (const char* flag : {"--op", "--device", "--kernels", "--isa", "--threads", "--scaling", "--seconds", "--json"})
     if (options.has(flag)) throw UsageError(std::string("--explain runs nothing: leave out ") + flag);
   const auto blocks = static_cast<int>(options.integer("--blocks", 132, 1, 10000));
   for (Shape shape : chosen_shapes(options, default_shapes({.cuda = true}))) {

@@ -36,7 +36,7 @@ std::string run_on(const Device& device, const Args& host) {
   try {
     GD_CUDA_OK(cudaSetDevice(device.index));
     Args args = host;
-    args.exec.isa = device.isa;
+    args.exec.kernels = device.kernels;
     testing::DeviceCall<Args> call(args);
     std::string error = call.run();
     return error.empty() ? call.download(host) : error;
@@ -62,13 +62,13 @@ Timing time_calls_on(const Device& device, Op op, const testing::Problem& proble
   std::optional<testing::DeviceForward> forward;
   std::optional<testing::DeviceBackward> backward;
   std::optional<testing::DeviceRecurrent> recurrent;
-  const auto with_isa = [&](auto args) {
-    args.exec.isa = device.isa;
+  const auto with_kernels = [&](auto args) {
+    args.exec.kernels = device.kernels;
     return args;
   };
-  if (op == Op::forward || op == Op::train) forward.emplace(with_isa(problem.forward));
-  if (op == Op::backward || op == Op::train) backward.emplace(with_isa(problem.backward));
-  if (op == Op::recurrent) recurrent.emplace(with_isa(problem.recurrent));
+  if (op == Op::forward || op == Op::train) forward.emplace(with_kernels(problem.forward));
+  if (op == Op::backward || op == Op::train) backward.emplace(with_kernels(problem.backward));
+  if (op == Op::recurrent) recurrent.emplace(with_kernels(problem.recurrent));
   const testing::CudaStream stream;
   const auto call = [&] {
     std::string error = forward ? forward->run(stream) : "";
@@ -138,19 +138,21 @@ std::string refusal(int index, const std::vector<Gpu>& gpus) {
 Device chosen_device(const Options& options, const std::vector<std::string>& cpu_flags) {
   const std::string text = options.get("--device").value_or("cpu");
   Device device = parse_device(text);
-  if (!device.cuda) return device;
+  const std::string kernels = options.get("--kernels").value_or("auto");
+  if (kernels != "auto" && kernels != "portable")
+    throw UsageError("--kernels " + kernels + ": expected auto or portable");
+  if (!device.cuda) {
+    if (options.has("--kernels")) throw UsageError("--kernels is for CUDA alone");
+    return device;
+  }
+  if (kernels == "portable") device.kernels = GD_KERNELS_PORTABLE;
   const gd_info info = get_info();
   if (!info.cuda_compiled) throw UsageError("--device " + text + ": " + kNoCuda);
   if (const std::string reason = refusal(device.index, gpus()); !reason.empty()) {
     throw UsageError("--device " + text + ": " + reason);
   }
   for (const std::string& flag : cpu_flags) {
-    if (!options.has(flag)) continue;
-    if (flag != "--isa") throw UsageError(flag + " is for the CPU alone");
-    const std::string isa = options.get(flag).value_or("");
-    if (isa != "auto" && isa != gd_isa_name(GD_ISA_CUDA_PORTABLE))
-      throw UsageError("--isa " + isa + " is for the CPU alone: on CUDA it is auto or portable");
-    if (isa != "auto") device.isa = GD_ISA_CUDA_PORTABLE;
+    if (options.has(flag)) throw UsageError(flag + " is for the CPU alone");
   }
   return device;
 }

@@ -20,8 +20,8 @@ std::vector<Gpu> gpus();  // by index
 // itself.
 std::string refusal(int index, const std::vector<Gpu>& gpus);
 
-// --device; the CPU if it is not given. Refuses a device that is not there, and on CUDA the flags named, but for --isa
-// auto and --isa portable.
+// --device and --kernels; the CPU if no device is given. Refuses a device that is not there, and on CUDA the flags
+// named.
 Device chosen_device(const Options& options, const std::vector<std::string>& cpu_flags);
 
 // Both are for a CUDA device. Where the library refuses an operation there, the result holds its message. Op::train is

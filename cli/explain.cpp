@@ -5,8 +5,8 @@
 #include <cstdio>
 #include <vector>
 
-#include "cuda/workspace/forward.hpp"
-#include "cuda/workspace/walks.hpp"
+#include "cuda/sm90/workspace/forward.hpp"
+#include "cuda/sm90/workspace/short_sequences.hpp"
 
 namespace gatedelta::cli {
 
@@ -35,7 +35,7 @@ ForwardProblem problem_of(const testing::Case& c) {
   p.checkpoint_offsets.present = c.offsets;
   p.segment_chunks = c.segment;
   // What decides which sequences are walked, as on CUDA.
-  p.in.key_dim = p.in.value_dim = cuda::kHeadDim;
+  p.in.key_dim = p.in.value_dim = cuda::sm90::kHeadDim;
   p.in.q.dtype = GD_BF16;
   p.in.layout = c.layout;
   if (c.h0) p.in.initial.dtype = c.state;
@@ -46,17 +46,17 @@ ForwardProblem problem_of(const testing::Case& c) {
 
 std::string length_text(int chunks) { return chunks > 0 ? std::to_string(chunks) : "uncut"; }
 
-double microseconds(float cost) { return double{cost} / cuda::Costs::kPerMicrosecond; }
+double microseconds(float cost) { return double{cost} / cuda::sm90::Costs::kPerMicrosecond; }
 
 }  // namespace
 
 std::string explain_plan(const testing::Case& c, int blocks) {
   const ForwardProblem p = problem_of(c);
-  const cuda::ForwardWorkspace workspace = cuda::forward_layout(p);
-  const cuda::Limits limits = {blocks, static_cast<int>(cuda::max_entries(p)), workspace.boundary_count,
-                               cuda::kMostMergedHalves};
+  const cuda::sm90::ForwardWorkspace workspace = cuda::sm90::forward_layout(p);
+  const cuda::sm90::Limits limits = {blocks, static_cast<int>(cuda::sm90::max_entries(p)), workspace.boundary_count,
+                               cuda::sm90::kMostMergedHalves};
   const auto count = static_cast<int>(p.in.sequences.count), heads = static_cast<int>(c.Hv);
-  const cuda::WalkPlan walk = cuda::walk_plan(p);
+  const cuda::sm90::WalkPlan walk = cuda::sm90::walk_plan(p);
   std::vector<int> chunks(p.in.sequences.count);
   int walked = 0;
   for (int n = 0; n < count; ++n) {
@@ -68,30 +68,30 @@ std::string explain_plan(const testing::Case& c, int blocks) {
   std::string text;
   add(text, "  %d sequences of %d value heads on %d blocks, workspace %.1f MiB, room for %d boundaries\n", count, heads,
       blocks, static_cast<double>(workspace.bytes) / (1 << 20), limits.boundaries);
-  if (walk.which == cuda::Walked::kAll) return text + "  not cut: so few tokens are walked, in one kernel\n";
-  if (walk.which == cuda::Walked::kSome)
+  if (walk.which == cuda::sm90::Walked::kAll) return text + "  not cut: so few tokens are walked, in one kernel\n";
+  if (walk.which == cuda::sm90::Walked::kSome)
     add(text, "  %d sequences of at most %d tokens are walked, in a kernel of their own\n", walked,
         static_cast<int>(walk.longest));
-  cuda::LengthClass classes[cuda::kMaxClasses + 1] = {};
-  const auto classes_of = [&](int share) { return cuda::length_classes(chunks.data(), count, heads, share, classes); };
-  if (p.segment_chunks > 0 && (!cuda::is_planned(count, heads) || limits.entries > cuda::kMaxPlannedEntries))
+  cuda::sm90::LengthClass classes[cuda::sm90::kMaxClasses + 1] = {};
+  const auto classes_of = [&](int share) { return cuda::sm90::length_classes(chunks.data(), count, heads, share, classes); };
+  if (p.segment_chunks > 0 && (!cuda::sm90::is_planned(count, heads) || limits.entries > cuda::sm90::kMaxPlannedEntries))
     return text + "  refused: CUDA does not cut so many sequences, heads or segments: leave out segment\n";
-  switch (cuda::list_mode(p, blocks)) {
-    case cuda::kSortedList: return text + "  not cut: so many sequences and heads keep the GPU busy, longest first\n";
-    case cuda::kEvenList:
+  switch (cuda::sm90::list_mode(p, blocks)) {
+    case cuda::sm90::kSortedList: return text + "  not cut: so many sequences and heads keep the GPU busy, longest first\n";
+    case cuda::sm90::kEvenList:
       return text + "  not cut: " +
-             (cuda::are_short(p) ? "sequences are too short for it, " : "heads of one length keep the GPU busy, ") +
-             (cuda::even_parts(p, blocks) == 2 ? "in halves\n" : "whole\n");
-    case cuda::kPlannedList: break;
+             (cuda::sm90::are_short(p) ? "sequences are too short for it, " : "heads of one length keep the GPU busy, ") +
+             (cuda::sm90::even_parts(p, blocks) == 2 ? "in halves\n" : "whole\n");
+    case cuda::sm90::kPlannedList: break;
   }
   if (p.segment_chunks > 0) {
     add(text, "  segments of %d chunks, as segment= says\n", static_cast<int>(p.segment_chunks));
     return text;
   }
-  if (const int parts = cuda::busy_parts(classes, classes_of(0), blocks))
+  if (const int parts = cuda::sm90::busy_parts(classes, classes_of(0), blocks))
     return text + "  not cut: heads of one length keep the GPU busy, " + (parts == 2 ? "in halves" : "whole") +
            ", which the device finds from the lengths\n";
-  if (cuda::may_balance(p, limits) && cuda::is_balanced(cuda::lengths_of(chunks.data(), count), heads, blocks))
+  if (cuda::sm90::may_balance(p, limits) && cuda::sm90::is_balanced(cuda::sm90::lengths_of(chunks.data(), count), heads, blocks))
     return text +
            "  balanced: heads of similar lengths in one equal stretch per block; some are in two parts, the second "
            "of which goes on with the first one's state\n";
@@ -99,21 +99,21 @@ std::string explain_plan(const testing::Case& c, int blocks) {
   add(text, "  %-16s %14s %15s %7s %8s %11s %10s\n", "persistent heads", "decaying every", "these every", "heads",
       "items", "about", "uncut");
   const int longest = *std::max_element(chunks.begin(), chunks.end());
-  for (int share = 0; share < cuda::kShares; ++share) {
+  for (int share = 0; share < cuda::sm90::kShares; ++share) {
     const int class_count = classes_of(share);
-    const cuda::CutCost best = cuda::fastest_cut(classes, class_count, longest, limits, cuda::may_cut(p));
-    const cuda::Cut cut = cuda::cut_number(best.number, cuda::length_scale(longest));
-    const auto cycles_of = [&](const cuda::Cut& c) {
-      return cuda::cycles_of(c, cuda::PiecesOf(c, classes, class_count).classes, class_count, longest, limits);
+    const cuda::sm90::CutCost best = cuda::sm90::fastest_cut(classes, class_count, longest, limits, cuda::sm90::may_cut(p));
+    const cuda::sm90::Cut cut = cuda::sm90::cut_number(best.number, cuda::sm90::length_scale(longest));
+    const auto cycles_of = [&](const cuda::sm90::Cut& c) {
+      return cuda::sm90::cycles_of(c, cuda::sm90::PiecesOf(c, classes, class_count).classes, class_count, longest, limits);
     };
     int pieces = 0;
     for (int i = 0; i < class_count; ++i) {
-      const cuda::ClassPieces of = cuda::pieces_of(cut, classes[i]);
+      const cuda::sm90::ClassPieces of = cuda::sm90::pieces_of(cut, classes[i]);
       pieces += of.first.number + of.decaying.number + of.persistent.number + of.merges.number + of.waiting.number;
     }
-    add(text, "  %d of %-11d %14s %15s %7s %8d %8.0f us %7.0f us\n", share, cuda::kShares - 1,
+    add(text, "  %d of %-11d %14s %15s %7s %8d %8.0f us %7.0f us\n", share, cuda::sm90::kShares - 1,
         length_text(cut.decaying).c_str(), length_text(cut.persistent).c_str(), cut.halves ? "halves" : "whole", pieces,
-        microseconds(cycles_of(cut)), microseconds(cycles_of(cuda::cut_number(0, 1))));
+        microseconds(cycles_of(cut)), microseconds(cycles_of(cuda::sm90::cut_number(0, 1))));
   }
   return text;
 }

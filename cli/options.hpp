@@ -45,11 +45,11 @@ std::vector<Op> parse_ops(const std::string& list);  // "fwd,bwd"
 // Where a command runs.
 struct Device {
   bool cuda = false;
-  int index = 0;             // of the CUDA device
-  gd_isa isa = GD_ISA_AUTO;  // on CUDA: --isa portable forces the portable kernels
+  int index = 0;  // of the CUDA device
+  gd_kernels kernels = GD_KERNELS_AUTO;
   std::string name() const {
     if (!cuda) return "cpu";
-    return "cuda:" + std::to_string(index) + (isa == GD_ISA_AUTO ? "" : std::string(" ") + gd_isa_name(isa));
+    return "cuda:" + std::to_string(index) + (kernels == GD_KERNELS_PORTABLE ? " portable" : "");
   }
 };
 

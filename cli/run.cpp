@@ -15,7 +15,8 @@ const std::vector<Flag> kRunFlags = {
     {"--tokens", "N", "sequence length (4096)"},
     {"--device", "NAME", "cpu, cuda or cuda:N (cpu)"},
     {"--threads", "N", "threads, also of the fp64 recurrence (all CPUs)"},
-    {"--isa", "NAME", "instruction set (the best there is); on CUDA: auto or portable"},
+    {"--kernels", "NAME", "on CUDA: auto, or portable for those that run on every GPU (auto)"},
+    {"--isa", "NAME", "CPU: instruction set (the best there is)"},
     {"--verify", "N", "key heads to verify against the fp64 recurrence (2 of 16; each takes about a second)"},
     {"--seconds", "S", "time to spend on each measurement (1)"},
     {"--json", "FILE", "write the results as JSON (- = standard output, without the tables)"},
@@ -90,7 +91,7 @@ int run_command(const std::vector<std::string>& arguments) {
   std::vector<testing::Judgement> judgements;
   judgements.push_back(device.cuda ? judge_on(device, Op::forward, judge) : judge.forward(exec));
   const gd_forward_args& f = judge.problem().forward;
-  const std::string forward_sum = checksum({&f.o, &f.final_state});
+  const std::string forward_sum = checksum({&f.out, &f.final_state});
   judgements.push_back(device.cuda ? judge_on(device, Op::backward, judge) : judge.backward(exec, true));
   const gd_backward_args& b = judge.problem().backward;
   const std::string backward_sum =

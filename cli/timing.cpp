@@ -66,7 +66,7 @@ Stopwatch::Stopwatch(testing::Problem& problem, Op op, const testing::Exec& exec
   set_exec(backward_, exec);
   set_exec(recurrent_, exec);
   if (op == Op::backward || op == Op::train) {  // keep what the backward wants, and no states in place
-    forward_.final_state = forward_.final_indices = {};
+    forward_.final_state = forward_.final_state_indices = {};
     size_t bytes = 0;
     must(gd_forward_saved_size(&forward_, &bytes));
     saved_ = testing::Buffer(bytes);

@@ -100,9 +100,10 @@ function(gd_add_cuda target source)
   if(arg_PTX)
     list(APPEND code -gencode arch=compute_${arg_PTX},code=compute_${arg_PTX})
   endif()
-  get_filename_component(name ${source} NAME)
   get_filename_component(path ${source} ABSOLUTE)
-  set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}.o)
+  set(object ${CMAKE_CURRENT_BINARY_DIR}/${source}.o)
+  get_filename_component(folder ${object} DIRECTORY)
+  file(MAKE_DIRECTORY ${folder})
   set(warnings -Xcompiler=-Wall,-Wextra,-Wno-unused-function) # CUDA's own headers are full of those
   if(GD_WERROR)
     list(APPEND warnings -Werror all-warnings)
@@ -122,10 +123,10 @@ function(gd_add_cuda target source)
             -Xcompiler=-fPIC,-fvisibility=hidden,-fsigned-char ${warnings}
             -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include
             # No path of the build folder: ccache finds what another one compiled.
-            -MD -MT ${name}.o -MF ${name}.o.d -c ${path} -o ${name}.o
+            -MD -MT ${source}.o -MF ${source}.o.d -c ${path} -o ${source}.o
     DEPENDS ${path} ${PROJECT_SOURCE_DIR}/tools/nvcc_checked.py
     DEPFILE ${object}.d
-    COMMENT "Building CUDA object ${name}.o"
+    COMMENT "Building CUDA object ${source}.o"
     VERBATIM)
   set_source_files_properties(${object} PROPERTIES EXTERNAL_OBJECT ON GENERATED ON)
   target_sources(${target} PRIVATE ${object})

@@ -165,7 +165,7 @@ const std::vector<Key>& keys() {
       boolean("ht", &Case::ht, "0: no final state"),
       boolean("dht", &Case::dht, "0: no gradient of the final state"),
       boolean("pool", &Case::pool, "states in a pool, found by indices"),
-      integer("first_slot", &Case::first_slot, "slots of the pool below it are nobody"),
+      integer("first_slot", &Case::first_slot, "slots of the pool below it are null"),
       boolean("inplace", &Case::inplace, "final state replaces the initial state"),
       boolean("i64", &Case::i64, "int64 offsets and indices"),
       boolean("strided", &Case::strided, "gaps in every tensor"),
@@ -173,7 +173,8 @@ const std::vector<Key>& keys() {
       boolean("offsets", &Case::offsets, "one checkpoint per sequence, at checkpoint_offsets"),
       integer("segment", &Case::segment, "chunks of a segment, if sequences are to be cut (CUDA)"),
       boolean("accept", &Case::accept, "recurrent: accept lengths"),
-      integer("picked", &Case::picked, "recurrent: slots in a sequence's row of initial_indices, of which one is read"),
+      integer("picked", &Case::picked,
+              "recurrent: slots in a sequence's row of initial_state_indices, of which one is read"),
       choice("steps", &Case::steps, kSteps, "recurrent: per-step states: none dense pool rows"),
       integer("seed", &Case::seed, "of the random numbers"),
   };

@@ -65,7 +65,7 @@ struct Case {
   std::optional<float> scale;
   bool h0 = true, ht = true, dht = true;  // initial state, final state, gradient of the final state
   bool pool = false;                      // states live in a pool and are found by read and write indices
-  int64_t first_slot = 0;                 // with a pool: slots below are nobody
+  int64_t first_slot = 0;                 // with a pool: slots below are null
   bool inplace = false;                   // the final state goes where the initial state came from
   bool i64 = false;                       // int64 offsets and indices instead of int32
   bool strided = false;                   // gaps in every tensor but cu_seqlens, gates stored head first

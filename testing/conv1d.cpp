@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
-#include <sstream>
 #include <stdexcept>
 
 #include "testing/compare.hpp"
@@ -12,116 +11,6 @@
 #include "testing/tolerance.hpp"
 
 namespace gatedelta::testing {
-
-// ---- cases --------------------------------------------------------------------------------------------------------
-
-int64_t ConvCase::tokens() const { return lengths.empty() ? T : std::accumulate(lengths.begin(), lengths.end(), pad); }
-int64_t ConvCase::longest() const { return lengths.empty() ? T : *std::max_element(lengths.begin(), lengths.end()); }
-
-namespace {
-
-constexpr std::pair<const char*, gd_dtype> kTypes[] = {{"fp32", GD_F32}, {"bf16", GD_BF16}, {"fp16", GD_F16}};
-
-gd_dtype dtype_from(const std::string& name) {
-  for (const auto& [text, dtype] : kTypes) {
-    if (name == text) return dtype;
-  }
-  throw std::invalid_argument("dtype '" + name + "' is none of fp32, bf16, fp16");
-}
-const char* name_of(gd_dtype dtype) {
-  for (const auto& [text, each] : kTypes) {
-    if (each == dtype) return text;
-  }
-  return "none";
-}
-
-// Calls visit(name, member) for every key; one list for parsing and printing.
-template <class Case, class Visit>
-void for_each_key(Case& c, Visit&& visit) {
-  visit("B", c.B);
-  visit("T", c.T);
-  visit("lengths", c.lengths);
-  visit("pad", c.pad);
-  visit("D", c.D);
-  visit("W", c.W);
-  visit("S", c.S);
-  visit("final_S", c.final_S);
-  visit("dtype", c.dtype);
-  visit("odtype", c.odtype);
-  visit("wdtype", c.wdtype);
-  visit("state", c.state);
-  visit("channel_major", c.channel_major);
-  visit("state_tokens_first", c.state_tokens_first);
-  visit("bias", c.bias);
-  visit("silu", c.silu);
-  visit("h0", c.h0);
-  visit("ht", c.ht);
-  visit("pool", c.pool);
-  visit("inplace", c.inplace);
-  visit("drafts", c.drafts);
-  visit("steps", c.steps);
-  visit("null_slot", c.null_slot);
-  visit("i64", c.i64);
-  visit("strided", c.strided);
-  visit("seed", c.seed);
-}
-
-void assign(int64_t& to, const std::string& text) { to = std::stoll(text); }
-void assign(uint64_t& to, const std::string& text) { to = std::stoull(text); }
-void assign(bool& to, const std::string& text) { to = std::stoi(text) != 0; }
-void assign(gd_dtype& to, const std::string& text) { to = dtype_from(text); }
-void assign(std::vector<int64_t>& to, const std::string& text) {
-  std::stringstream parts(text);
-  for (std::string part; std::getline(parts, part, '+');) to.push_back(std::stoll(part));
-}
-
-std::string text_of(int64_t x) { return std::to_string(x); }
-std::string text_of(uint64_t x) { return std::to_string(x); }
-std::string text_of(bool x) { return x ? "1" : "0"; }
-std::string text_of(gd_dtype x) { return name_of(x); }
-std::string text_of(const std::vector<int64_t>& x) {
-  std::string text;
-  for (const int64_t each : x) {
-    if (!text.empty()) text += '+';
-    text += std::to_string(each);
-  }
-  return text;
-}
-
-}  // namespace
-
-ConvCase parse_conv_case(std::string_view spec) {
-  ConvCase c;
-  std::stringstream words{std::string(spec)};
-  for (std::string word; words >> word;) {
-    const size_t equals = word.find('=');
-    const std::string key = word.substr(0, equals);
-    const std::string value = equals == word.npos ? "1" : word.substr(equals + 1);
-    bool known = false;
-    for_each_key(c, [&](const char* name, auto& member) {
-      if (key != name) return;
-      assign(member, value);
-      known = true;
-    });
-    if (!known) throw std::invalid_argument("there is no key '" + key + "'");
-  }
-  return c;
-}
-
-std::string describe(const ConvCase& c) {
-  const ConvCase defaults;
-  std::vector<std::string> plain;
-  for_each_key(defaults, [&](const char*, const auto& member) { plain.push_back(text_of(member)); });
-  std::string text;
-  size_t i = 0;
-  for_each_key(c, [&](const char* name, const auto& member) {
-    const std::string value = text_of(member);
-    if (value == plain[i++]) return;
-    if (!text.empty()) text += ' ';
-    text.append(name).append("=").append(value);
-  });
-  return text;
-}
 
 // ---- buffers ------------------------------------------------------------------------------------------------------
 
@@ -261,7 +150,7 @@ ConvProblem::ConvProblem(const ConvCase& c) : spec(c) {
   }
   if (c.h0) {
     in.initial_state = make("initial_state", c.state, {slots, D, S}, columns);
-    if (c.pool) in.initial_indices = make_indices("initial_indices", read_slots_);
+    if (c.pool) in.initial_state_indices = make_indices("initial_state_indices", read_slots_);
   }
   if (c.drafts) {
     for (int64_t n = 0; n < N; ++n) {
@@ -286,15 +175,15 @@ ConvProblem::ConvProblem(const ConvCase& c) : spec(c) {
 
   forward.struct_size = sizeof forward;
   forward.in = in;
-  forward.y = make("y", odtype, {B, T, D}, rows);
+  forward.out = make("y", odtype, {B, T, D}, rows);
   if (c.ht) {
     if (c.inplace) {
       forward.final_state = in.initial_state;
-      forward.final_indices = in.initial_indices;
+      forward.final_state_indices = in.initial_state_indices;
     } else {
       forward.final_state = make("final_state", c.state, {slots, D, final_S}, columns);
       if (c.pool)
-        forward.final_indices = make_indices("final_indices", [&] {
+        forward.final_state_indices = make_indices("final_state_indices", [&] {
           auto indices = write_slots_;
           if (c.null_slot) std::replace(indices.begin(), indices.end(), int64_t{-1}, int64_t{0});
           return indices;
@@ -315,12 +204,12 @@ ConvProblem::ConvProblem(const ConvCase& c) : spec(c) {
 
   backward.struct_size = sizeof backward;
   backward.in = in;
-  if (!in.initial_indices.dtype) backward.in.first_slot = 0;
-  backward.d_y = make("d_y", odtype, {B, T, D}, rows);
-  fill(backward.d_y, sDy);
+  if (!in.initial_state_indices.dtype) backward.in.first_slot = 0;
+  backward.dy = make("d_y", odtype, {B, T, D}, rows);
+  fill(backward.dy, sDy);
   if (c.ht) {
-    backward.d_final_state = make("d_final_state", c.state, {N, D, final_S}, columns);
-    fill(backward.d_final_state, sDfinal);
+    backward.dht = make("dht", c.state, {N, D, final_S}, columns);
+    fill(backward.dht, sDfinal);
   }
   backward.dx = make("dx", c.dtype, {B, T, D}, rows);
   backward.dweight = make("dweight", c.wdtype, {D, W});
@@ -329,7 +218,7 @@ ConvProblem::ConvProblem(const ConvCase& c) : spec(c) {
   if (!c.lengths.empty()) {
     for (int64_t t = T - c.pad; t < T; ++t)
       for (int64_t d = 0; d < D; ++d)
-        store(backward.d_y.data, backward.d_y.dtype, at(backward.d_y, {0, t, d}), std::nan(""));
+        store(backward.dy.data, backward.dy.dtype, at(backward.dy, {0, t, d}), std::nan(""));
   }
   for (Entry& e : entries_) e.pristine.assign(e.buffer.data(), e.buffer.data() + e.buffer.size());
 }
@@ -377,7 +266,7 @@ std::string ConvProblem::judge_forward(const std::function<std::string(const gd_
   std::vector<Copy> copies;  // what states get: inputs, rounded to their type
   for (int64_t n = 0; n < N; ++n) {
     const int64_t from = read_slots_[static_cast<size_t>(n)], to = write_slots_[static_cast<size_t>(n)];
-    if (in.initial_indices.dtype && forward.final_indices.dtype && from < 0 && to < 0) continue;
+    if (in.initial_state_indices.dtype && forward.final_state_indices.dtype && from < 0 && to < 0) continue;
     const Span span = span_of(in, n);
     const int64_t S = spec.h0 ? in.initial_state.shape[2] : 0;
     const int64_t end = spec.drafts ? W - 2 + accepted_[static_cast<size_t>(n)] : S;
@@ -413,9 +302,9 @@ std::string ConvProblem::judge_forward(const std::function<std::string(const gd_
   }
   if (const std::string error = run(forward); !error.empty()) return error + "\n";
   std::string wrong;
-  if (forward.y.dtype) {
-    for_each_element(forward.y, [&](int64_t offset, int64_t) { entry(forward.y).written[offset] = true; });
-    wrong += check_close("y", forward.y, y);
+  if (forward.out.dtype) {
+    for_each_element(forward.out, [&](int64_t offset, int64_t) { entry(forward.out).written[offset] = true; });
+    wrong += check_close("y", forward.out, y);
   }
   int64_t different = 0;
   for (const Copy& copy : copies) {
@@ -428,7 +317,7 @@ std::string ConvProblem::judge_forward(const std::function<std::string(const gd_
                " instead of " + std::to_string(expected) + "\n";
   }
   if (different > 1) wrong += std::to_string(different) + " numbers of states are wrong\n";
-  return wrong + damage({&forward.y, &forward.final_state, &forward.step_states});
+  return wrong + damage({&forward.out, &forward.final_state, &forward.step_states});
 }
 
 std::string ConvProblem::judge_backward(const std::function<std::string(const gd_conv1d_backward_args&)>& run) {
@@ -459,7 +348,7 @@ std::string ConvProblem::judge_backward(const std::function<std::string(const gd
         for (int64_t i = 0; i < W; ++i) z += value_at(in.weight, {d, i}) * input(t - W + 1 + i);
         const double s = sigmoid(z);
         const double dz =
-            value_at(backward.d_y, {span.batch, span.begin + t, d}) * (spec.silu ? s * (1 + z * (1 - s)) : 1);
+            value_at(backward.dy, {span.batch, span.begin + t, d}) * (spec.silu ? s * (1 + z * (1 - s)) : 1);
         for (int64_t i = 0; i < W; ++i) {
           dw[static_cast<size_t>(d * W + i)] += dz * input(t - W + 1 + i);
           add(t - W + 1 + i, dz * value_at(in.weight, {d, i}));
@@ -467,8 +356,8 @@ std::string ConvProblem::judge_backward(const std::function<std::string(const gd
         db[static_cast<size_t>(d)] += dz;
       }
       if (!spec.ht) continue;
-      const int64_t final_S = backward.d_final_state.shape[2];
-      for (int64_t s = 0; s < final_S; ++s) add(span.length - final_S + s, value_at(backward.d_final_state, {n, d, s}));
+      const int64_t final_S = backward.dht.shape[2];
+      for (int64_t s = 0; s < final_S; ++s) add(span.length - final_S + s, value_at(backward.dht, {n, d, s}));
     }
   }
   if (const std::string error = run(backward); !error.empty()) return error + "\n";

@@ -28,7 +28,7 @@ struct ConvCase {
   bool bias = false, silu = false;
   bool h0 = true, ht = true;
   bool pool = false, inplace = false, drafts = false, steps = false;
-  bool null_slot = false;  // slot 0 is nobody
+  bool null_slot = false;  // slot 0 is null
   bool i64 = false, strided = false;
   uint64_t seed = 1;
 

@@ -81,16 +81,16 @@ struct CallOf<gd_forward_args> {
     return std::vector{&a.in.q,
                        &a.in.k,
                        &a.in.v,
-                       &a.o,
+                       &a.out,
                        &a.in.g,
                        &a.in.beta,
                        &a.in.A_log,
                        &a.in.dt_bias,
                        &a.in.cu_seqlens,
                        &a.in.initial_state,
-                       &a.in.initial_indices,
+                       &a.in.initial_state_indices,
                        &a.final_state,
-                       &a.final_indices,
+                       &a.final_state_indices,
                        &a.checkpoints,
                        &a.checkpoint_indices,
                        &a.checkpoint_offsets};
@@ -107,7 +107,7 @@ struct CallOf<gd_backward_args> {
     return std::vector{&a.in.q,
                        &a.in.k,
                        &a.in.v,
-                       &a.d_o,
+                       &a.do_,
                        &a.dq,
                        &a.dk,
                        &a.dv,
@@ -117,8 +117,8 @@ struct CallOf<gd_backward_args> {
                        &a.in.dt_bias,
                        &a.in.cu_seqlens,
                        &a.in.initial_state,
-                       &a.in.initial_indices,
-                       &a.d_final_state,
+                       &a.in.initial_state_indices,
+                       &a.dht,
                        &a.dg,
                        &a.dbeta,
                        &a.dA_log,
@@ -138,16 +138,16 @@ struct CallOf<gd_recurrent_args> {
     return std::vector{&a.in.q,
                        &a.in.k,
                        &a.in.v,
-                       &a.o,
+                       &a.out,
                        &a.in.g,
                        &a.in.beta,
                        &a.in.A_log,
                        &a.in.dt_bias,
                        &a.in.cu_seqlens,
                        &a.in.initial_state,
-                       &a.in.initial_indices,
+                       &a.in.initial_state_indices,
                        &a.final_state,
-                       &a.final_indices,
+                       &a.final_state_indices,
                        &a.accept_lengths,
                        &a.step_states,
                        &a.step_indices,
@@ -190,7 +190,8 @@ class DeviceCall {
     }
     args_.exec = {};
     args_.exec.device = GD_CUDA;
-    args_.exec.isa = host.exec.isa;
+    args_.exec.kernels = host.exec.kernels;
+    args_.exec.tuning = host.exec.tuning;
     GD_CUDA_OK(cudaGetDevice(&args_.exec.device_index));
     if (Call::workspace(&args_, &args_.exec.workspace_bytes) != GD_OK)
       throw std::runtime_error(std::string(Call::kName) + "_workspace: " + gd_last_error());

@@ -66,7 +66,7 @@ Row row_of(const Args& args, const double* x, const double* z, const std::vector
 // Calls use(row, index of its first element) for every row.
 template <class Args, class Use>
 void for_each_row(const Args& args, const Use& use) {
-  const auto x = to_doubles(args.x), z = to_doubles(args.z), weight = to_doubles(args.weight);
+  const auto x = to_doubles(args.x), z = to_doubles(args.gate), weight = to_doubles(args.weight);
   const auto D = static_cast<size_t>(args.x.shape[3]);
   for (size_t begin = 0; begin < x.size(); begin += D)
     use(row_of(args, &x[begin], z.empty() ? nullptr : &z[begin], weight), begin);
@@ -123,30 +123,30 @@ NormProblem::NormProblem(const NormCase& c) : spec(c) {
   forward.x = make("x", false, c.x, rows);
   fill(forward.x, c.seed, sX, 0, c.x_scale);
   if (c.gate != NormGateKind::none) {
-    forward.z = make("z", false, of_z, rows);
-    fill(forward.z, c.seed, sZ, 0, c.z_scale);
+    forward.gate = make("z", false, of_z, rows);
+    fill(forward.gate, c.seed, sZ, 0, c.z_scale);
   }
   if (c.has_weight) {
     forward.weight = make("weight", false, of_weight, {c.D});
     fill(forward.weight, c.seed, sWeight, 1, 0.25);
   }
-  forward.y = make("y", true, or_else(c.y, c.x), rows);
+  forward.out = make("y", true, or_else(c.y, c.x), rows);
   forward.activation = c.gate == NormGateKind::sigmoid ? GD_NORM_SIGMOID : GD_NORM_SILU;
   forward.round_before_gate = c.round;
   forward.has_eps = c.eps.has_value();
   forward.eps = c.eps.value_or(0);
 
   backward.x = forward.x;
-  backward.z = forward.z;
+  backward.gate = forward.gate;
   backward.weight = forward.weight;
   backward.activation = forward.activation;
   backward.round_before_gate = forward.round_before_gate;
   backward.has_eps = forward.has_eps;
   backward.eps = forward.eps;
-  backward.d_y = make("d_y", false, or_else(c.y, c.x), rows);
-  fill(backward.d_y, c.seed, sDy, 0, 1);
+  backward.dy = make("d_y", false, or_else(c.y, c.x), rows);
+  fill(backward.dy, c.seed, sDy, 0, 1);
   backward.dx = make("dx", true, c.x, rows);
-  if (c.gate != NormGateKind::none) backward.dz = make("dz", true, of_z, rows);
+  if (c.gate != NormGateKind::none) backward.dgate = make("dz", true, of_z, rows);
   if (c.has_weight) backward.dweight = make("dweight", true, of_weight, {c.D});
   for (Entry& entry : entries_) entry.before.assign(entry.buffer.data(), entry.buffer.data() + entry.buffer.size());
 }
@@ -182,17 +182,17 @@ std::vector<double> reference_gated_norm(const gd_gated_norm_args& args) {
 }
 
 NormGradients reference_gated_norm_backward(const gd_gated_norm_backward_args& args) {
-  const auto d_y = to_doubles(args.d_y);
+  const auto d_y = to_doubles(args.dy);
   const auto D = static_cast<size_t>(args.x.shape[3]);
   NormGradients result;
   result.dx.resize(d_y.size());
-  if (args.z.dtype != GD_DTYPE_NONE) result.dz.resize(d_y.size());
+  if (args.gate.dtype != GD_DTYPE_NONE) result.dz.resize(d_y.size());
   if (args.weight.dtype != GD_DTYPE_NONE) result.dweight.resize(D);
   for_each_row(args, [&](const Row& row, size_t begin) {
     std::vector<double> dn(D);
     double mean = 0;
     for (size_t i = 0; i < D; ++i) {
-      const double dy = d_y[begin + i], da = args.z.dtype == GD_DTYPE_NONE ? dy : dy * row.gate[i].value;
+      const double dy = d_y[begin + i], da = args.gate.dtype == GD_DTYPE_NONE ? dy : dy * row.gate[i].value;
       if (!result.dz.empty()) result.dz[begin + i] = dy * row.a[i] * row.gate[i].slope;
       if (!result.dweight.empty()) result.dweight[i] += da * row.factor[i];
       dn[i] = da * row.w[i];

@@ -13,7 +13,7 @@ struct CallOf<gd_gated_norm_args> {
   static constexpr const char* kName = "gd_gated_norm";
   template <class Args>
   static auto tensors(Args& a) {
-    return std::vector{&a.x, &a.z, &a.weight, &a.y};
+    return std::vector{&a.x, &a.gate, &a.weight, &a.out};
   }
 };
 template <>
@@ -24,7 +24,7 @@ struct CallOf<gd_gated_norm_backward_args> {
   static constexpr const char* kName = "gd_gated_norm_backward";
   template <class Args>
   static auto tensors(Args& a) {
-    return std::vector{&a.x, &a.z, &a.weight, &a.d_y, &a.dx, &a.dz, &a.dweight};
+    return std::vector{&a.x, &a.gate, &a.weight, &a.dy, &a.dx, &a.dgate, &a.dweight};
   }
 };
 

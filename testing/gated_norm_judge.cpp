@@ -50,7 +50,7 @@ Judgement judge_gated_norm(NormProblem& problem, const std::function<std::string
     result.problems.push_back(error);
     return result;
   }
-  judge(result, problem.spec, "y", problem.forward.y, reference_gated_norm(problem.forward));
+  judge(result, problem.spec, "y", problem.forward.out, reference_gated_norm(problem.forward));
   result.problems = problem.damage();
   return result;
 }
@@ -66,7 +66,7 @@ Judgement judge_gated_norm_backward(NormProblem& problem,
   }
   const NormGradients truth = reference_gated_norm_backward(args);
   judge(result, problem.spec, "dx", args.dx, truth.dx);
-  judge(result, problem.spec, "dz", args.dz, truth.dz);
+  judge(result, problem.spec, "dz", args.dgate, truth.dz);
   judge(result, problem.spec, "dweight", args.dweight, truth.dweight);
   result.problems = problem.damage();
   return result;

@@ -1,11 +1,10 @@
 #include "testing/generator.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <functional>
 #include <numeric>
 
+#include "testing/contents.hpp"
 #include "testing/number.hpp"
 
 namespace gatedelta::testing {
@@ -20,12 +19,12 @@ uint64_t mix(uint64_t x) {  // splitmix64's finaliser
   return x ^ (x >> 31);
 }
 
+}  // namespace
+
 uint64_t bits_at(uint64_t seed, uint64_t stream, uint64_t index) {
   const uint64_t key = mix(seed * 0x9e3779b97f4a7c15 + stream + 1);
   return mix(key + index * 0x9e3779b97f4a7c15);
 }
-
-}  // namespace
 
 double uniform(uint64_t seed, uint64_t stream, uint64_t index) {
   return static_cast<double>(bits_at(seed, stream, index) >> 11) * 0x1p-53;
@@ -45,7 +44,6 @@ double normal(uint64_t seed, uint64_t stream, uint64_t index) {
 
 namespace {
 constexpr size_t kGuard = 4096;
-constexpr char kPoison = static_cast<char>(0xff);  // NaN in every float type, negative in every integer type
 }  // namespace
 
 Buffer::Buffer(size_t bytes, size_t misalign) : storage_(bytes + 2 * kGuard + 64 + misalign, kPoison), size_(bytes) {
@@ -65,9 +63,6 @@ bool Buffer::guards_intact() const {
 // ---- a problem ----------------------------------------------------------------------------------------------------
 
 namespace {
-
-// Streams of the random numbers: one per tensor.
-enum Stream : uint64_t { sQ, sK, sV, sG, sBeta, sA, sBias, sH0, sDo, sDht, sCommon, sLength, sSlots, sOffsets };
 
 gd_tensor describe_tensor(gd_dtype dtype, const std::vector<int64_t>& shape, const std::vector<int64_t>& stride) {
   gd_tensor t{};
@@ -102,19 +97,14 @@ int64_t extent(const gd_tensor& t) {  // elements from the first to the last, in
   return last + 1;
 }
 
-void fill(const gd_tensor& t, const std::function<double(int64_t)>& value) {
-  for_each_element(t, [&](int64_t offset, int64_t i) { store(t.data, t.dtype, offset, value(i)); });
-}
-
-double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
-
 constexpr int kNoSuchSlot = 1 << 30;
 
 }  // namespace
 
 gd_tensor Problem::make(const std::string& name, Role role, gd_dtype dtype, const std::vector<int64_t>& shape) {
   const bool vector = shape.size() == 1;
-  const bool state = name.find("state") != name.npos || name == "checkpoints";  // each matrix is contiguous
+  const bool state =
+      name.find("state") != name.npos || name == "checkpoints" || name == "dht";  // each matrix is contiguous
   const auto stride = choose_strides(shape, spec.strided && !vector, state ? 2 : 1);
   Entry e{name, describe_tensor(dtype, shape, stride), role, {}, 0, {}, {}};
   // A strided case also starts at the element's own alignment, not at the allocator's.
@@ -148,17 +138,21 @@ Problem::Entry& Problem::entry(const gd_tensor& t) {
   return *std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.tensor.data == t.data; });
 }
 
-Problem::Problem(const Case& c) : spec((check_case(c), c)) {
-  const int64_t B = c.B, T = c.total_tokens(), N = c.sequences();
-  const gd_dtype odtype = c.odtype == GD_DTYPE_NONE ? c.dtype : c.odtype;
-  forward.struct_size = sizeof forward;
-  backward.struct_size = sizeof backward;
-  recurrent.struct_size = sizeof recurrent;
-  const auto matrix = [&](std::vector<int64_t> outer) {
-    outer.insert(outer.end(), {c.Hv, c.layout == GD_STATE_KV ? c.K : c.V, c.layout == GD_STATE_KV ? c.V : c.K});
-    return outer;
-  };
+std::vector<int64_t> Problem::matrices(std::vector<int64_t> outer) const {
+  const Case& c = spec;
+  outer.insert(outer.end(), {c.Hv, c.layout == GD_STATE_KV ? c.K : c.V, c.layout == GD_STATE_KV ? c.V : c.K});
+  return outer;
+}
+std::vector<int64_t> Problem::named(const std::vector<int64_t>& indices) const {
+  std::vector<int64_t> result;
+  std::copy_if(indices.begin(), indices.end(), std::back_inserter(result),
+               [&](int64_t i) { return i >= spec.first_slot && i != kNoSuchSlot; });
+  return result;
+}
 
+gd_inputs Problem::make_inputs() {
+  const Case& c = spec;
+  const int64_t B = c.B, T = c.total_tokens(), N = c.sequences();
   gd_inputs in{};
   in.q = make("q", Role::input, c.dtype, {B, T, c.Hk, c.K});
   in.k = make("k", Role::input, c.dtype, {B, T, c.Hk, c.K});
@@ -183,60 +177,46 @@ Problem::Problem(const Case& c) : spec((check_case(c), c)) {
     std::partial_sum(c.lengths.begin(), c.lengths.end(), offsets.begin() + 1);
     in.cu_seqlens = make_indices("cu_seqlens", offsets);
   }
+  fill_inputs(in);
+  return in;
+}
 
-  // Pools have twice the slots needed and three more, in a scrambled order, after those that are nobody; what no index
+Problem::Slots Problem::choose_slots() const {
+  const Case& c = spec;
+  const int64_t N = c.sequences(), first = c.first_slot;
+  Slots slots;
+  // Pools have twice the slots needed and three more, in a scrambled order, after the null slots; what no index
   // names stays NaN.
-  const int64_t first = c.first_slot, slots = c.pool ? first + 2 * N + 3 : N;
-  std::vector<int64_t> scrambled(slots - first);
+  slots.count = c.pool ? first + 2 * N + 3 : N;
+  std::vector<int64_t>& scrambled = slots.scrambled;
+  scrambled.resize(slots.count - first);
   std::iota(scrambled.begin(), scrambled.end(), first);
   if (c.pool) {
     std::sort(scrambled.begin(), scrambled.end(), [&](int64_t a, int64_t b) {
       return bits_at(c.seed, sSlots, static_cast<uint64_t>(a)) < bits_at(c.seed, sSlots, static_cast<uint64_t>(b));
     });
   }
-  std::vector<int64_t> read(scrambled.begin(), scrambled.begin() + N);
-  std::vector<int64_t> write =
-      c.inplace || !c.pool ? read : std::vector<int64_t>(scrambled.begin() + N, scrambled.begin() + 2 * N);
+  slots.read.assign(scrambled.begin(), scrambled.begin() + N);
+  slots.write = slots.read;
+  if (c.pool && !c.inplace) slots.write.assign(scrambled.begin() + N, scrambled.begin() + 2 * N);
   if (c.pool) {  // of every five sequences one starts from zero, one is not stored, one is a padded row
     for (int64_t n = 0; n < N; ++n) {
-      if (n % 5 == 1 || n % 5 == 4) read[n] = n % 5 == 1 ? first - 1 : -7;
-      if (n % 5 == 2 || n % 5 == 4) write[n] = n % 5 == 2 ? -1 : first - 1;
+      if (n % 5 == 1 || n % 5 == 4) slots.read[n] = n % 5 == 1 ? first - 1 : -7;
+      if (n % 5 == 2 || n % 5 == 4) slots.write[n] = n % 5 == 2 ? -1 : first - 1;
     }
-    in.first_slot = first;
   }
-  const auto named = [&](const std::vector<int64_t>& indices) {
-    std::vector<int64_t> result;
-    std::copy_if(indices.begin(), indices.end(), std::back_inserter(result),
-                 [&](int64_t i) { return i >= first && i != kNoSuchSlot; });
-    return result;
-  };
+  return slots;
+}
 
-  gd_tensor final_state{}, final_indices{};
-  if (c.h0) {
-    in.initial_state = make("initial_state", c.inplace ? Role::pool : Role::input, c.state, matrix({slots}));
-    fill_states(in.initial_state, sH0, read);
-    if (c.pool) in.initial_indices = make_indices("initial_indices", read);
-  }
-  if (c.ht) {
-    final_state = c.inplace ? in.initial_state : make("final_state", Role::pool, c.state, matrix({slots}));
-    if (c.pool) final_indices = make_indices("final_indices", write);
-    entry(final_state).written_slots = named(write);
-  }
-  fill_inputs(in);
-
-  forward.in = backward.in = recurrent.in = in;
-  forward.o = make("o", Role::output, odtype, {B, T, c.Hv, c.V});
-  recurrent.o = forward.o;
-  forward.final_state = recurrent.final_state = final_state;
-  forward.final_indices = recurrent.final_indices = final_indices;
-
-  forward.segment_chunks = backward.segment_chunks = static_cast<int32_t>(c.segment);
+void Problem::make_checkpoints(const Slots& slots) {
+  const Case& c = spec;
+  const int64_t T = c.total_tokens(), N = c.sequences(), first = c.first_slot;
   if (c.every > 0) {
     int64_t count = 0;
     for (int64_t n = 0; n < N; ++n) count += (c.lengths.empty() ? T : c.lengths[n]) / c.every;
     std::vector<int64_t> place(count);
     for (int64_t i = 0; i < count; ++i) place[i] = c.pool ? (i % 4 == 3 ? first - 1 : first + count + 1 - i) : i;
-    forward.checkpoints = make("checkpoints", Role::pool, c.state, matrix({c.pool ? first + count + 2 : count}));
+    forward.checkpoints = make("checkpoints", Role::pool, c.state, matrices({c.pool ? first + count + 2 : count}));
     if (c.pool) forward.checkpoint_indices = make_indices("checkpoint_indices", place);
     entry(forward.checkpoints).written_slots = named(place);
     forward.checkpoint_every = c.every;
@@ -248,22 +228,26 @@ Problem::Problem(const Case& c) : spec((check_case(c), c)) {
       const auto random = static_cast<int64_t>(bits_at(c.seed, sOffsets, uint64_t(n)) % 1024);
       offset[n] = n % 4 == 3 || chunks == 0 ? (n % 2 ? 0 : -5) : n % 4 == 1 ? 64 * chunks : 64 * (1 + random % chunks);
       place[n] = !c.pool ? n : n % 4 == 2 ? first - 1 : first + 2 * N - n;
-      const bool padded = c.pool && c.h0 && c.ht && read[n] < first && write[n] < first;
+      const bool padded = c.pool && c.h0 && c.ht && slots.read[n] < first && slots.write[n] < first;
       if (offset[n] > 0 && place[n] >= first && !padded) written.push_back(place[n]);
     }
     forward.checkpoint_offsets = make_indices("checkpoint_offsets", offset);
-    forward.checkpoints = make("checkpoints", Role::pool, c.state, matrix({c.pool ? first + 2 * N + 1 : N}));
+    forward.checkpoints = make("checkpoints", Role::pool, c.state, matrices({c.pool ? first + 2 * N + 1 : N}));
     if (c.pool) forward.checkpoint_indices = make_indices("checkpoint_indices", place);
     entry(forward.checkpoints).written_slots = written;
   }
+}
 
-  backward.d_o = make("d_o", Role::input, c.dtype, {B, T, c.Hv, c.V});
-  fill(backward.d_o, [&](int64_t i) { return normal(c.seed, sDo, static_cast<uint64_t>(i)); });
+void Problem::make_gradients() {
+  const Case& c = spec;
+  const int64_t B = c.B, T = c.total_tokens(), N = c.sequences();
+  backward.do_ = make("d_o", Role::input, c.dtype, {B, T, c.Hv, c.V});
+  fill(backward.do_, [&](int64_t i) { return normal(c.seed, sDo, static_cast<uint64_t>(i)); });
   if (c.dht) {
-    backward.d_final_state = make("d_final_state", Role::input, c.state, matrix({N}));
+    backward.dht = make("dht", Role::input, c.state, matrices({N}));
     std::vector<int64_t> all(N);
     std::iota(all.begin(), all.end(), 0);
-    fill_states(backward.d_final_state, sDht, all);
+    fill_states(backward.dht, sDht, all);
   }
   backward.dq = make("dq", Role::output, c.dtype, {B, T, c.Hk, c.K});
   backward.dk = make("dk", Role::output, c.dtype, {B, T, c.Hk, c.K});
@@ -274,8 +258,12 @@ Problem::Problem(const Case& c) : spec((check_case(c), c)) {
     backward.dA_log = make("dA_log", Role::output, GD_F32, {c.Hv});
     if (c.dt_bias) backward.d_dt_bias = make("d_dt_bias", Role::output, GD_F32, {c.Hv});
   }
-  backward.d_initial_state = make("d_initial_state", Role::output, c.state, matrix({N}));
+  backward.d_initial_state = make("d_initial_state", Role::output, c.state, matrices({N}));
+}
 
+void Problem::make_steps(const Slots& slots) {
+  const Case& c = spec;
+  const int64_t B = c.B, T = c.total_tokens(), N = c.sequences(), first = c.first_slot;
   if (c.accept) {
     std::vector<int64_t> lengths(N);
     for (int64_t n = 0; n < N; ++n) lengths[n] = n % ((c.lengths.empty() ? T : c.lengths[n]) + 1);
@@ -283,25 +271,25 @@ Problem::Problem(const Case& c) : spec((check_case(c), c)) {
   }
   if (c.picked > 0) {  // lengths from 0 to two beyond the last column; other columns name slots that are NaN
     std::vector<int64_t> lengths(N), rows(N * c.picked);
-    for (int64_t i = 0; i < N * c.picked; ++i) rows[i] = scrambled[2 * N + i % 3];
+    for (int64_t i = 0; i < N * c.picked; ++i) rows[i] = slots.scrambled[2 * N + i % 3];
     for (int64_t n = 0; n < N; ++n) {
       lengths[n] = n % (c.picked + 3);
-      rows[n * c.picked + std::clamp<int64_t>(lengths[n] - 1, 0, c.picked - 1)] = read[n];
+      rows[n * c.picked + std::clamp<int64_t>(lengths[n] - 1, 0, c.picked - 1)] = slots.read[n];
     }
-    recurrent.in.initial_indices = make_indices("initial_indices", rows, c.picked);
+    recurrent.in.initial_state_indices = make_indices("initial_state_indices", rows, c.picked);
     recurrent.previous_accept_lengths = make_indices("previous_accept_lengths", lengths);
   }
   if (c.steps == StepKind::dense) {
-    recurrent.step_states = make("step_states", Role::output, c.state, matrix({B, T}));
+    recurrent.step_states = make("step_states", Role::output, c.state, matrices({B, T}));
   } else if (c.steps == StepKind::pool) {
-    recurrent.step_states = make("step_states", Role::pool, c.state, matrix({first + B * T + 2}));
+    recurrent.step_states = make("step_states", Role::pool, c.state, matrices({first + B * T + 2}));
     std::vector<int64_t> place(B * T);
     for (int64_t i = 0; i < B * T; ++i) place[i] = i % 3 == 2 ? first - 1 : first + B * T + 1 - i;
     recurrent.step_indices = make_indices("step_indices", place, std::max<int64_t>(T, 1));
     recurrent.step_indices.shape[0] = B, recurrent.step_indices.shape[1] = T;
     entry(recurrent.step_states).written_slots = named(place);
   } else if (c.steps == StepKind::rows) {  // one column more than the longest sequence has tokens
-    recurrent.step_states = make("step_states", Role::pool, c.state, matrix({first + T + 2}));
+    recurrent.step_states = make("step_states", Role::pool, c.state, matrices({first + T + 2}));
     const int64_t columns = *std::max_element(c.lengths.begin(), c.lengths.end()) + 1;
     std::vector<int64_t> place(N * columns, kNoSuchSlot);
     for (int64_t n = 0, token = 0; n < N; ++n)
@@ -310,152 +298,41 @@ Problem::Problem(const Case& c) : spec((check_case(c), c)) {
     recurrent.step_indices = make_indices("step_indices", place, columns);
     entry(recurrent.step_states).written_slots = named(place);
   }
-  for (const gd_tensor* t : {&in.q, &in.k, &in.v, &in.g, &in.beta, &backward.d_o}) poison_tail(*t, T - c.pad);
+}
+
+Problem::Problem(const Case& c) : spec((check_case(c), c)) {
+  forward.struct_size = sizeof forward;
+  backward.struct_size = sizeof backward;
+  recurrent.struct_size = sizeof recurrent;
+  const int64_t T = c.total_tokens();
+  gd_inputs in = make_inputs();
+  const Slots slots = choose_slots();
+  if (c.pool) in.first_slot = c.first_slot;
+  gd_tensor final_state{}, final_state_indices{};
+  if (c.h0) {
+    in.initial_state = make("initial_state", c.inplace ? Role::pool : Role::input, c.state, matrices({slots.count}));
+    fill_states(in.initial_state, sH0, slots.read);
+    if (c.pool) in.initial_state_indices = make_indices("initial_state_indices", slots.read);
+  }
+  if (c.ht) {
+    final_state = c.inplace ? in.initial_state : make("final_state", Role::pool, c.state, matrices({slots.count}));
+    if (c.pool) final_state_indices = make_indices("final_state_indices", slots.write);
+    entry(final_state).written_slots = named(slots.write);
+  }
+
+  forward.in = backward.in = recurrent.in = in;
+  forward.out = make("o", Role::output, c.odtype == GD_DTYPE_NONE ? c.dtype : c.odtype, {c.B, T, c.Hv, c.V});
+  recurrent.out = forward.out;
+  forward.final_state = recurrent.final_state = final_state;
+  forward.final_state_indices = recurrent.final_state_indices = final_state_indices;
+
+  tuning.segment_chunks = static_cast<int32_t>(c.segment);
+  forward.exec.tuning = backward.exec.tuning = &tuning;
+  make_checkpoints(slots);
+  make_gradients();
+  make_steps(slots);
+  for (const gd_tensor* t : {&in.q, &in.k, &in.v, &in.g, &in.beta, &backward.do_}) poison_tail(*t, T - c.pad);
   seal();
-}
-
-// ---- contents -----------------------------------------------------------------------------------------------------
-
-namespace {
-
-void normalise(std::vector<double>& x, double length) {
-  double sum = 0;
-  for (double value : x) sum += value * value;
-  for (double& value : x) value *= length / std::sqrt(sum);
-}
-
-// Tokens where the hostile gates strike: chunk borders, a run inside a chunk, and every eleventh.
-bool strikes(int64_t t) { return t % 11 == 5 || t % 64 == 0 || t % 64 == 63 || (t % 128 >= 96 && t % 128 < 104); }
-
-double mixed_gate(double x, int64_t head) { return head % 4 == 3 ? 0 : -std::log1p(std::exp(-x)) / 16; }
-
-// Heads of gate=raw that forget little or nothing, so that large inputs of softplus leave something to see.
-bool slow_head(int64_t head) { return head % 8 == 5 || head % 8 == 7; }
-
-double gate_value(const Case& c, int64_t t, int64_t head, uint64_t i) {
-  const double x = normal(c.seed, sG, i), u = uniform(c.seed, sG, i);
-  switch (c.gate) {
-    case GateKind::zero: return 0;
-    case GateKind::weak: return -0.02 * u;
-    case GateKind::strong: return -10 - 20 * u;
-    case GateKind::spiky: {
-      const double A = c.Hv > 1 ? 16.0 * double(head) / double(c.Hv - 1) : 16;
-      return -A * std::log1p(std::exp(12 * u - 9));
-    }
-    case GateKind::mixed: return mixed_gate(x, head);
-    case GateKind::infinite: return strikes(t) ? -HUGE_VAL : mixed_gate(x, head);
-    case GateKind::very_negative: {
-      constexpr double depths[] = {-81, -104, -1e3, -1e4, -1e6, -1e9, -1e20, -3e38};
-      if (!strikes(t)) return mixed_gate(x, head);
-      const double depth = depths[bits_at(c.seed, sG, i) % 8];
-      return c.gdtype == GD_F16 ? std::max(depth, -6e4) : depth;
-    }
-    case GateKind::raw: return t % 5 == 2 && slow_head(head) ? 45 * u - 5 : x - (c.dt_bias ? 0 : 4);
-  }
-  return 0;
-}
-
-double beta_value(const Case& c, int64_t t, uint64_t i) {
-  const double x = normal(c.seed, sBeta, i);
-  switch (c.beta) {
-    case BetaKind::unit: return sigmoid(x);
-    case BetaKind::zeros: return t % 3 == 1 ? 0 : sigmoid(x);
-    case BetaKind::two: return t % 3 == 1 ? 2 : 2 * sigmoid(2 * x);
-    case BetaKind::logit:
-    case BetaKind::logit_doubled: return 2 * x;
-    case BetaKind::constant_one: return 1;
-  }
-  return 0;
-}
-
-std::vector<double> random_row(uint64_t seed, uint64_t stream, uint64_t row, int64_t size) {
-  std::vector<double> x(size);
-  for (int64_t i = 0; i < size; ++i) x[i] = normal(seed, stream, row * uint64_t(size) + uint64_t(i));
-  return x;
-}
-
-// A row of q or k. Unit length, or with l2norm in the call a length that the call must take out.
-std::vector<double> key_row(const Case& c, Stream stream, int64_t b, int64_t t, int64_t h) {
-  const int64_t T = c.total_tokens();
-  const bool is_key = stream == sK;
-  const int64_t source = is_key && c.keys == KeyKind::repeated ? t / 40 * 40 : t;
-  auto x = random_row(c.seed, stream, uint64_t((b * T + source) * c.Hk + h), c.K);
-  normalise(x, 1);
-  if (is_key && c.keys == KeyKind::correlated) {
-    auto common = random_row(c.seed, sCommon, uint64_t(h), c.K);
-    normalise(common, 0.8);
-    for (int64_t i = 0; i < c.K; ++i) x[i] = 0.6 * x[i] + common[i];
-    normalise(x, 1);
-  }
-  const double u = uniform(c.seed, sLength, uint64_t(((b * T + t) * c.Hk + h) * 2 + is_key));
-  if (c.keys != KeyKind::loose) {
-    if (c.l2norm) normalise(x, std::sqrt(double(c.K)) * (0.5 + u));
-  } else if (!c.l2norm) {
-    normalise(x, 0.2 + 1.1 * u);
-  } else if (t % 13 == 7) {
-    std::fill(x.begin(), x.end(), 0);
-  } else {
-    normalise(x, std::pow(10, 5 * u - 3));
-  }
-  return x;
-}
-
-}  // namespace
-
-void Problem::fill_inputs(const gd_inputs& in) {
-  const Case& c = spec;
-  const int64_t T = c.total_tokens();
-  for (int64_t b = 0; b < c.B; ++b) {
-    for (int64_t t = 0; t < T - c.pad; ++t) {
-      for (int64_t h = 0; h < c.Hk; ++h) {
-        for (const gd_tensor* x : {&in.q, &in.k}) {
-          const auto row = key_row(c, x == &in.q ? sQ : sK, b, t, h);
-          const int64_t offset = b * x->stride[0] + t * x->stride[1] + h * x->stride[2];
-          for (int64_t i = 0; i < c.K; ++i) store(x->data, x->dtype, offset + i, row[i]);
-        }
-      }
-    }
-  }
-  fill(in.v, [&](int64_t i) { return normal(c.seed, sV, uint64_t(i)); });
-  fill(in.g, [&](int64_t i) { return gate_value(c, i / c.Hv % T, i % c.Hv, uint64_t(i)); });
-  fill(in.beta, [&](int64_t i) { return beta_value(c, i / c.Hv % T, uint64_t(i)); });
-  if (in.A_log.dtype != GD_DTYPE_NONE) {
-    // As layers are initialised: A uniform in [0, 16], softplus(dt_bias) log-uniform in [0.001, 0.1].
-    fill(in.A_log, [&](int64_t h) {
-      const double top = h % 8 == 7 ? 0 : slow_head(h) ? 0.01 : 16;
-      return std::log(top * uniform(c.seed, sA, uint64_t(h)));
-    });
-    if (c.dt_bias) {
-      fill(in.dt_bias,
-           [&](int64_t h) { return std::log(std::expm1(std::pow(10, -3 + 2 * uniform(c.seed, sBias, uint64_t(h))))); });
-    }
-  }
-}
-
-// Values depend on the sequence and the place in the [K, V] matrix, not on slot, layout or strides.
-void Problem::fill_states(const gd_tensor& t, uint64_t stream, const std::vector<int64_t>& slots) {
-  const Case& c = spec;
-  for (size_t n = 0; n < slots.size(); ++n) {
-    if (slots[n] < 0) continue;
-    for (int64_t h = 0; h < c.Hv; ++h) {
-      for (int64_t i = 0; i < c.K; ++i) {
-        for (int64_t j = 0; j < c.V; ++j) {
-          const int64_t place = c.layout == GD_STATE_KV ? i * c.V + j : j * c.K + i;
-          const auto counter = uint64_t(((int64_t(n) * c.Hv + h) * c.K + i) * c.V + j);
-          store(t.data, t.dtype, slots[n] * t.stride[0] + h * t.stride[1] + place, normal(c.seed, stream, counter));
-        }
-      }
-    }
-  }
-}
-
-void Problem::poison_tail(const gd_tensor& t, int64_t first) {
-  const int64_t row = element_count(t) / std::max<int64_t>(t.shape[0] * t.shape[1], 1);
-  for_each_element(t, [&](int64_t offset, int64_t i) {
-    if (i / row % t.shape[1] >= first) {
-      std::memset(static_cast<char*>(t.data) + offset * element_bytes(t.dtype), kPoison, element_bytes(t.dtype));
-    }
-  });
 }
 
 namespace {

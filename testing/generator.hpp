@@ -39,7 +39,8 @@ class Problem {
   Problem& operator=(const Problem&) = delete;
 
   const Case spec;
-  // Filled but for exec (isa, threads, workspace) and saved.
+  gd_tuning tuning = GD_TUNING_INIT;  // of forward and backward
+  // Filled but for exec (isa, kernels, threads, workspace) and saved.
   gd_forward_args forward{};
   gd_backward_args backward{};
   gd_recurrent_args recurrent{};
@@ -64,6 +65,18 @@ class Problem {
   // [values], or with columns > 0 rows of so many.
   gd_tensor make_indices(const std::string& name, const std::vector<int64_t>& values, int64_t columns = 0);
   Entry& entry(const gd_tensor& t);
+  struct Slots {  // of the states of a call
+    int64_t count = 0;
+    std::vector<int64_t> scrambled;    // all but the null slots
+    std::vector<int64_t> read, write;  // of each sequence
+  };
+  Slots choose_slots() const;
+  std::vector<int64_t> matrices(std::vector<int64_t> outer) const;        // outer by the shape of states
+  std::vector<int64_t> named(const std::vector<int64_t>& indices) const;  // without null slots
+  gd_inputs make_inputs();                                                // but for states
+  void make_checkpoints(const Slots& slots);
+  void make_gradients();
+  void make_steps(const Slots& slots);
   void fill_inputs(const gd_inputs& in);
   void fill_states(const gd_tensor& t, uint64_t stream, const std::vector<int64_t>& slots);
   void poison_tail(const gd_tensor& t, int64_t first);

@@ -68,8 +68,8 @@ std::string run_backward_summary(gd_backward_summary_args args, const Exec& exec
   return run("gd_backward_summary", args, exec, gd_backward_summary_workspace, gd_backward_summary);
 }
 
-std::string run_fold(gd_fold_args args, const Exec& exec) {
-  return run("gd_fold", args, exec, gd_fold_workspace, gd_fold);
+std::string run_merge(gd_merge_args args, const Exec& exec) {
+  return run("gd_merge", args, exec, gd_merge_workspace, gd_merge);
 }
 
 bool Judgement::ok() const {
@@ -153,11 +153,12 @@ void Judge::judge_entries(Judgement& result, Quantity quantity, Compute compute,
   result.verdicts.push_back({name_of(quantity), bound, compare(values, expected, shape, bound, head_limit(c.Hv))});
 }
 
-std::vector<int64_t> Judge::final_slots(const gd_tensor& final_indices) const {
+std::vector<int64_t> Judge::final_slots(const gd_tensor& final_state_indices) const {
   std::vector<int64_t> slots(problem_.spec.sequences());
   for (size_t n = 0; n < slots.size(); ++n) {
-    slots[n] =
-        final_indices.dtype == GD_DTYPE_NONE ? int64_t(n) : slot_at(problem_.forward.in, final_indices, int64_t(n));
+    slots[n] = final_state_indices.dtype == GD_DTYPE_NONE
+                   ? int64_t(n)
+                   : slot_at(problem_.forward.in, final_state_indices, int64_t(n));
   }
   return slots;
 }
@@ -176,10 +177,10 @@ Judgement Judge::forward(Compute compute, const std::function<std::string(const 
     result.problems.push_back(error);
     return result;
   }
-  judge(result, Quantity::o, compute, args.o, truth.o, 2);
+  judge(result, Quantity::o, compute, args.out, truth.o, 2);
   if (args.final_state.dtype != GD_DTYPE_NONE) {
     judge_entries(result, Quantity::final_state, compute, args.final_state, truth.final_state,
-                  final_slots(args.final_indices));
+                  final_slots(args.final_state_indices));
   }
   if (args.checkpoints.dtype != GD_DTYPE_NONE) {
     const auto spans = sequence_spans(args.in);
@@ -204,7 +205,7 @@ Judgement Judge::backward(const Exec& exec, bool from_saved) {
   return backward(chunk_compute(problem_.spec.dtype, exec.isa), [&](const gd_backward_args& args) {
     Buffer saved;
     gd_forward_args training = problem_.forward;  // without write slots, so no sequence is a padded row
-    training.final_state = training.final_indices = {};
+    training.final_state = training.final_state_indices = {};
     std::string error = from_saved ? run_forward(training, exec, &saved) : "";
     problem_.reset();
     return error.empty() ? run_backward(args, exec, from_saved ? &saved : nullptr) : error;
@@ -246,10 +247,10 @@ Judgement Judge::recurrent(const std::function<std::string(const gd_recurrent_ar
     result.problems.push_back(error);
     return result;
   }
-  judge(result, Quantity::o, compute, args.o, truth.o, 2);
+  judge(result, Quantity::o, compute, args.out, truth.o, 2);
   if (args.final_state.dtype != GD_DTYPE_NONE) {
     judge_entries(result, Quantity::final_state, compute, args.final_state, truth.final_state,
-                  final_slots(args.final_indices));
+                  final_slots(args.final_state_indices));
   }
   if (args.step_states.dtype != GD_DTYPE_NONE) {  // but for the tokens of padded rows
     const auto spans = sequence_spans(args.in);

@@ -28,7 +28,7 @@ std::string run_backward(gd_backward_args args, const Exec& exec, const Buffer* 
 std::string run_recurrent(gd_recurrent_args args, const Exec& exec);
 std::string run_summary(gd_summary_args args, const Exec& exec);
 std::string run_backward_summary(gd_backward_summary_args args, const Exec& exec);
-std::string run_fold(gd_fold_args args, const Exec& exec);
+std::string run_merge(gd_merge_args args, const Exec& exec);
 
 struct Verdict {
   std::string quantity;
@@ -71,7 +71,7 @@ class Judge {
   void judge_entries(Judgement& result, Quantity quantity, Compute compute, const gd_tensor& got,
                      const std::vector<double>& truth, const std::vector<int64_t>& slots);
   int64_t head_limit(int64_t heads) const;
-  std::vector<int64_t> final_slots(const gd_tensor& final_indices) const;
+  std::vector<int64_t> final_slots(const gd_tensor& final_state_indices) const;
 
   Problem problem_;
   ReferenceOptions options_;

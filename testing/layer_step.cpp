@@ -72,27 +72,28 @@ std::string LayerCase::text() const {
 
 ThreeCalls::ThreeCalls(const gd_layer_step_args& step, void* convolved, void* o)
     : conv(step.conv), rule(step.rule), norm(step.norm) {
-  const gd_tensor &x = step.conv.in.x, &y = step.norm.y;
+  const gd_tensor &x = step.conv.in.x, &y = step.norm.out;
   const int64_t D = x.shape[2], Hk = step.key_heads, Hv = y.shape[2], V = y.shape[3], keys = (D - Hv * V) / 2;
   conv.struct_size = sizeof conv;
   rule.struct_size = sizeof rule;
   norm.struct_size = sizeof norm;
   conv.exec = rule.exec = norm.exec = step.exec;
-  conv.y = rows(x, convolved, D, 0, D, 1);
-  conv.y.rank = 3;
+  conv.out = rows(x, convolved, D, 0, D, 1);
+  conv.out.rank = 3;
   conv.in.cu_seqlens = rule.in.cu_seqlens;
-  gd_tensor slots = rule.in.initial_indices;
+  gd_tensor slots = rule.in.initial_state_indices;
   slots.rank = std::min(slots.rank, 1);  // the first column
   if (!absent(conv.in.initial_state)) {
-    conv.in.initial_indices = slots;
+    conv.in.initial_state_indices = slots;
     conv.previous_accept_lengths = rule.previous_accept_lengths;
     conv.in.first_slot = rule.in.first_slot;
   }
-  if (!absent(conv.final_state)) conv.final_indices = absent(rule.final_indices) ? slots : rule.final_indices;
+  if (!absent(conv.final_state))
+    conv.final_state_indices = absent(rule.final_state_indices) ? slots : rule.final_state_indices;
   rule.in.q = rows(x, convolved, D, 0, Hk, keys / Hk);
   rule.in.k = rows(x, convolved, D, keys, Hk, keys / Hk);
   rule.in.v = rows(x, convolved, D, 2 * keys, Hv, V);
-  rule.o = norm.x = rows(x, o, Hv * V, 0, Hv, V);
+  rule.out = norm.x = rows(x, o, Hv * V, 0, Hv, V);
 }
 
 LayerProblem::LayerProblem(const LayerCase& c) : spec(c) {
@@ -114,7 +115,7 @@ LayerProblem::LayerProblem(const LayerCase& c) : spec(c) {
   args.rule.in.l2norm = 1;
   args.rule.in.key_head_order = c.tiled ? GD_KEY_HEADS_TILED : GD_KEY_HEADS_GROUPED;
   args.rule.in.state_layout = c.value_first ? GD_STATE_VK : GD_STATE_KV;
-  args.norm.z = make("z", c.x, {B, T, c.Hv, c.V});
+  args.norm.gate = make("z", c.x, {B, T, c.Hv, c.V});
   args.norm.weight = make("norm.weight", c.x, {c.V});
   args.norm.round_before_gate = c.transformers;
   fill(args.conv.in.x, 1);
@@ -122,7 +123,7 @@ LayerProblem::LayerProblem(const LayerCase& c) : spec(c) {
   if (c.bias) fill(args.conv.in.bias, 0.2);
   for (const gd_tensor* t : {&args.rule.in.g, &args.rule.in.beta, &args.rule.in.A_log, &args.rule.in.dt_bias})
     fill(*t, 1);
-  fill(args.norm.z, 1);
+  fill(args.norm.gate, 1);
   fill(args.norm.weight, 0.2, 1);
   if (!c.lengths.empty()) {
     std::vector<int64_t> offsets(1);
@@ -130,7 +131,7 @@ LayerProblem::LayerProblem(const LayerCase& c) : spec(c) {
     args.rule.in.cu_seqlens = make_indices("cu_seqlens", offsets);
   }
   make_slots();
-  args.norm.y = make("y", c.y, {B, T, c.Hv, c.V});
+  args.norm.out = make("y", c.y, {B, T, c.Hv, c.V});
   entries_.back().computed = true;
   for (Entry& entry : entries_) entry.pristine.assign(entry.buffer.data(), entry.buffer.data() + entry.buffer.size());
 }
@@ -144,25 +145,25 @@ void LayerProblem::make_slots() {
     std::iota(all.begin(), all.end(), 0);
     return make_states(all);
   }
-  const int64_t slots = 2 * N * columns + 5, nobody = c.null_slot ? 0 : -1;
+  const int64_t slots = 2 * N * columns + 5, null_index = c.null_slot ? 0 : -1;
   const auto slot = [&](int64_t i) { return 1 + (slots - 2 - i); };  // never 0
   const auto padded = [&](int64_t n) { return N > 1 && n == N - 1; };
   std::vector<int64_t> read, write, accepted, first;
   for (int64_t n = 0; n < N; ++n) {
-    for (int64_t s = 0; s < columns; ++s) read.push_back(padded(n) ? nobody : slot(n * columns + s));
-    write.push_back(padded(n) ? nobody : slot((N + n) * columns));
+    for (int64_t s = 0; s < columns; ++s) read.push_back(padded(n) ? null_index : slot(n * columns + s));
+    write.push_back(padded(n) ? null_index : slot((N + n) * columns));
     accepted.push_back(1 + static_cast<int64_t>(uniform(c.seed, 99, static_cast<uint64_t>(n)) * columns));
     first.push_back(read[static_cast<size_t>(n * columns + (c.drafts ? accepted.back() - 1 : 0))]);
   }
   args.rule.in.first_slot = c.null_slot;
-  args.rule.in.initial_indices = make_indices("initial_indices", read, c.drafts ? columns : 0);
+  args.rule.in.initial_state_indices = make_indices("initial_state_indices", read, c.drafts ? columns : 0);
   if (c.drafts) {
-    args.rule.step_indices = args.rule.in.initial_indices;
+    args.rule.step_indices = args.rule.in.initial_state_indices;
     args.rule.previous_accept_lengths = make_indices("previous_accept_lengths", accepted);
   } else if (c.moves) {
-    args.rule.final_indices = make_indices("final_indices", write);
+    args.rule.final_state_indices = make_indices("final_state_indices", write);
   } else {
-    args.rule.final_indices = args.rule.in.initial_indices;
+    args.rule.final_state_indices = args.rule.in.initial_state_indices;
   }
   make_states(first);
   // The conv states of draft windows are in the first slot of each row, and end with the accepted tokens.
@@ -311,7 +312,7 @@ std::string run_layer_step(const gd_layer_step_args& args, gd_thread_pool* pool)
 std::string run_three_calls(const gd_layer_step_args& args, gd_thread_pool* pool) {
   const int64_t bytes = element_bytes(args.conv.in.x.dtype), tokens = args.conv.in.x.shape[0] * args.conv.in.x.shape[1];
   const Buffer convolved(static_cast<size_t>(tokens * args.conv.in.x.shape[2] * bytes));
-  const Buffer o(static_cast<size_t>(element_count(args.norm.y) * bytes));
+  const Buffer o(static_cast<size_t>(element_count(args.norm.out) * bytes));
   const ThreeCalls calls(args, convolved.data(), o.data());
   std::string error = call("gd_conv1d", calls.conv, gd_conv1d_workspace, gd_conv1d, pool);
   if (error.empty()) error = call("gd_recurrent", calls.rule, gd_recurrent_workspace, gd_recurrent, pool);

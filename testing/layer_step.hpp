@@ -21,9 +21,9 @@ struct LayerCase {
   bool conv_states = true;    // otherwise every window begins with zeros
   bool pool = true;           // states by slots, with a padded row; otherwise one per sequence
   bool tokens_first = false;  // conv states lie as [slots, S, D], and rows of x have gaps
-  bool moves = false;         // final_indices name other slots
+  bool moves = false;         // final_state_indices name other slots
   bool drafts = false;        // rows of slots, lengths accepted of the windows before, states of all tokens
-  bool null_slot = false;     // slot 0 is nobody
+  bool null_slot = false;     // slot 0 is null
   bool tiled = false;         // key heads are
   bool i64 = false, bias = true, transformers = false;  // the last: the norm rounds before its gate
   uint64_t seed = 1;

@@ -26,15 +26,15 @@ struct CallOf<gd_layer_step_args> {
                        &a.rule.in.dt_bias,
                        &a.rule.in.cu_seqlens,
                        &a.rule.in.initial_state,
-                       &a.rule.in.initial_indices,
+                       &a.rule.in.initial_state_indices,
                        &a.rule.final_state,
-                       &a.rule.final_indices,
+                       &a.rule.final_state_indices,
                        &a.rule.step_states,
                        &a.rule.step_indices,
                        &a.rule.previous_accept_lengths,
-                       &a.norm.z,
+                       &a.norm.gate,
                        &a.norm.weight,
-                       &a.norm.y};
+                       &a.norm.out};
   }
 };
 using DeviceLayerStep = DeviceCall<gd_layer_step_args>;
@@ -42,7 +42,7 @@ using DeviceLayerStep = DeviceCall<gd_layer_step_args>;
 // The three calls on the tensors of a step, one after the other in its stream. Returns "" or the refusal.
 inline std::string run_three_calls(DeviceLayerStep& step, cudaStream_t stream = nullptr) {
   const gd_layer_step_args& args = step.args();
-  const gd_tensor &x = args.conv.in.x, &y = args.norm.y;
+  const gd_tensor &x = args.conv.in.x, &y = args.norm.out;
   const auto bytes = static_cast<size_t>(element_bytes(x.dtype));
   const DeviceMemory convolved(static_cast<size_t>(x.shape[0] * x.shape[1] * x.shape[2]) * bytes, 0);
   const DeviceMemory o(static_cast<size_t>(element_count(y)) * bytes, 0);

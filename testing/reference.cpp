@@ -9,72 +9,11 @@
 
 namespace gatedelta::testing {
 
-int64_t index_at(const gd_tensor& indices, int64_t i) {
-  return indices.dtype == GD_I64 ? static_cast<const int64_t*>(indices.data)[i * indices.stride[0]]
-                                 : static_cast<const int32_t*>(indices.data)[i * indices.stride[0]];
-}
-
-int64_t slot_at(const gd_inputs& in, const gd_tensor& indices, int64_t row, int64_t column) {
-  gd_tensor of_row = indices;
-  of_row.data = static_cast<char*>(indices.data) + row * indices.stride[0] * element_bytes(indices.dtype);
-  of_row.stride[0] = indices.rank == 2 ? indices.stride[1] : 0;
-  const int64_t slot = index_at(of_row, column);
-  return slot < in.first_slot ? -1 : slot;
-}
-
-int64_t read_slot(const gd_inputs& in, int64_t n) {
-  return in.initial_indices.dtype == GD_DTYPE_NONE ? n : slot_at(in, in.initial_indices, n);
-}
-
-int64_t read_slot(const gd_recurrent_args& args, int64_t n) {
-  const gd_inputs& in = args.in;
-  if (args.previous_accept_lengths.dtype == GD_DTYPE_NONE) return read_slot(in, n);
-  const int64_t kept = index_at(args.previous_accept_lengths, n);
-  return slot_at(in, in.initial_indices, n, std::clamp<int64_t>(kept, 1, in.initial_indices.shape[1]) - 1);
-}
-
-int64_t step_slot(const gd_recurrent_args& args, int64_t n, const Span& span, int64_t t) {
-  if (args.step_indices.shape[0] == 1) return slot_at(args.in, args.step_indices, 0, span.begin + t);
-  return slot_at(args.in, args.step_indices, n, t);
-}
-
-std::vector<Span> sequence_spans(const gd_inputs& in) {
-  std::vector<Span> spans;
-  if (in.cu_seqlens.dtype == GD_DTYPE_NONE) {
-    for (int64_t b = 0; b < in.q.shape[0]; ++b) spans.push_back({b, 0, in.q.shape[1]});
-  } else {
-    for (int64_t n = 0; n + 1 < in.cu_seqlens.shape[0]; ++n) {
-      const int64_t begin = index_at(in.cu_seqlens, n);
-      spans.push_back({0, begin, index_at(in.cu_seqlens, n + 1) - begin});
-    }
-  }
-  return spans;
-}
-
-namespace {
-
-bool is_given(const gd_tensor& t) { return t.dtype != GD_DTYPE_NONE; }
-
-// The read slot is nobody, and so is the write slot; `otherwise` where the call has no write slots.
-bool is_padding(const gd_inputs& in, int64_t read, const gd_tensor& final_indices, int64_t n, bool otherwise) {
-  if (!is_given(in.initial_indices) || read >= 0) return false;
-  return is_given(final_indices) ? slot_at(in, final_indices, n) < 0 : otherwise;
-}
-
-}  // namespace
-
-bool is_padding(const gd_forward_args& args, int64_t n) {
-  return is_padding(args.in, read_slot(args.in, n), args.final_indices, n, false);
-}
-
-bool is_padding(const gd_recurrent_args& args, int64_t n) {
-  const bool stores_states = is_given(args.final_state) || is_given(args.step_states);
-  return is_padding(args.in, read_slot(args, n), args.final_indices, n, !stores_states);
-}
-
 namespace {
 
 using Vector = std::vector<double>;
+
+bool is_given(const gd_tensor& t) { return t.dtype != GD_DTYPE_NONE; }
 
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 double softplus(double x) { return x > 20 ? x : std::log1p(std::exp(x)); }
@@ -314,9 +253,9 @@ std::vector<double> reference_backward_summary(const gd_backward_summary_args& a
   gd_backward_args backward{};
   backward.in = args.in;
   backward.in.initial_state = {};
-  backward.d_o = args.d_o;
+  backward.do_ = args.do_;
   const float zero = 0;
-  backward.in.v = args.d_o;  // its values do not matter
+  backward.in.v = args.do_;  // its values do not matter
   backward.in.v.data = const_cast<float*>(&zero);
   backward.in.v.dtype = GD_F32;
   for (int64_t& stride : backward.in.v.stride) stride = 0;
@@ -324,11 +263,11 @@ std::vector<double> reference_backward_summary(const gd_backward_summary_args& a
   return entries_of(reference_backward(backward).d_initial_state, sequences, args.first_sequence, args.sequence_count);
 }
 
-std::vector<double> reference_fold(const gd_fold_args& args) {
+std::vector<double> reference_merge(const gd_merge_args& args) {
   const bool kv = args.state_layout == GD_STATE_KV;
   const int64_t R = args.state.shape[0], H = args.state.shape[1];
   const int64_t K = args.state.shape[kv ? 2 : 3], V = args.state.shape[kv ? 3 : 2], size = K * V;
-  const Vector values = to_doubles(args.values), maps = to_doubles(args.maps);
+  const Vector values = to_doubles(args.values), transitions = to_doubles(args.transitions);
   Vector result(R * H * size, 0);
   for (int64_t r = 0; r < R; ++r) {
     for (int64_t h = 0; h < H; ++h) {
@@ -336,7 +275,7 @@ std::vector<double> reference_fold(const gd_fold_args& args) {
       const int64_t first = index_at(args.first, r), count = index_at(args.count, r);
       for (int64_t step = 0; step < count; ++step) {
         const int64_t i = args.transposed ? first + count - 1 - step : first + step;
-        const double *M = &maps[(i * H + h) * K * K], *value = &values[(i * H + h) * size];
+        const double *M = &transitions[(i * H + h) * K * K], *value = &values[(i * H + h) * size];
         Vector next(size);
         for (int64_t a = 0; a < K; ++a) {
           for (int64_t v = 0; v < V; ++v) {
@@ -510,9 +449,9 @@ BackwardTruth reference_backward(const gd_backward_args& args, const ReferenceOp
 
   for_each_group(in, count, options, [&](int64_t n, int64_t key_head) {
     for (const int64_t h : heads_of(in, key_head)) {
-      Adjoint adjoint{in, args.d_o, truth, T, Hk, H, K, V};
-      const int64_t row = is_given(args.d_final_indices) ? slot_at(in, args.d_final_indices, n) : n;
-      Vector dS = shape.take(args.d_final_state, row, h);
+      Adjoint adjoint{in, args.do_, truth, T, Hk, H, K, V};
+      const int64_t row = is_given(args.dht_indices) ? slot_at(in, args.dht_indices, n) : n;
+      Vector dS = shape.take(args.dht, row, h);
       adjoint.run(spans[n], h, shape.take(in.initial_state, read_slot(in, n), h), dS, dA_log[n * H + h],
                   d_dt_bias[n * H + h]);
       shape.put(dS, truth.d_initial_state, n, h);

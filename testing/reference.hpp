@@ -48,7 +48,7 @@ ForwardTruth reference_forward(const gd_forward_args& args, const ReferenceOptio
 BackwardTruth reference_backward(const gd_backward_args& args, const ReferenceOptions& options = {});
 SummaryTruth reference_summary(const gd_summary_args& args);
 std::vector<double> reference_backward_summary(const gd_backward_summary_args& args);  // [n, Hv, ., .]
-std::vector<double> reference_fold(const gd_fold_args& args);                          // [R, Hv, ., .]
+std::vector<double> reference_merge(const gd_merge_args& args);                        // [R, Hv, ., .]
 RecurrentTruth reference_recurrent(const gd_recurrent_args& args, const ReferenceOptions& options = {});
 
 // Number of sequences, and where each one's tokens are.
@@ -57,7 +57,7 @@ struct Span {
 };
 std::vector<Span> sequence_spans(const gd_inputs& in);
 int64_t index_at(const gd_tensor& indices, int64_t i);
-// A slot of a pool by its place in an index tensor; -1 if it is nobody.
+// A slot of a pool by its place in an index tensor; -1 if it is null.
 int64_t slot_at(const gd_inputs& in, const gd_tensor& indices, int64_t row, int64_t column = 0);
 // The slot sequence n starts from; -1 if none. A recurrent call may pick it from a row.
 int64_t read_slot(const gd_inputs& in, int64_t n);

@@ -40,7 +40,7 @@ inline std::vector<int64_t> state_shape(const gd_inputs& in, int64_t n) {
 
 inline gd_inputs without_state(gd_inputs in) {
   in.initial_state = {};
-  in.initial_indices = {};
+  in.initial_state_indices = {};
   in.first_slot = 0;
   return in;
 }
@@ -142,7 +142,7 @@ inline gd_backward_summary_args backward_summary_of(const Problem& problem) {
   args.struct_size = sizeof args;
   args.in = without_state(problem.backward.in);
   args.in.v = {};
-  args.d_o = problem.backward.d_o;
+  args.do_ = problem.backward.do_;
   return args;
 }
 template <class Run>

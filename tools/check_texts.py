@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Checks every text file of the repository: no path of somebody's machine, no dead relative link in Markdown, no
-trailing blanks, a final newline, no line of prose or code over 120 columns."""
+"""Checks every text file of the repository: no path of somebody's machine, no dead relative link or anchor in Markdown,
+no trailing blanks, a final newline, no line of prose or code over 120 columns."""
 
 import re
 import sys
@@ -10,11 +10,33 @@ from repo_files import ROOT, repo_files
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:root|home|work|farm|Users|mnt)/[\w.]")
 PACKAGE_INDEX = re.compile(r"--(?:extra-)?index-url|--find-links")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#{1,6} +(.+)$", re.MULTILINE)
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 MAX_COLUMNS = 120
 
 
+def anchors_of(text: str) -> set[str]:
+    """Of the headings of a page, as GitHub names them."""
+    found = {}
+    for heading in HEADING.findall(FENCED.sub("", text)):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        anchor = re.sub(r"[^\w -]", "", words).strip().replace(" ", "-")
+        found[anchor] = found.get(anchor, -1) + 1
+    return {f"{anchor}-{i}" if i else anchor for anchor, count in found.items() for i in range(count + 1)}
+
+
+def is_dead(path, text: str, target: str) -> bool:
+    file, _, anchor = target.partition("#")
+    if "://" in file:
+        return False
+    place = ROOT / path.parent / file
+    if file and not place.exists():
+        return True
+    return bool(anchor) and path.suffix == ".md" and anchor not in anchors_of(place.read_text() if file else text)
+
+
 def problems_of(path, text: str):
-    generated = False  # by tools/render_results.py
+    generated = False  # by bench.report.render
     for number, line in enumerate(text.split("\n"), start=1):
         if path.suffix == ".md" and re.match(r"<!-- /?results", line):
             generated = not line.startswith("<!-- /")
@@ -30,8 +52,7 @@ def problems_of(path, text: str):
             yield f"{where}: {len(line)} columns, more than {MAX_COLUMNS}"
         if path.suffix == ".md":
             for target in LINK.findall(line):
-                file = target.partition("#")[0]
-                if file and "://" not in file and not (ROOT / path.parent / file).exists():
+                if is_dead(path, text, target):
                     yield f"{where}: dead link {target}"
     if text and not text.endswith("\n"):
         yield f"{path}: no newline at the end"

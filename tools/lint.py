@@ -94,9 +94,9 @@ def main() -> int:
         llvm_tool(name)  # before anything is checked
     checks = {"clang-format": clang_format, "ruff": ruff}
     if fix:
-        checks["tables"] = python_tool("tools/render_results.py")
+        checks["tables"] = python_tool("-m", "bench.report.render")
     else:
-        checks["tables"] = python_tool("tools/render_results.py", "--check")
+        checks["tables"] = python_tool("-m", "bench.report.render", "--check")
         checks["texts"] = python_tool("tools/check_texts.py")
         checks["shell"] = shell_syntax
         checks["clang-tidy"] = clang_tidy

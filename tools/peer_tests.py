@@ -24,12 +24,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from repo_files import ROOT, stamp
-
-sys.path.insert(0, str(ROOT / "bench"))
+import dev_paths  # noqa: F401  (the package under test)
 import peer_suites
 import records
 from peer_suites import Suite
+from repo_files import ROOT, stamp
 
 DOWNLOADS = ROOT / "build" / "peers"
 SHOWN = 20  # failures of a suite; the record has all
@@ -58,17 +57,9 @@ def parse() -> argparse.Namespace:
 
 
 def environment(device: str) -> dict[str, str]:
-    """For the Pythons started from here: the package under test, as tests/python/tree.py has it, and this folder."""
-    folders = [str(ROOT / "tools")]
-    result = dict(os.environ)
-    if not os.environ.get("GATEDELTA_INSTALLED"):
-        build = Path(os.environ.get("GATEDELTA_BUILD", ROOT / "build" / "release")).resolve()
-        folders.append(str(ROOT / "python"))
-        result["GATEDELTA_LIBRARY_DIR"] = str(build / "src")
-    if device == "cpu":
-        result["CUDA_VISIBLE_DEVICES"] = ""
-    result["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return result
+    """For the Pythons started from here: the package under test, which dev_paths has put there, and this folder."""
+    result = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tools"), os.environ["PYTHONPATH"]])}
+    return result | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
 
 
 def find(suite: Suite, peers: Path) -> tuple[Path | None, str]:

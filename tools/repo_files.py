@@ -25,7 +25,7 @@ def stamp() -> dict:
     try:
         commit = git("rev-parse", "HEAD")
         # What a record itself writes does not make the measured code another one.
-        modified = bool(git("status", "--porcelain", "--", ".", ":!results", ":!*.md", ":!tools"))
+        modified = bool(git("status", "--porcelain", "--", ".", ":!results", ":!*.md", ":!tools", ":!bench/report"))
     except (OSError, subprocess.CalledProcessError):
         commit = modified = None
     return {"date": datetime.date.today().isoformat(), "commit": commit, "modified": modified}

@@ -1,6 +1,6 @@
 """Adapters for other implementations, one module each. The library knows nothing of them.
 
-The adapter of transformers' torch code, which bench/cpu_vs_transformers.py uses, has
+The adapter of transformers' torch code, which bench.cpu.vs_transformers uses, has
 
     NAME                      what tables call it
     version() -> str
@@ -10,14 +10,14 @@ The adapter of transformers' torch code, which bench/cpu_vs_transformers.py uses
 on torch tensors [B, T, H, D] with g the log decay and beta after its sigmoid, no l2norm, scale K^-1/2, gradients by
 autograd through `chunk`.
 
-The adapters of packages that serve on a GPU, which bench/decode.py and bench/packs.py use where they can be imported,
+The adapters of packages that serve on a GPU, which bench.gpu.decode and bench.gpu.packs use where they can be imported,
 have NAME, version() and
 
-    decode_calls(problem) -> {name: call}     the functions that can do this Problem of bench/decode.py. call(i) works
+    decode_calls(problem) -> {name: call}     the functions that can do this Problem of bench.gpu.decode. call(i) works
                                               on the i-th set of slots and returns o and the tensor with the states,
                                               or None if these were written in place
-    pack_calls(pack) -> {name: call}          likewise for a Pack of bench/packs.py
-    forward_calls(inputs) -> {name: call}     (FLA's alone) of bench/in_turns.py, on the inputs of bench/gpu.py
+    pack_calls(pack) -> {name: call}          likewise for a Pack of bench.gpu.packs
+    forward_calls(inputs) -> {name: call}     (FLA's alone) of bench.gpu.in_turns, on the inputs of bench.gpu.chunked
     backward_calls(inputs, gradients, leaves) -> {name: call}
     compile_in_parallel()                     called in each of several processes that compile kernels for later ones
 """

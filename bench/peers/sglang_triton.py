@@ -1,5 +1,6 @@
 """SGLang's kernels for decode and draft verification (Triton), called as its GDN backend calls them: tokens of all
-sequences in one row, packed qkv for decode."""
+sequences in one row, packed qkv for decode.
+"""
 
 from __future__ import annotations
 

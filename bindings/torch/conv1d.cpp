@@ -14,7 +14,7 @@ namespace {
 
 #define GD_CONV_SCHEMA "Tensor x, Tensor weight, Tensor? bias, int options, Tensor? cu_seqlens, Tensor? initial_state"
 
-// The bits of `options`. gatedelta/torch/_conv1d.py has the same; tests/python/test_conv1d.py compares them.
+// The bits of `options`. gatedelta/_operators/conv1d.py has the same; tests/python/test_conv1d.py compares them.
 enum ConvOption : int64_t {
   kSilu = 1 << 0,
   kFinalState = 1 << 1,  // the operator returns it
@@ -78,7 +78,7 @@ void conv(StableIValue* stack, uint64_t, uint64_t) {
   const Device device(inputs.x, "x");
   args.in = inputs.describe(device, kSilu | kFinalState);
   Tensor y = empty_rows(device, inputs.x), final_state = device.nothing();
-  args.y = device.output(y, "out");
+  args.out = device.output(y, "out");
   if (inputs.options & kFinalState) {
     const int64_t sizes[] = {inputs.sequence_count(), inputs.x.sizes()[2], state_size};
     final_state = device.empty(3, sizes, inputs.x.dtype());
@@ -90,19 +90,20 @@ void conv(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 // in_place: final_state is also what the sequences start from, and initial_state is absent.
-constexpr char kConvOut[] = "conv1d_out(" GD_CONV_SCHEMA
-                            ", Tensor? initial_indices, int first_slot, Tensor(a!)? out, Tensor(b!)? final_state, "
-                            "Tensor? final_indices, bool in_place, Tensor? previous_accept_lengths, "
-                            "Tensor(c!)? step_states) -> ()";
+constexpr char kConvOut[] =
+    "conv1d_out(" GD_CONV_SCHEMA
+    ", Tensor? initial_state_indices, int first_slot, Tensor(a!)? out, Tensor(b!)? final_state, "
+    "Tensor? final_state_indices, bool in_place, Tensor? previous_accept_lengths, "
+    "Tensor(c!)? step_states) -> ()";
 
 void conv_out(StableIValue* stack, uint64_t, uint64_t) {
   Arguments from(stack);
   ConvInputs inputs(from);
-  Tensor initial_indices = from.optional_tensor();
+  Tensor initial_state_indices = from.optional_tensor();
   const int64_t first_slot = from.integer();
   const Tensor out = from.optional_tensor();
   const Tensor final_state = from.optional_tensor();
-  Tensor final_indices = from.optional_tensor();
+  Tensor final_state_indices = from.optional_tensor();
   const bool in_place = from.boolean();
   Tensor previous_accept_lengths = from.optional_tensor();
   const Tensor step_states = from.optional_tensor();
@@ -112,11 +113,11 @@ void conv_out(StableIValue* stack, uint64_t, uint64_t) {
   if (in_place && (inputs.initial_state || !final_state))
     fail("in_place takes the states from final_state: give that one and no initial_state");
   args.in = inputs.describe(device, kSilu, in_place ? &final_state : nullptr);
-  args.in.initial_indices = device.indices(initial_indices, "initial_state_indices");
+  args.in.initial_state_indices = device.indices(initial_state_indices, "initial_state_indices");
   args.in.first_slot = first_slot;
-  args.y = device.output(out, "out");
+  args.out = device.output(out, "out");
   args.final_state = device.output(final_state, "final_state");
-  args.final_indices = device.indices(final_indices, "final_state_indices");
+  args.final_state_indices = device.indices(final_state_indices, "final_state_indices");
   args.previous_accept_lengths = device.indices(previous_accept_lengths, "previous_accept_lengths");
   args.step_states = device.output(step_states, "step_states");
   run_with_workspace(args, device, gd_conv1d_workspace, gd_conv1d);
@@ -124,20 +125,20 @@ void conv_out(StableIValue* stack, uint64_t, uint64_t) {
 
 // wanted: bit i set = the i-th result is computed; the others come back empty.
 constexpr char kConvBwd[] = "conv1d_bwd(" GD_CONV_SCHEMA
-                            ", Tensor dy, Tensor? d_final_state, int wanted) -> (Tensor dx, Tensor dweight, "
+                            ", Tensor dy, Tensor? dht, int wanted) -> (Tensor dx, Tensor dweight, "
                             "Tensor dbias, Tensor d_initial_state)";
 
 void conv_bwd(StableIValue* stack, uint64_t, uint64_t) {
   Arguments from(stack);
   ConvInputs inputs(from);
   Tensor dy = from.tensor();
-  Tensor d_final_state = from.optional_tensor();
+  Tensor dht = from.optional_tensor();
   const int64_t wanted = from.integer();
   auto args = new_args<gd_conv1d_backward_args>();
   const Device device(inputs.x, "x");
   args.in = inputs.describe(device, kSilu);
-  args.d_y = device.input(dy, "dy");
-  args.d_final_state = device.input(d_final_state, "dht");
+  args.dy = device.input(dy, "dy");
+  args.dht = device.input(dht, "dht");
 
   const Gradient gradients[] = {
       {inputs.x, args.dx, "x"},

@@ -76,7 +76,7 @@ constexpr int64_t kMaxSlots = int64_t{1} << 44;  // as Python has it
 struct Given {
   PyObject *q, *k, *v, *g, *gk, *gv, *beta, *scale, *initial_state, *output_final_state, *l2norm, *raw_gate, *A_log,
       *dt_bias, *beta_sigmoid, *neg_eigval, *state_v_first, *cu_seqlens, *transpose_state_layout, *output_o, *out,
-      *initial_indices, *final_state, *final_indices, *accept_lengths, *step_states, *step_indices,
+      *initial_state_indices, *final_state, *final_state_indices, *accept_lengths, *step_states, *step_indices,
       *previous_accept_lengths, *null_index, *batch_invariant, *key_head_order;
 };
 
@@ -138,9 +138,9 @@ class Step {
     if (!read(from_.q, in.q) || !is_dense(in.q, 1) || !read(from_.k, in.k) || !is_dense(in.k, 1) ||
         !read(from_.v, in.v) || !is_dense(in.v, 1) || !read(from_.g, in.g) || !read(from_.beta, in.beta) ||
         !read(from_.A_log, in.A_log) || !read(from_.dt_bias, in.dt_bias) || !read(from_.cu_seqlens, in.cu_seqlens) ||
-        !is_dense(in.cu_seqlens, 1) || !read(from_.initial_indices, in.initial_indices) ||
+        !is_dense(in.cu_seqlens, 1) || !read(from_.initial_state_indices, in.initial_state_indices) ||
         !read(from_.initial_state, in.initial_state) ||
-        (absent(from_.initial_indices) && !in_place && !is_dense(in.initial_state, 2)))
+        (absent(from_.initial_state_indices) && !in_place && !is_dense(in.initial_state, 2)))
       return false;
     if (!aoti_torch_grad_mode_is_enabled()) return true;
     for (PyObject* input :
@@ -152,18 +152,19 @@ class Step {
   bool read_outputs() {
     for (PyObject* written : {from_.out, from_.final_state, from_.step_states})
       if (!absent(written) && requires_grad(written)) return false;
-    if (!read(from_.final_indices, args_.final_indices) || !read(from_.accept_lengths, args_.accept_lengths) ||
-        !read(from_.step_states, args_.step_states) || !read(from_.step_indices, args_.step_indices) ||
+    if (!read(from_.final_state_indices, args_.final_state_indices) ||
+        !read(from_.accept_lengths, args_.accept_lengths) || !read(from_.step_states, args_.step_states) ||
+        !read(from_.step_indices, args_.step_indices) ||
         !read(from_.previous_accept_lengths, args_.previous_accept_lengths))
       return false;
-    if (given(from_.output_o) && !output(o_, from_.out, from_.v, args_.in.v, args_.o)) return false;
+    if (given(from_.output_o) && !output(o_, from_.out, from_.v, args_.in.v, args_.out)) return false;
     if (!absent(from_.final_state) || given(from_.output_final_state)) {
       // A new state is float32, and its shape is that of the initial states, if there is one for each sequence.
-      const bool alike = args_.in.initial_state.dtype == GD_F32 && absent(from_.initial_indices);
-      if (absent(from_.final_state) && (!alike || !absent(from_.final_indices))) return false;
+      const bool alike = args_.in.initial_state.dtype == GD_F32 && absent(from_.initial_state_indices);
+      if (absent(from_.final_state) && (!alike || !absent(from_.final_state_indices))) return false;
       return output(state_, from_.final_state, from_.initial_state, args_.in.initial_state, args_.final_state);
     }
-    return absent(from_.final_indices);
+    return absent(from_.final_state_indices);
   }
 
   // The caller's buffer, or a new contiguous tensor like another.

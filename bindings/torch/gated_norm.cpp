@@ -14,7 +14,7 @@ namespace {
 
 #define GD_NORM_SCHEMA "Tensor x, Tensor? gate, Tensor? weight, float? eps, int options"
 
-// The bits of `options`. gatedelta/torch/_norm.py has the same; tests/python/test_norm.py compares them.
+// The bits of `options`. gatedelta/_operators/norm.py has the same; tests/python/test_norm.py compares them.
 enum NormOption : int64_t {
   kSigmoid = 1 << 0,          // of the gate; otherwise SiLU
   kRoundBeforeGate = 1 << 1,  // round_before_gate
@@ -52,7 +52,7 @@ struct NormInputs {
     if (constexpr int64_t kTaken = kSigmoid | kRoundBeforeGate; options & ~kTaken)
       fail("options is " + std::to_string(options) + ", but this operator takes bits of " + std::to_string(kTaken));
     args.x = as_rows(device.input(x, "x", 1), "x");
-    args.z = as_rows(device.input(gate, "gate", 1), "gate");
+    args.gate = as_rows(device.input(gate, "gate", 1), "gate");
     args.weight = device.input(weight, "weight", 1);
     args.activation = options & kSigmoid ? GD_NORM_SIGMOID : GD_NORM_SILU;
     args.round_before_gate = (options & kRoundBeforeGate) != 0;
@@ -70,7 +70,7 @@ void norm(StableIValue* stack, uint64_t, uint64_t) {
   const Device device(inputs.x, "x");
   inputs.describe(device, args);
   Tensor y = device.empty_like(inputs.x);
-  args.y = as_rows(device.output(y, "out"), "out");
+  args.out = as_rows(device.output(y, "out"), "out");
   run_with_workspace(args, device, gd_gated_norm_workspace, gd_gated_norm);
   stack[0] = returned(std::move(y));
 }
@@ -84,7 +84,7 @@ void norm_out(StableIValue* stack, uint64_t, uint64_t) {
   auto args = new_args<gd_gated_norm_args>();
   const Device device(inputs.x, "x");
   inputs.describe(device, args);
-  args.y = as_rows(device.output(out, "out"), "out");
+  args.out = as_rows(device.output(out, "out"), "out");
   run_with_workspace(args, device, gd_gated_norm_workspace, gd_gated_norm);
 }
 
@@ -100,14 +100,14 @@ void norm_bwd(StableIValue* stack, uint64_t, uint64_t) {
   auto args = new_args<gd_gated_norm_backward_args>();
   const Device device(inputs.x, "x");
   inputs.describe(device, args);
-  args.d_y = as_rows(device.input(dy, "dy", 1), "dy");
+  args.dy = as_rows(device.input(dy, "dy", 1), "dy");
 
   const Gradient gradients[] = {
-      {inputs.x, args.dx, "x"}, {inputs.gate, args.dz, "gate"}, {inputs.weight, args.dweight, "weight"}};
+      {inputs.x, args.dx, "x"}, {inputs.gate, args.dgate, "gate"}, {inputs.weight, args.dweight, "weight"}};
   Tensor results[std::size(gradients)];
   allocate_gradients(device, gradients, wanted, results,
                      [&](const Gradient& gradient) { return device.empty_like(gradient.of); });
-  for (gd_tensor* rows : {&args.dx, &args.dz}) {
+  for (gd_tensor* rows : {&args.dx, &args.dgate}) {
     if (rows->dtype != GD_DTYPE_NONE) *rows = as_rows(*rows, rows == &args.dx ? "x" : "gate");
   }
   run_with_workspace(args, device, gd_gated_norm_backward_workspace, gd_gated_norm_backward);

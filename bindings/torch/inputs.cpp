@@ -14,7 +14,7 @@ Inputs::Inputs(Arguments& from)
       scale(from.optional_float()),
       A_log(from.optional_tensor()),
       dt_bias(from.optional_tensor()),
-      initial_indices(from.optional_tensor()) {}
+      initial_state_indices(from.optional_tensor()) {}
 
 gd_inputs Inputs::describe(const Device& device, int64_t also, const Tensor* in_place) {
   const int64_t first_slot = options >> kFirstSlotShift;
@@ -31,8 +31,8 @@ gd_inputs Inputs::describe(const Device& device, int64_t also, const Tensor* in_
   in.dt_bias = device.input(dt_bias, "dt_bias");
   in.cu_seqlens = device.offsets(cu_seqlens, "cu_seqlens");
   in.initial_state = in_place ? device.output(*in_place, "initial_state")
-                              : device.input(initial_state, "initial_state", initial_indices ? 0 : 2);
-  in.initial_indices = device.indices(initial_indices, "initial_state_indices");
+                              : device.input(initial_state, "initial_state", initial_state_indices ? 0 : 2);
+  in.initial_state_indices = device.indices(initial_state_indices, "initial_state_indices");
   in.gate = has(kGateRaw) ? GD_GATE_RAW : GD_GATE_LOG;
   in.beta_kind = has(kBetaLogitDoubled) ? GD_BETA_LOGIT_DOUBLED : has(kBetaLogit) ? GD_BETA_LOGIT : GD_BETA_VALUE;
   in.state_layout = has(kStateVFirst) ? GD_STATE_VK : GD_STATE_KV;

@@ -9,10 +9,10 @@ namespace gatedelta::binding {
 #define GD_INPUT_SCHEMA(none)                                                                          \
   "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, int options, Tensor? cu_seqlens" none          \
   ", Tensor? initial_state" none ", float? scale" none ", Tensor? A_log" none ", Tensor? dt_bias" none \
-  ", Tensor? initial_indices" none
+  ", Tensor? initial_state_indices" none
 
-// The bits of `options`: one argument, because each argument costs time in torch's dispatcher. gatedelta/torch/_ops.py
-// has the same bits; tests/python/test_torch_calls.py compares them.
+// The bits of `options`: one argument, because each argument costs time in torch's dispatcher.
+// gatedelta/_operators/ops.py has the same bits; tests/python/test_torch_calls.py compares them.
 enum Option : int64_t {
   kGateRaw = 1 << 0,
   kBetaLogit = 1 << 1,
@@ -34,7 +34,7 @@ struct Inputs {
   int64_t options;
   Tensor cu_seqlens, initial_state;
   std::optional<double> scale;
-  Tensor A_log, dt_bias, initial_indices;
+  Tensor A_log, dt_bias, initial_state_indices;
 
   explicit Inputs(Arguments& from);
 

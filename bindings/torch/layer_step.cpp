@@ -12,7 +12,7 @@ namespace gatedelta::binding {
 namespace {
 
 // The bits of `options`, together with some of Option (inputs.hpp) and, from kFirstSlotShift on, first_slot.
-// gatedelta/torch/_layer_step.py has the same; tests/python/test_layer_step.py compares them.
+// gatedelta/_operators/layer_step.py has the same; tests/python/test_layer_step.py compares them.
 enum LayerOption : int64_t {
   kConvSilu = 1 << 9,
   kNormSigmoid = 1 << 10,
@@ -26,7 +26,8 @@ constexpr int64_t kTaken = kBetaLogit | kBetaLogitDoubled | kStateVFirst | kL2no
 constexpr char kLayerStep[] =
     "layer_step(Tensor mixed_qkv, Tensor? z, Tensor a, Tensor b, Tensor conv_weight, Tensor? conv_bias, "
     "Tensor(a!) conv_state, Tensor A_log, Tensor? dt_bias, Tensor(b!) state, Tensor? norm_weight, int key_heads, "
-    "int options, Tensor? state_indices, Tensor? final_indices, Tensor? cu_seqlens, Tensor? previous_accept_lengths, "
+    "int options, Tensor? state_indices, Tensor? final_state_indices, Tensor? cu_seqlens, Tensor? "
+    "previous_accept_lengths, "
     "Tensor(c!)? step_states, Tensor? step_indices, float? scale, float? eps, Tensor(d!) out) -> ()";
 
 void layer_step(StableIValue* stack, uint64_t, uint64_t) {
@@ -40,7 +41,7 @@ void layer_step(StableIValue* stack, uint64_t, uint64_t) {
   auto args = new_args<gd_layer_step_args>();
   args.key_heads = from.integer();
   const int64_t options = from.integer();
-  Tensor state_indices = from.optional_tensor(), final_indices = from.optional_tensor();
+  Tensor state_indices = from.optional_tensor(), final_state_indices = from.optional_tensor();
   Tensor cu_seqlens = from.optional_tensor(), previous_accept_lengths = from.optional_tensor();
   const Tensor step_states = from.optional_tensor();
   Tensor step_indices = from.optional_tensor();
@@ -66,7 +67,7 @@ void layer_step(StableIValue* stack, uint64_t, uint64_t) {
   rule.in.dt_bias = device.input(dt_bias, "dt_bias");
   rule.in.cu_seqlens = device.offsets(cu_seqlens, "cu_seqlens");
   rule.in.initial_state = device.output(state, "state");
-  rule.in.initial_indices = device.indices(state_indices, "state_indices");
+  rule.in.initial_state_indices = device.indices(state_indices, "state_indices");
   rule.in.gate = GD_GATE_RAW;
   rule.in.beta_kind = has(kBetaLogitDoubled) ? GD_BETA_LOGIT_DOUBLED : GD_BETA_LOGIT;
   rule.in.state_layout = has(kStateVFirst) ? GD_STATE_VK : GD_STATE_KV;
@@ -78,17 +79,18 @@ void layer_step(StableIValue* stack, uint64_t, uint64_t) {
   rule.step_states = has(kStepsInState) ? rule.in.initial_state : device.output(step_states, "step_states");
   rule.step_indices = device.indices(step_indices, "step_indices");
   if (rule.step_states.dtype == GD_DTYPE_NONE) rule.final_state = rule.in.initial_state;
-  rule.final_indices = device.indices(final_indices, "final_state_indices");
-  if (rule.final_state.dtype != GD_DTYPE_NONE && !final_indices) rule.final_indices = rule.in.initial_indices;
+  rule.final_state_indices = device.indices(final_state_indices, "final_state_indices");
+  if (rule.final_state.dtype != GD_DTYPE_NONE && !final_state_indices)
+    rule.final_state_indices = rule.in.initial_state_indices;
   rule.previous_accept_lengths = device.indices(previous_accept_lengths, "previous_accept_lengths");
 
-  args.norm.z = device.input(z, "z", 1);
+  args.norm.gate = device.input(z, "z", 1);
   args.norm.weight = device.input(norm_weight, "norm_weight", 1);
   args.norm.activation = has(kNormSigmoid) ? GD_NORM_SIGMOID : GD_NORM_SILU;
   args.norm.round_before_gate = has(kNormRoundBeforeGate);
   args.norm.has_eps = eps.has_value();
   args.norm.eps = static_cast<float>(eps.value_or(0));
-  args.norm.y = device.output(out, "out");
+  args.norm.out = device.output(out, "out");
   run_with_workspace(args, device, gd_layer_step_workspace, gd_layer_step);
 }
 

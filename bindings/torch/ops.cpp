@@ -33,7 +33,7 @@ void chunk_fwd(StableIValue* stack, uint64_t, uint64_t outputs) {
   args.in = inputs.describe(device, kFinalState | kSchedule);
   inputs.schedule(args);
   Tensor o = inputs.empty_o(device), saved;
-  args.o = device.output(o, "o");
+  args.out = device.output(o, "out");
   Tensor final_state = inputs.empty_final_state(device);
   if (inputs.has(kFinalState)) args.final_state = device.output(final_state, "final_state");
   if (save) {
@@ -50,9 +50,9 @@ void chunk_fwd(StableIValue* stack, uint64_t, uint64_t outputs) {
 
 // in_place: final_state is also what the sequences start from, and initial_state is absent.
 constexpr char kChunkFwdOut[] = "chunk_fwd_out(" GD_INPUT_SCHEMA("")
-                                ", Tensor(a!) o, Tensor(b!)? final_state, Tensor? final_indices, bool in_place, "
-                                "Tensor(c!)? checkpoints, Tensor? checkpoint_indices, int checkpoint_every, "
-                                "Tensor? checkpoint_offsets=None) -> ()";
+                                ", Tensor(a!) out, Tensor(b!)? final_state, Tensor? final_state_indices, "
+                                "bool in_place, Tensor(c!)? checkpoints, Tensor? checkpoint_indices, "
+                                "int checkpoint_every, Tensor? checkpoint_offsets=None) -> ()";
 
 void check_in_place(bool in_place, const Inputs& inputs, const Tensor& final_state) {
   if (in_place && (inputs.initial_state || !final_state)) {
@@ -65,7 +65,7 @@ void chunk_fwd_out(StableIValue* stack, uint64_t, uint64_t) {
   Inputs inputs(from);
   const Tensor o = from.tensor();
   const Tensor final_state = from.optional_tensor();
-  Tensor final_indices = from.optional_tensor();
+  Tensor final_state_indices = from.optional_tensor();
   const bool in_place = from.boolean();
   const Tensor checkpoints = from.optional_tensor();
   Tensor checkpoint_indices = from.optional_tensor();
@@ -78,9 +78,9 @@ void chunk_fwd_out(StableIValue* stack, uint64_t, uint64_t) {
   check_in_place(in_place, inputs, final_state);
   args.in = inputs.describe(device, kSchedule, in_place ? &final_state : nullptr);
   inputs.schedule(args);
-  args.o = device.output(o, "out");
+  args.out = device.output(o, "out");
   args.final_state = device.output(final_state, "final_state");
-  args.final_indices = device.indices(final_indices, "final_state_indices");
+  args.final_state_indices = device.indices(final_state_indices, "final_state_indices");
   args.checkpoints = device.output(checkpoints, "checkpoints");
   args.checkpoint_indices = device.indices(checkpoint_indices, "checkpoint_indices");
   args.checkpoint_offsets = device.indices(checkpoint_offsets, "checkpoint_offsets");
@@ -89,15 +89,15 @@ void chunk_fwd_out(StableIValue* stack, uint64_t, uint64_t) {
 
 // wanted: bit i set = the i-th result is computed; the others come back empty.
 constexpr char kChunkBwd[] = "chunk_bwd(" GD_INPUT_SCHEMA("")
-                             ", Tensor d_o, Tensor? d_final_state, Tensor? saved, int wanted) -> (Tensor dq, "
+                             ", Tensor do, Tensor? dht, Tensor? saved, int wanted) -> (Tensor dq, "
                              "Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dA_log, Tensor d_dt_bias, "
                              "Tensor d_initial_state)";
 
 void chunk_bwd(StableIValue* stack, uint64_t, uint64_t) {
   Arguments from(stack);
   Inputs inputs(from);
-  Tensor d_o = from.tensor();
-  Tensor d_final_state = from.optional_tensor();
+  Tensor d_out = from.tensor();
+  Tensor dht = from.optional_tensor();
   const Tensor saved = from.optional_tensor();
   const int64_t wanted = from.integer();
 
@@ -106,8 +106,8 @@ void chunk_bwd(StableIValue* stack, uint64_t, uint64_t) {
   args.in = inputs.describe(device, kSchedule | kSmallWorkspace);
   inputs.schedule(args);
   args.small_workspace = inputs.has(kSmallWorkspace);
-  args.d_o = device.input(d_o, "do", 1);
-  args.d_final_state = device.input(d_final_state, "dht", 2);
+  args.do_ = device.input(d_out, "do", 1);
+  args.dht = device.input(dht, "dht", 2);
   if (saved) {
     device.check(saved, "saved");
     if (saved.dtype() != codes.u8 || saved.rank() != 1) fail("saved is not what a forward returned");
@@ -127,7 +127,7 @@ void chunk_bwd(StableIValue* stack, uint64_t, uint64_t) {
   };
   Tensor results[std::size(gradients)];
   allocate_gradients(device, gradients, wanted, results, [&](const Gradient& gradient) {
-    if (&gradient.of == &inputs.initial_state && inputs.initial_indices) {
+    if (&gradient.of == &inputs.initial_state && inputs.initial_state_indices) {
       fail("there is no gradient of a pool of initial states: give the states of this call's sequences instead");
     }
     return device.empty_like(gradient.of);
@@ -147,7 +147,7 @@ void recurrent(StableIValue* stack, uint64_t, uint64_t) {
   args.in = inputs.describe(device, kFinalState | kBatchInvariant);
   args.batch_invariant = inputs.has(kBatchInvariant);
   Tensor o = inputs.empty_o(device);
-  args.o = device.output(o, "o");
+  args.out = device.output(o, "out");
   Tensor final_state = inputs.empty_final_state(device);
   if (inputs.has(kFinalState)) args.final_state = device.output(final_state, "final_state");
   run_step(args, device);
@@ -156,16 +156,16 @@ void recurrent(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 constexpr char kRecurrentOut[] = "recurrent_out(" GD_INPUT_SCHEMA("")
-                                 ", Tensor(a!)? o, Tensor(b!)? final_state, Tensor? final_indices, bool in_place, "
-                                 "Tensor? accept_lengths, Tensor(c!)? step_states, Tensor? step_indices, "
-                                 "Tensor? previous_accept_lengths=None) -> ()";
+                                 ", Tensor(a!)? out, Tensor(b!)? final_state, Tensor? final_state_indices, "
+                                 "bool in_place, Tensor? accept_lengths, Tensor(c!)? step_states, "
+                                 "Tensor? step_indices, Tensor? previous_accept_lengths=None) -> ()";
 
 void recurrent_out(StableIValue* stack, uint64_t, uint64_t) {
   Arguments from(stack);
   Inputs inputs(from);
   const Tensor o = from.optional_tensor();
   const Tensor final_state = from.optional_tensor();
-  Tensor final_indices = from.optional_tensor();
+  Tensor final_state_indices = from.optional_tensor();
   const bool in_place = from.boolean();
   Tensor accept_lengths = from.optional_tensor();
   const Tensor step_states = from.optional_tensor();
@@ -177,9 +177,9 @@ void recurrent_out(StableIValue* stack, uint64_t, uint64_t) {
   check_in_place(in_place, inputs, final_state);
   args.in = inputs.describe(device, kBatchInvariant, in_place ? &final_state : nullptr);
   args.batch_invariant = inputs.has(kBatchInvariant);
-  args.o = device.output(o, "out");
+  args.out = device.output(o, "out");
   args.final_state = device.output(final_state, "final_state");
-  args.final_indices = device.indices(final_indices, "final_state_indices");
+  args.final_state_indices = device.indices(final_state_indices, "final_state_indices");
   args.accept_lengths = device.indices(accept_lengths, "accept_lengths");
   args.step_states = device.output(step_states, "step_states");
   args.step_indices = device.indices(step_indices, "step_indices");

@@ -8,32 +8,18 @@ namespace gatedelta::binding {
 
 namespace {
 
-// GATEDELTA_ISA, read once when this library is loaded. Of a CPU instruction set it concerns CPU tensors, and
-// "portable" concerns CUDA tensors.
-struct ForcedIsa {
-  int32_t isa = GD_ISA_AUTO, cuda_isa = GD_ISA_AUTO;
-  std::string error;
-
-  ForcedIsa() {
-    const char* wanted = std::getenv("GATEDELTA_ISA");
-    if (!wanted || !*wanted) return;
-    if (std::strcmp(gd_isa_name(GD_ISA_CUDA_PORTABLE), wanted) == 0) {
-      cuda_isa = GD_ISA_CUDA_PORTABLE;
-      return;
-    }
-    std::string names;
-    for (int32_t i = 0; i < GD_ISA_COUNT; ++i) {
-      if (std::strcmp(gd_isa_name(i), wanted) == 0) {
-        isa = i;
-        return;
-      }
-      names += std::string(i ? ", " : "") + gd_isa_name(i);
-    }
-    error = std::string("GATEDELTA_ISA is '") + wanted + "', which is none of " + names + ", " +
-            gd_isa_name(GD_ISA_CUDA_PORTABLE);
-  }
-};
-const ForcedIsa forced_isa;
+// GATEDELTA_ISA and GATEDELTA_KERNELS, read once when this library is loaded. gatedelta._lib has refused other
+// values by then.
+const int32_t forced_isa = [] {
+  const char* const wanted = std::getenv("GATEDELTA_ISA");
+  for (int32_t isa = GD_ISA_COUNT - 1; wanted && isa > GD_ISA_AUTO; --isa)
+    if (std::strcmp(gd_isa_name(isa), wanted) == 0) return isa;
+  return static_cast<int32_t>(GD_ISA_AUTO);
+}();
+const int32_t forced_kernels = [] {
+  const char* const wanted = std::getenv("GATEDELTA_KERNELS");
+  return static_cast<int32_t>(wanted && std::strcmp(wanted, "portable") == 0 ? GD_KERNELS_PORTABLE : GD_KERNELS_AUTO);
+}();
 
 // torch's current stream. Where there are CUDA tensors, libtorch_cuda.so is loaded, but its symbols may not be global.
 void* current_stream(int32_t device_index) {
@@ -51,12 +37,11 @@ void* current_stream(int32_t device_index) {
 }  // namespace
 
 gd_exec TorchThreads::exec() {
-  if (!forced_isa.error.empty()) fail(forced_isa.error);
   uint32_t threads = 1;
   GD_TORCH(torch_get_num_threads(&threads));
   gd_exec exec{};
   exec.device = GD_CPU;
-  exec.isa = forced_isa.isa;
+  exec.isa = forced_isa;
   exec.num_threads = static_cast<int32_t>(threads);
   if (threads > 1) {
     exec.parallel_for = parallel_for;
@@ -85,9 +70,8 @@ void TorchThreads::parallel_for(void* context, int64_t count, gd_task_fn run, vo
 }
 
 gd_exec cuda_exec(int32_t device_index) {
-  if (!forced_isa.error.empty()) fail(forced_isa.error);
   gd_exec exec{};
-  exec.isa = forced_isa.cuda_isa;
+  exec.kernels = forced_kernels;
   exec.device = GD_CUDA;
   exec.device_index = device_index;
   exec.stream = current_stream(device_index);

@@ -4,8 +4,6 @@
 
 #include <stdexcept>
 
-#include "names.hpp"
-
 namespace gatedelta::binding {
 
 const Codes codes;
@@ -21,7 +19,7 @@ void check_torch(AOTITorchError error, const char* call) {
 }
 
 void check(gd_status status) {
-  if (status != GD_OK) fail(in_python_names(gd_last_error()));
+  if (status != GD_OK) fail(gd_last_error());
 }
 
 namespace {

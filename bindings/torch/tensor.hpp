@@ -19,7 +19,7 @@ namespace gatedelta::binding {
 void check_torch(AOTITorchError error, const char* call);
 #define GD_TORCH(call) ::gatedelta::binding::check_torch(call, #call)
 
-// Throws the library's message, with Python's names in it (names.hpp).
+// Throws the library's message.
 void check(gd_status status);
 
 // torch's numbers of dtypes and devices, read once, when this library is loaded.

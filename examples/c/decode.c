@@ -108,11 +108,11 @@ int main(void) {
   step_args.in.initial_state = step_args.final_state = states(&pool[0][0][0][0], SLOTS); /* the same tensor: in place */
   {
     const int64_t shape[1] = {BATCH}, stride[1] = {1};
-    step_args.in.initial_indices = tensor(slots, 1, shape, stride);
-    step_args.in.initial_indices.dtype = GD_I32;
-    step_args.final_indices = step_args.in.initial_indices;
+    step_args.in.initial_state_indices = tensor(slots, 1, shape, stride);
+    step_args.in.initial_state_indices.dtype = GD_I32;
+    step_args.final_state_indices = step_args.in.initial_state_indices;
   }
-  step_args.o = rows(&o[0][0][0][0], BATCH, 0, 1, HV, V);
+  step_args.out = rows(&o[0][0][0][0], BATCH, 0, 1, HV, V);
   block = allocate_workspace(&step_args); /* once: it depends on shapes alone */
 
   for (step = 0; step < STEPS; ++step) {
@@ -122,7 +122,7 @@ int main(void) {
     step_args.in.v = token.v;
     step_args.in.g = token.g;
     step_args.in.beta = token.beta;
-    step_args.o = rows(&o[0][0][0][0], BATCH, step, 1, HV, V);
+    step_args.out = rows(&o[0][0][0][0], BATCH, step, 1, HV, V);
     check(gd_recurrent(&step_args));
   }
   free(block);
@@ -130,7 +130,7 @@ int main(void) {
 
   /* The first request again, all its tokens in one call: the same outputs, the same state. */
   replay.in = layer_inputs(1, 0, STEPS);
-  replay.o = rows(&replayed[0][0][0], 1, 0, STEPS, HV, V);
+  replay.out = rows(&replayed[0][0][0], 1, 0, STEPS, HV, V);
   replay.final_state = states(&final_state[0][0][0], 1);
   block = allocate_workspace(&replay);
   check(gd_recurrent(&replay));

@@ -306,24 +306,24 @@ static void prefill(Request** batch, int count) {
 
   conv.in = conv_inputs(tokens);
   conv.in.cu_seqlens = TENSOR(offsets.data, GD_I32, 1, count + 1);
-  conv.y = TENSOR(convolved.data, number_type, 3, 1, tokens, D);
+  conv.out = TENSOR(convolved.data, number_type, 3, 1, tokens, D);
   conv.final_state = conv_pool(W - 1);
-  conv.final_indices = TENSOR(first_slots.data, GD_I32, 1, count);
+  conv.final_state_indices = TENSOR(first_slots.data, GD_I32, 1, count);
   RUN(conv1d, &conv);
 
   rule.in = rule_inputs(count, tokens);
   rule.in.q = channels(tokens, 0, HK, K);
   rule.in.k = channels(tokens, HK, HK, K);
   rule.in.v = channels(tokens, 2 * HK * K / V, HV, V);
-  rule.o = TENSOR(o.data, number_type, 4, 1, tokens, HV, V);
+  rule.out = TENSOR(o.data, number_type, 4, 1, tokens, HV, V);
   rule.final_state = state_pool();
-  rule.final_indices = conv.final_indices;
+  rule.final_state_indices = conv.final_state_indices;
   RUN(forward, &rule);
 
-  norm.x = rule.o;
-  norm.z = TENSOR(rows.z.data, number_type, 4, 1, tokens, HV, V);
+  norm.x = rule.out;
+  norm.gate = TENSOR(rows.z.data, number_type, 4, 1, tokens, HV, V);
   norm.weight = TENSOR(norm_weight.data, number_type, 1, V);
-  norm.y = TENSOR(y.data, number_type, 4, 1, tokens, HV, V);
+  norm.out = TENSOR(y.data, number_type, 4, 1, tokens, HV, V);
   RUN(gated_norm, &norm);
 
   download(y);
@@ -360,13 +360,13 @@ static void decode(Request** batch, int count) {
   step.conv.final_state = step.conv.in.initial_state;
   step.rule.in = rule_inputs(count, tokens);
   step.rule.in.initial_state = state_pool();
-  step.rule.in.initial_indices = TENSOR(block_slots.data, GD_I32, 2, count, WINDOW);
+  step.rule.in.initial_state_indices = TENSOR(block_slots.data, GD_I32, 2, count, WINDOW);
   step.rule.previous_accept_lengths = TENSOR(lengths.data, GD_I32, 1, count);
   step.rule.step_states = step.rule.in.initial_state;
-  step.rule.step_indices = step.rule.in.initial_indices;
-  step.norm.z = TENSOR(rows.z.data, number_type, 4, 1, tokens, HV, V);
+  step.rule.step_indices = step.rule.in.initial_state_indices;
+  step.norm.gate = TENSOR(rows.z.data, number_type, 4, 1, tokens, HV, V);
   step.norm.weight = TENSOR(norm_weight.data, number_type, 1, V);
-  step.norm.y = TENSOR(y.data, number_type, 4, 1, tokens, HV, V);
+  step.norm.out = TENSOR(y.data, number_type, 4, 1, tokens, HV, V);
   step.key_heads = HK;
   RUN(layer_step, &step);
 

@@ -110,8 +110,8 @@ static const char* make_calls(const ggml_op* op, const gd_exec* exec, int32_t* i
     args->exec = *exec;
     args->in = inputs(op, 0, calls->forward_tokens);
     args->in.initial_state = contiguous(op->state.data, GD_F32, 4, N, H, S, S);
-    args->o = outputs;
-    args->o.shape[1] = calls->forward_tokens;
+    args->out = outputs;
+    args->out.shape[1] = calls->forward_tokens;
     args->final_state = snapshots;
     args->final_state.shape[0] = N;
     if (gd_forward_workspace(args, &bytes) != GD_OK) return gd_last_error();
@@ -123,9 +123,9 @@ static const char* make_calls(const ggml_op* op, const gd_exec* exec, int32_t* i
     *args = none;
     args->exec = *exec;
     args->in = inputs(op, calls->forward_tokens, calls->step_tokens);
-    args->o = outputs;
-    args->o.shape[1] = calls->step_tokens;
-    if (op->result) args->o.data = op->result + calls->forward_tokens * H * S;
+    args->out = outputs;
+    args->out.shape[1] = calls->step_tokens;
+    if (op->result) args->out.data = op->result + calls->forward_tokens * H * S;
     args->step_states = snapshots;
     args->step_indices = contiguous(indices, GD_I32, 2, N, calls->step_tokens, 0, 0);
     for (n = 0; indices && n < N; ++n) {
@@ -137,7 +137,8 @@ static const char* make_calls(const ggml_op* op, const gd_exec* exec, int32_t* i
     }
     if (calls->forward_tokens) {
       args->in.initial_state = snapshots;
-      args->in.initial_indices = contiguous(indices ? indices + N * calls->step_tokens : NULL, GD_I32, 1, N, 0, 0, 0);
+      args->in.initial_state_indices =
+          contiguous(indices ? indices + N * calls->step_tokens : NULL, GD_I32, 1, N, 0, 0, 0);
     } else {
       args->in.initial_state = contiguous(op->state.data, GD_F32, 4, N, H, S, S);
     }

@@ -51,7 +51,7 @@ int main() try {
   forward.in.cu_seqlens = tensor(offsets.data(), {3});
 
   std::vector<float> o(v.size()), states(2 * kValueHeads * kKeyDim * kValueDim);
-  forward.o = tensor(o.data(), {1, kTokens, kValueHeads, kValueDim});
+  forward.out = tensor(o.data(), {1, kTokens, kValueHeads, kValueDim});
   forward.final_state = tensor(states.data(), {2, kValueHeads, kKeyDim, kValueDim});
   const gatedelta::Workspace saved(gatedelta::saved_size(forward));  // spares the backward some recomputation
   forward.saved = saved.data();
@@ -65,7 +65,7 @@ int main() try {
   backward.in = forward.in;
   backward.saved = saved.data();
   backward.saved_bytes = saved.size();
-  backward.d_o = tensor(weight.data(), {1, kTokens, kValueHeads, kValueDim});  // the gradient of loss = <o, weight>
+  backward.do_ = tensor(weight.data(), {1, kTokens, kValueHeads, kValueDim});  // the gradient of loss = <o, weight>
   backward.dq = tensor(dq.data(), {1, kTokens, kKeyHeads, kKeyDim});
   backward.dk = tensor(dk.data(), {1, kTokens, kKeyHeads, kKeyDim});
   backward.dv = tensor(dv.data(), {1, kTokens, kValueHeads, kValueDim});

@@ -57,10 +57,7 @@ typedef enum gd_dtype { GD_DTYPE_NONE = 0, GD_F32 = 1, GD_BF16 = 2, GD_F16 = 3, 
 
 typedef enum gd_device { GD_CPU = 0, GD_CUDA = 1 } gd_device;
 
-/* CPU instruction sets. GD_ISA_AUTO picks the best the machine has; any other value forces one, or is refused. On CUDA
- * GD_ISA_AUTO picks the kernels made for the device, and GD_ISA_CUDA_PORTABLE the ones that every device from compute
- * capability 8.0 on has (gd_forward, gd_backward and the summaries of bf16 and fp16; fp32 and other operations have no
- * others). */
+/* CPU instruction sets. GD_ISA_AUTO picks the best the machine has; any other value forces one, or is refused. */
 typedef enum gd_isa {
   GD_ISA_AUTO = 0,
   GD_ISA_GENERIC = 1,
@@ -70,9 +67,12 @@ typedef enum gd_isa {
   GD_ISA_AMX = 5,
   GD_ISA_NEON = 6,
   GD_ISA_NEON_BF16 = 7,
-  GD_ISA_COUNT = 8, /* of the CPU */
-  GD_ISA_CUDA_PORTABLE = 64
+  GD_ISA_COUNT = 8
 } gd_isa;
+
+/* CUDA kernels. GD_KERNELS_AUTO picks those made for the device; GD_KERNELS_PORTABLE forces those that run on every
+ * device from compute capability 8.0 on. They differ in gd_forward, gd_backward and the summaries, of bf16 and fp16. */
+typedef enum gd_kernels { GD_KERNELS_AUTO = 0, GD_KERNELS_PORTABLE = 1 } gd_kernels;
 
 /* What `g` holds. */
 typedef enum gd_gate {
@@ -114,6 +114,18 @@ typedef struct gd_tensor {
 typedef void (*gd_task_fn)(void* task, int64_t index);
 typedef void (*gd_parallel_for_fn)(void* context, int64_t count, gd_task_fn run, void* task);
 
+/* What the library chooses by itself, forced: for tests and tuning, and not part of the stable ABI. A value that cannot
+ * act on the operation, the device or the kernels of a call is refused. */
+typedef struct gd_tuning {
+  size_t struct_size;
+  int32_t segment_chunks;            /* gd_forward, gd_backward on CUDA: chunks of a segment; 0 = automatic */
+  int32_t persistent_segment_chunks; /* gd_forward by Hopper's kernels, with segment_chunks: chunks of a segment in
+                                        heads whose states persist; 0 = segment_chunks */
+  int32_t segment_halves;            /* likewise, nonzero: two CTAs share a head, half of its value columns each */
+  int32_t reserved_flags;
+  uint64_t reserved[2];
+} gd_tuning;
+
 /* Where and with what a call runs. */
 typedef struct gd_exec {
   int32_t device;       /* gd_device */
@@ -121,11 +133,14 @@ typedef struct gd_exec {
   void* stream;         /* cudaStream_t; must be null on the CPU */
   void* workspace;      /* caller-owned, 64-byte aligned, private to this call until it has finished */
   size_t workspace_bytes;
-  int32_t isa;                     /* gd_isa; on CUDA GD_ISA_AUTO or GD_ISA_CUDA_PORTABLE */
+  int32_t isa;                     /* CPU: gd_isa; 0 on CUDA */
   int32_t num_threads;             /* CPU: 0 = every CPU of the process if parallel_for is set, otherwise 1 */
   gd_parallel_for_fn parallel_for; /* CPU: null = the calling thread does all the work */
   void* parallel_for_context;
-  uint64_t reserved[4];
+  const gd_tuning* tuning; /* null: automatic */
+  int32_t kernels;         /* CUDA: gd_kernels; 0 on the CPU */
+  int32_t reserved_flags;
+  uint64_t reserved[2];
 } gd_exec;
 
 /* The layer's inputs, common to all operations. N = number of sequences: B, or cu_seqlens' length - 1. */
@@ -138,16 +153,16 @@ typedef struct gd_inputs {
   gd_tensor dt_bias;       /* [Hv]           GD_GATE_RAW only, optional (absent = 0) */
   gd_tensor cu_seqlens;    /* [N + 1]        int32 or int64, optional: packed sequences, then B = 1 */
   gd_tensor initial_state; /* [N, Hv, K, V] or [N, Hv, V, K], optional (absent = 0); a pool [slots, ...] with indices */
-  gd_tensor initial_indices; /* [N]          int32 or int64, optional: slot a sequence starts from; nobody: it
-                                starts from zero, or is a padded row (see final_indices) */
-  int32_t gate;              /* gd_gate */
-  int32_t beta_kind;         /* gd_beta */
-  int32_t state_layout;      /* gd_state_layout, of every state tensor of the call */
-  int32_t l2norm;            /* nonzero: q and k are divided by sqrt(sum of squares + 1e-6) first */
-  int32_t has_scale;         /* nonzero: `scale` is used as given, also 0; otherwise K^-1/2 */
+  gd_tensor initial_state_indices; /* [N]      int32 or int64, optional: slot a sequence starts from; a null slot: it
+                                      starts from zero, or is a padded row (see final_state_indices) */
+  int32_t gate;                    /* gd_gate */
+  int32_t beta_kind;               /* gd_beta */
+  int32_t state_layout;            /* gd_state_layout, of every state tensor of the call */
+  int32_t l2norm;                  /* nonzero: q and k are divided by sqrt(sum of squares + 1e-6) first */
+  int32_t has_scale;               /* nonzero: `scale` is used as given, also 0; otherwise K^-1/2 */
   float scale;
-  int64_t first_slot;     /* slots below it are nobody, in every index tensor of the call: they are neither read nor
-                             written. 0: the negative ones; 1 where a pool's block 0 is nobody. Only with indices */
+  int64_t first_slot;     /* slots below it are null, in every index tensor of the call: they are neither read nor
+                             written. 0: the negative ones; 1 where a pool's block 0 is null. Only with indices */
   int32_t key_head_order; /* gd_key_head_order. On CUDA gd_forward and gd_backward take only grouped ones */
   int32_t reserved_flags;
   uint64_t reserved[2];
@@ -158,30 +173,29 @@ typedef struct gd_forward_args {
   size_t struct_size;
   gd_exec exec;
   gd_inputs in;
-  gd_tensor o;                  /* [B, T, Hv, V]  bf16, fp16 or fp32; 0 for tokens of no sequence */
-  gd_tensor final_state;        /* [N, Hv, ., .]  optional; may be the very tensor initial_state is (in place) */
-  gd_tensor final_indices;      /* [N]            optional: slot each final state goes to, nobody = not stored.
-                                   A sequence with nobody's slot in both initial_indices and final_indices is a padded
-                                   row: it is not read, its rows of o are 0 and no state of it is stored */
-  gd_tensor checkpoints;        /* [C, Hv, ., .]  optional: state after every checkpoint_every tokens of each sequence,
-                                   packed sequence by sequence: sum of floor(length / checkpoint_every) entries */
-  gd_tensor checkpoint_indices; /* [C]            optional: slot of each packed entry, nobody = not stored */
-  int64_t checkpoint_every;     /* a multiple of GD_CHUNK; checkpoints need this or checkpoint_offsets */
-  void* saved;                  /* optional: for the backward, gd_forward_saved_size() bytes, 64-byte aligned; not with
-                                   a padded row; on CUDA neither with checkpoints nor with both initial_indices and
-                                   final_indices. In a query saved_bytes != 0 says that there will be one */
+  gd_tensor out;                 /* [B, T, Hv, V]  bf16, fp16 or fp32; 0 for tokens of no sequence */
+  gd_tensor final_state;         /* [N, Hv, ., .]  optional; may be the very tensor initial_state is (in place) */
+  gd_tensor final_state_indices; /* [N]            optional: slot each final state goes to, null = not stored.
+                                    A sequence with a null slot in both initial_state_indices and
+                                    final_state_indices is a padded row: it is not read, its rows of out are 0 and no
+                                    state of it is stored */
+  gd_tensor checkpoints;         /* [C, Hv, ., .]  optional: state after every checkpoint_every tokens of each sequence,
+                                    packed sequence by sequence: sum of floor(length / checkpoint_every) entries */
+  gd_tensor checkpoint_indices;  /* [C]            optional: slot of each packed entry, null = not stored */
+  int64_t checkpoint_every;      /* a multiple of GD_CHUNK; checkpoints need this or checkpoint_offsets */
+  void* saved;                   /* optional: for the backward, gd_forward_saved_size() bytes, 64-byte aligned; not with
+                                    a padded row; on CUDA neither with checkpoints nor with both
+                                    initial_state_indices and final_state_indices. In a query saved_bytes != 0 says
+                                    that there will be one */
   size_t saved_bytes;
-  int32_t context_parallel;     /* gd_context_parallel */
-  int32_t segment_chunks;       /* forces the segment length, for tests; 0 = automatic */
-  int32_t batch_invariant;      /* nonzero: a sequence's bits do not depend on its neighbours */
-  int32_t prepared;             /* nonzero: gd_summary of the same inputs had this `saved`; not with a padded row */
+  int32_t context_parallel; /* gd_context_parallel */
+  int32_t batch_invariant;  /* nonzero: a sequence's bits do not depend on its neighbours */
+  int32_t prepared;         /* nonzero: gd_summary of the same inputs wrote into this `saved`; not with a padded row */
+  int32_t reserved_flags;
   gd_tensor checkpoint_offsets; /* [N]            optional int32 or int64, instead of checkpoint_every: one state of
                                    each sequence, after this many of its tokens, a multiple of GD_CHUNK; 0 or less =
                                    none. checkpoints are [N, Hv, ., .], or a pool with checkpoint_indices [N] */
-  int32_t persistent_segment_chunks; /* with segment_chunks, for tuning: the length in heads whose states persist; 0 =
-                                        segment_chunks. This and the next: Hopper's kernels only */
-  int32_t segment_halves;            /* likewise, nonzero: two CTAs share a head, half of its value columns each */
-  uint64_t reserved[3];
+  uint64_t reserved[4];
 } gd_forward_args;
 
 /* Chunked backward. Each gradient is optional (absent = not wanted). */
@@ -189,9 +203,9 @@ typedef struct gd_backward_args {
   size_t struct_size;
   gd_exec exec;
   gd_inputs in;
-  gd_tensor d_o;           /* [B, T, Hv, V]  gradient of o */
-  gd_tensor d_final_state; /* [N, Hv, ., .]  optional: gradient of the final state (absent = 0); see d_final_indices */
-  const void* saved;       /* what the forward of the same inputs and isa saved; null: the backward recomputes it */
+  gd_tensor do_;     /* [B, T, Hv, V]  gradient of out; "do" in messages, but that is a keyword of C */
+  gd_tensor dht;     /* [N, Hv, ., .]  optional: gradient of the final state (absent = 0); see dht_indices */
+  const void* saved; /* what the forward of the same inputs, isa and kernels saved; null: the backward recomputes it */
   size_t saved_bytes;
   gd_tensor dq, dk;          /* [B, T, Hk, K]  summed over the value heads of a group */
   gd_tensor dv;              /* [B, T, Hv, V] */
@@ -200,25 +214,25 @@ typedef struct gd_backward_args {
   gd_tensor dA_log;          /* [Hv]           GD_GATE_RAW only */
   gd_tensor d_dt_bias;       /* [Hv]           GD_GATE_RAW only */
   gd_tensor d_initial_state; /* [N, Hv, ., .]  one entry per sequence, also where initial_state is a pool; see
-                                d_initial_indices */
-  int32_t context_parallel;  /* this and the next two as in gd_forward_args */
-  int32_t segment_chunks;
+                                d_initial_state_indices */
+  int32_t context_parallel;  /* this and the next as in gd_forward_args */
   int32_t batch_invariant;
-  int32_t small_workspace;     /* nonzero: less scratch memory, more time, the same bits; on CUDA it needs `saved`, bf16
-                                  or fp16 and on the portable kernels more than one key head */
-  gd_tensor d_final_indices;   /* [N]          optional: row of d_final_state, then [rows, Hv, ., .], of each sequence;
-                                  nobody = its gradient is 0. Several sequences may read one row */
-  gd_tensor d_initial_indices; /* [N]          optional: row of d_initial_state, then [rows, Hv, ., .], that each
-                                  sequence's gradient goes to; nobody = it is not wanted */
+  int32_t small_workspace; /* nonzero: less scratch memory, more time, the same bits; on CUDA it needs `saved`, bf16
+                              or fp16 and on the portable kernels more than one key head */
+  int32_t reserved_flags;
+  gd_tensor dht_indices;             /* [N]     optional: row of dht, then [rows, Hv, ., .], of each sequence; below
+                                        first_slot = its gradient is 0. Several sequences may read one row */
+  gd_tensor d_initial_state_indices; /* [N]     optional: row of d_initial_state, then [rows, Hv, ., .], that each
+                                        sequence's gradient goes to; below first_slot = it is not wanted */
   uint64_t reserved[4];
 } gd_backward_args;
 
 /* Context parallelism: one sequence over several calls, devices or machines (docs/context_parallel.md). A segment of a
  * sequence maps the state it begins with to the one it ends with, and gradients of these the other way round:
  *     S_out = M S_in + S_loc          G_in = M^T G_out + G_loc
- * gd_summary gives S_loc and M of each segment, gd_fold the states that enter segments, gd_forward computes from there.
- * Backwards, gd_backward_summary gives G_loc, gd_fold the gradients of the states that leave segments, gd_backward the
- * rest. Who moves what between devices is the caller's affair. */
+ * gd_summary gives S_loc and M of each segment, gd_merge the states at the boundaries between them, and gd_forward
+ * computes each segment from there. Backwards, gd_backward_summary gives G_loc, gd_merge the gradients at the
+ * boundaries, and gd_backward the rest. The caller moves data between devices. */
 
 /* What sequences do to the states they begin with. M acts on states [K x V], whatever state_layout says. */
 typedef struct gd_summary_args {
@@ -245,7 +259,7 @@ typedef struct gd_backward_summary_args {
   size_t struct_size;
   gd_exec exec;
   gd_inputs in;      /* without v, which may be absent: it is not read. No initial_state */
-  gd_tensor d_o;     /* [B, T, Hv, V] */
+  gd_tensor do_;     /* [B, T, Hv, V]  gradient of out */
   gd_tensor d_local; /* [n, Hv, ., .]  G_loc */
   const void* saved; /* optional: what the forward of the same inputs (and all sequences) saved. It spares the
                         GPU work; the CPU does not read it */
@@ -257,47 +271,47 @@ typedef struct gd_backward_summary_args {
   uint64_t reserved[4];
 } gd_backward_summary_args;
 
-/* States that enter segments. With segments i = first[r] ... first[r] + count[r] - 1 in the order of time,
+/* Merges segments. The state after segments i = first[r] ... first[r] + count[r] - 1 in the order of time, from zero:
  *     S = 0;  for each i:  S <- M_i S + value_i;  state[r] = S
- * where the first M does not count. Transposed, for gradients: M^T, and from the last i to the first. float32
- * throughout, to float32's accuracy. */
-typedef struct gd_fold_args {
+ * M of the first segment is ignored. Transposed, for gradients: M^T, from the last i to the first. float32 throughout,
+ * to float32's accuracy. */
+typedef struct gd_merge_args {
   size_t struct_size;
   gd_exec exec;
-  gd_tensor values; /* [P, Hv, ., .]  local states, or gradients; bf16, fp16 or fp32 */
-  gd_tensor maps;   /* [P, Hv, K, K]  transitions, float32; M of each, not of its transpose */
-  gd_tensor first;  /* [R]            int32 or int64, on the device */
-  gd_tensor count;  /* [R]            0: the state is 0. On the CPU segments outside [0, P) are refused */
-  gd_tensor state;  /* [R, Hv, ., .]  bf16, fp16 or fp32 */
+  gd_tensor values;      /* [P, Hv, ., .]  local states, or gradients; bf16, fp16 or fp32 */
+  gd_tensor transitions; /* [P, Hv, K, K]  float32; M of each, not of its transpose */
+  gd_tensor first;       /* [R]            int32 or int64, on the device */
+  gd_tensor count;       /* [R]            0: the state is 0. On the CPU segments outside [0, P) are refused */
+  gd_tensor state;       /* [R, Hv, ., .]  bf16, fp16 or fp32 */
   int32_t transposed;
   int32_t state_layout; /* gd_state_layout, of values and state */
   uint64_t reserved[4];
-} gd_fold_args;
+} gd_merge_args;
 
 GD_API gd_status gd_summary(const gd_summary_args* args);
 GD_API gd_status gd_summary_workspace(const gd_summary_args* args, size_t* bytes);
 GD_API gd_status gd_backward_summary(const gd_backward_summary_args* args);
 GD_API gd_status gd_backward_summary_workspace(const gd_backward_summary_args* args, size_t* bytes);
-GD_API gd_status gd_fold(const gd_fold_args* args);
-GD_API gd_status gd_fold_workspace(const gd_fold_args* args, size_t* bytes);
+GD_API gd_status gd_merge(const gd_merge_args* args);
+GD_API gd_status gd_merge_workspace(const gd_merge_args* args, size_t* bytes);
 
 /* Recurrent steps: decode (T = 1) and draft verification (T = 2..8). Any T gives the right result. */
 typedef struct gd_recurrent_args {
   size_t struct_size;
   gd_exec exec;
   gd_inputs in;
-  gd_tensor o;              /* [B, T, Hv, V]  optional: absent = only states are written (a commit) */
-  gd_tensor final_state;    /* as in gd_forward_args; the same tensor as initial_state = in place */
-  gd_tensor final_indices;  /* as in gd_forward_args. In a call with neither final_state nor step_states, nobody's
-                               slot in initial_indices alone makes a padded row */
+  gd_tensor out;                 /* [B, T, Hv, V]  optional: absent = only states are written (a commit) */
+  gd_tensor final_state;         /* as in gd_forward_args; the same tensor as initial_state = in place */
+  gd_tensor final_state_indices; /* as in gd_forward_args. In a call with neither final_state nor step_states, a null
+                                    slot in initial_state_indices alone makes a padded row */
   gd_tensor accept_lengths; /* [N]            optional int32 or int64: the final state is the one after this many tokens
                                of the sequence (0 = the initial state); outputs are those of all tokens */
   gd_tensor step_states;    /* [B, T, Hv, ., .] optional: the state after each token; or a pool [slots, Hv, ., .] */
-  gd_tensor step_indices;   /* [B, T]         with a pool: slot for the state after each token, nobody = not stored.
+  gd_tensor step_indices;   /* [B, T]         with a pool: slot for the state after each token, null = not stored.
                                Packed sequences: [1, T], or [N, S], a row for each with the slots of its tokens */
-  gd_tensor previous_accept_lengths; /* [N]   optional int32 or int64, with in.initial_indices [N, S]: how many tokens
-                                        of its last draft a sequence has kept. It starts from the slot of the last one,
-                                        column previous_accept_lengths - 1, the nearest where there is none */
+  gd_tensor previous_accept_lengths; /* [N]   optional int32 or int64, with in.initial_state_indices [N, S]: how many
+                                        tokens of its last draft a sequence has kept. It starts from the slot of the
+                                        last one, column previous_accept_lengths - 1, the nearest where there is none */
   int32_t batch_invariant; /* nonzero: a sequence's bits depend neither on its neighbours nor, with fp32 states, on how
                               its tokens are spread over calls: draft verification has the bits of plain decode */
   int32_t reserved_flags;
@@ -305,7 +319,7 @@ typedef struct gd_recurrent_args {
 } gd_recurrent_args;
 
 /* Causal depthwise convolution, what precedes the rule in a layer. Per channel, with W taps:
- *     y_t = act(bias + sum over i < W of weight[i] x_{t - W + 1 + i})
+ *     out_t = act(bias + sum over i < W of weight[i] x_{t - W + 1 + i})
  * The inputs before a sequence's first one are those its state holds (without a state 0). A state [D, S] holds the last
  * S inputs of a sequence, the newest in column S - 1, whether or not there were as many (0 where there were not). */
 typedef enum gd_conv1d_activation {
@@ -316,14 +330,14 @@ typedef enum gd_conv1d_activation {
 /* The inputs of the convolution and of its backward. N = number of sequences: B, or cu_seqlens' length - 1. Strides of
  * all tensors but indices are free. */
 typedef struct gd_conv1d_inputs {
-  gd_tensor x;               /* [B, T, D]  bf16, fp16 or fp32; fast where channels or tokens are contiguous */
-  gd_tensor weight;          /* [D, W]     bf16, fp16 or fp32; W from 2 to 4 */
-  gd_tensor bias;            /* [D]        optional (absent = 0) */
-  gd_tensor cu_seqlens;      /* [N + 1]    int32 or int64, optional: packed sequences, then B = 1 */
-  gd_tensor initial_state;   /* [N, D, S]  optional (absent = 0), S >= W - 1; a pool [slots, D, S] with indices */
-  gd_tensor initial_indices; /* [N]        optional: slot a sequence starts from; below first_slot: it starts from zero,
-                                or is a padded row (see final_indices) */
-  int64_t first_slot; /* slots below it are nobody, in every index tensor of the call: 0, or 1 where slot 0 is not
+  gd_tensor x;                     /* [B, T, D]  bf16, fp16 or fp32; fast where channels or tokens are contiguous */
+  gd_tensor weight;                /* [D, W]     bf16, fp16 or fp32; W from 2 to 4 */
+  gd_tensor bias;                  /* [D]        optional (absent = 0) */
+  gd_tensor cu_seqlens;            /* [N + 1]    int32 or int64, optional: packed sequences, then B = 1 */
+  gd_tensor initial_state;         /* [N, D, S]  optional (absent = 0), S >= W - 1; a pool [slots, D, S] with indices */
+  gd_tensor initial_state_indices; /* [N]      optional: slot a sequence starts from; below first_slot: it starts from
+                                      zero, or is a padded row (see final_state_indices) */
+  int64_t first_slot; /* slots below it are null, in every index tensor of the call: 0, or 1 where slot 0 is not
                          used. Indices may be negative in any case */
   int32_t activation; /* gd_conv1d_activation */
   int32_t reserved_flags;
@@ -335,13 +349,14 @@ typedef struct gd_conv1d_args {
   size_t struct_size;
   gd_exec exec;
   gd_conv1d_inputs in;
-  gd_tensor y;             /* [B, T, D]  optional: absent = only states are written. 0 for tokens of no
-                              sequence */
-  gd_tensor final_state;   /* [N, D, S]  optional; may be the very tensor initial_state is (in place). Its S need
-                              not be that of initial_state */
-  gd_tensor final_indices; /* [N]        optional: slot each final state goes to, below first_slot = not stored.
-                              A sequence without a slot in both initial_indices and final_indices is a padded
-                              row: it is not read, its rows of y are 0 and no state of it is stored */
+  gd_tensor out;                 /* [B, T, D]  y; optional: absent = only states are written. 0 for tokens of no
+                                    sequence */
+  gd_tensor final_state;         /* [N, D, S]  optional; may be the very tensor initial_state is (in place). Its S need
+                                    not be that of initial_state */
+  gd_tensor final_state_indices; /* [N]        optional: slot each final state goes to, below first_slot = not stored.
+                                    A sequence without a slot in both initial_state_indices and final_state_indices
+                                    is a padded row: it is not read, its rows of out are 0 and no state of it is
+                                    stored */
   gd_tensor previous_accept_lengths; /* [N]        optional int32 or int64, with initial_state: states of draft windows.
                                         Such a state holds, from column 0 on, the W - 2 inputs before a window and then
                                         all tokens of it, of which the first a = previous_accept_lengths[n] count, from
@@ -359,8 +374,8 @@ typedef struct gd_conv1d_backward_args {
   size_t struct_size;
   gd_exec exec;
   gd_conv1d_inputs in;
-  gd_tensor d_y;             /* [B, T, D]  gradient of y */
-  gd_tensor d_final_state;   /* [N, D, S]  optional: gradient of the final state (absent = 0), never a pool */
+  gd_tensor dy;              /* [B, T, D]  gradient of out */
+  gd_tensor dht;             /* [N, D, S]  optional: gradient of the final state (absent = 0), never a pool */
   gd_tensor dx;              /* [B, T, D] */
   gd_tensor dweight;         /* [D, W] */
   gd_tensor dbias;           /* [D]        also without a bias */
@@ -381,7 +396,7 @@ GD_API gd_status gd_backward_workspace(const gd_backward_args* args, size_t* byt
 GD_API gd_status gd_recurrent(const gd_recurrent_args* args);
 GD_API gd_status gd_recurrent_workspace(const gd_recurrent_args* args, size_t* bytes);
 
-/* Gated RMSNorm, what follows the rule in a layer: y = weight * x / sqrt(mean of x^2 over D + eps) * act(z). */
+/* Gated RMSNorm, what follows the rule in a layer: out = weight * x / sqrt(mean of x^2 over D + eps) * act(gate). */
 typedef enum gd_norm_activation {
   GD_NORM_SILU = 0,   /* act(z) = z * sigmoid(z) */
   GD_NORM_SIGMOID = 1 /* act(z) = sigmoid(z) */
@@ -391,10 +406,10 @@ typedef struct gd_gated_norm_args {
   size_t struct_size;
   gd_exec exec;
   gd_tensor x; /* [B, T, H, D]  bf16, fp16 or fp32, as each tensor here; last stride 1; D a multiple of 16, 16..512 */
-  gd_tensor z; /* [B, T, H, D]  optional: absent = no gate, act(z) is 1 */
+  gd_tensor gate;            /* [B, T, H, D]  optional: absent = 1 instead of act(gate) */
   gd_tensor weight;          /* [D]           optional: absent = 1; contiguous */
-  gd_tensor y;               /* [B, T, H, D] */
-  int32_t activation;        /* gd_norm_activation, of z */
+  gd_tensor out;             /* [B, T, H, D] */
+  int32_t activation;        /* gd_norm_activation, of gate */
   int32_t round_before_gate; /* nonzero: the normalised row is rounded to x's dtype, and so is its product with a weight
                                 of that dtype, before the gate is applied; 0: only y is rounded */
   int32_t has_eps;           /* nonzero: `eps` is used as given, also 0; otherwise 1e-6 */
@@ -406,11 +421,11 @@ typedef struct gd_gated_norm_args {
 typedef struct gd_gated_norm_backward_args {
   size_t struct_size;
   gd_exec exec;
-  gd_tensor x, z, weight; /* as in the forward */
-  gd_tensor d_y;          /* [B, T, H, D]  gradient of y */
-  gd_tensor dx, dz;       /* [B, T, H, D] */
-  gd_tensor dweight;      /* [D]           summed over all rows; contiguous */
-  int32_t activation;     /* this and the next three as in the forward; gradients pass roundings unchanged */
+  gd_tensor x, gate, weight; /* as in the forward */
+  gd_tensor dy;              /* [B, T, H, D]  gradient of out */
+  gd_tensor dx, dgate;       /* [B, T, H, D] */
+  gd_tensor dweight;         /* [D]           summed over all rows; contiguous */
+  int32_t activation;        /* this and the next three as in the forward; gradients pass roundings unchanged */
   int32_t round_before_gate;
   int32_t has_eps;
   float eps;
@@ -423,19 +438,22 @@ GD_API gd_status gd_gated_norm_backward(const gd_gated_norm_backward_args* args)
 GD_API gd_status gd_gated_norm_backward_workspace(const gd_gated_norm_backward_args* args, size_t* bytes);
 
 /* The layer's step as one call: convolution, rule and gated norm, for decode (T = 1) and draft windows.
- *     x = [q | k | v] -> convolution -> rule (l2norm, gates as rule.in says) -> norm.y
- * Fill the three structs as for three calls and leave out what lies between them: conv.y, rule.in.q, rule.in.k,
- * rule.in.v, rule.o and norm.x must be absent. The rule's cu_seqlens, initial_indices, final_indices, first_slot and
- * previous_accept_lengths serve the convolution, too, whose own must be absent; of initial_indices [N, S] it takes the
- * first column, and without final_indices it writes where it reads. struct_size and exec of the three are not read.
- * The results are those of three calls; where a kernel fuses them, the steps between are rounded to x's dtype all the
- * same. */
+ *     x = [q | k | v] -> convolution -> rule (l2norm, gates as rule.in says) -> norm.out
+ * Fill the three structs as for three calls and leave out what lies between them: conv.out, rule.in.q, rule.in.k,
+ * rule.in.v, rule.out and norm.x must be absent. The rule's cu_seqlens, initial_state_indices, final_state_indices,
+ * first_slot and previous_accept_lengths serve the convolution, too, whose own must be absent; of initial_state_indices
+ * [N, S] it takes the first column, and without final_state_indices it writes where it reads. struct_size and exec of
+ * the three are not read. The results are those of three calls; where a kernel fuses them, the steps between are
+ * rounded to x's dtype all the same.
+ * Messages use the layer's own names: mixed_qkv is conv.in.x, conv_weight, conv_bias and conv_state are in conv; a, b,
+ * state and state_indices are rule.in.g, rule.in.beta, the rule's states and rule.in.initial_state_indices; z,
+ * norm_weight and out are norm.gate, norm.weight and norm.out. */
 typedef struct gd_layer_step_args {
   size_t struct_size;
   gd_exec exec;
   gd_conv1d_args conv;     /* in.x [B, T, D]: channels of q, k and v side by side, D = 2 Hk K + Hv V */
   gd_recurrent_args rule;  /* accept_lengths must be absent */
-  gd_gated_norm_args norm; /* y [B, T, Hv, V] */
+  gd_gated_norm_args norm; /* out [B, T, Hv, V] */
   int64_t key_heads;       /* Hk */
   uint64_t reserved[4];
 } gd_layer_step_args;
@@ -458,7 +476,7 @@ typedef struct gd_info {
 } gd_info;
 
 GD_API gd_status gd_get_info(gd_info* info);
-GD_API const char* gd_isa_name(int32_t isa);         /* "amx", "portable", ...; null for an unknown value */
+GD_API const char* gd_isa_name(int32_t isa);         /* "amx", ...; null for an unknown value */
 GD_API const char* gd_status_name(gd_status status); /* "GD_OK", ... */
 /* Message of the last call of this thread that did not return GD_OK; valid until the thread's next failing call. */
 GD_API const char* gd_last_error(void);
@@ -490,7 +508,7 @@ constexpr Struct gd_initial() {
 #define GD_BACKWARD_ARGS_INIT GD_INITIAL(gd_backward_args)
 #define GD_SUMMARY_ARGS_INIT GD_INITIAL(gd_summary_args)
 #define GD_BACKWARD_SUMMARY_ARGS_INIT GD_INITIAL(gd_backward_summary_args)
-#define GD_FOLD_ARGS_INIT GD_INITIAL(gd_fold_args)
+#define GD_MERGE_ARGS_INIT GD_INITIAL(gd_merge_args)
 #define GD_CONV1D_ARGS_INIT GD_INITIAL(gd_conv1d_args)
 #define GD_CONV1D_BACKWARD_ARGS_INIT GD_INITIAL(gd_conv1d_backward_args)
 #define GD_RECURRENT_ARGS_INIT GD_INITIAL(gd_recurrent_args)
@@ -498,5 +516,6 @@ constexpr Struct gd_initial() {
 #define GD_GATED_NORM_BACKWARD_ARGS_INIT GD_INITIAL(gd_gated_norm_backward_args)
 #define GD_LAYER_STEP_ARGS_INIT GD_INITIAL(gd_layer_step_args)
 #define GD_INFO_INIT GD_INITIAL(gd_info)
+#define GD_TUNING_INIT GD_INITIAL(gd_tuning)
 
 #endif

@@ -107,8 +107,8 @@ struct SummaryArgs : gd_summary_args {
 struct BackwardSummaryArgs : gd_backward_summary_args {
   BackwardSummaryArgs() noexcept : gd_backward_summary_args(GD_BACKWARD_SUMMARY_ARGS_INIT) {}
 };
-struct FoldArgs : gd_fold_args {
-  FoldArgs() noexcept : gd_fold_args(GD_FOLD_ARGS_INIT) {}
+struct MergeArgs : gd_merge_args {
+  MergeArgs() noexcept : gd_merge_args(GD_MERGE_ARGS_INIT) {}
 };
 struct Conv1dArgs : gd_conv1d_args {
   Conv1dArgs() noexcept : gd_conv1d_args(GD_CONV1D_ARGS_INIT) {}
@@ -146,7 +146,7 @@ inline std::size_t workspace_size(const gd_summary_args& args) { return detail::
 inline std::size_t workspace_size(const gd_backward_summary_args& args) {
   return detail::size_from(gd_backward_summary_workspace, args);
 }
-inline std::size_t workspace_size(const gd_fold_args& args) { return detail::size_from(gd_fold_workspace, args); }
+inline std::size_t workspace_size(const gd_merge_args& args) { return detail::size_from(gd_merge_workspace, args); }
 inline std::size_t workspace_size(const gd_conv1d_args& args) { return detail::size_from(gd_conv1d_workspace, args); }
 inline std::size_t workspace_size(const gd_conv1d_backward_args& args) {
   return detail::size_from(gd_conv1d_backward_workspace, args);
@@ -170,7 +170,7 @@ inline void forward(const gd_forward_args& args) { check(gd_forward(&args)); }
 inline void backward(const gd_backward_args& args) { check(gd_backward(&args)); }
 inline void summary(const gd_summary_args& args) { check(gd_summary(&args)); }
 inline void backward_summary(const gd_backward_summary_args& args) { check(gd_backward_summary(&args)); }
-inline void fold(const gd_fold_args& args) { check(gd_fold(&args)); }
+inline void merge(const gd_merge_args& args) { check(gd_merge(&args)); }
 inline void conv1d(const gd_conv1d_args& args) { check(gd_conv1d(&args)); }
 inline void conv1d_backward(const gd_conv1d_backward_args& args) { check(gd_conv1d_backward(&args)); }
 inline void recurrent(const gd_recurrent_args& args) { check(gd_recurrent(&args)); }
@@ -243,9 +243,9 @@ inline void backward_summary(gd_backward_summary_args& args, Workspace& workspac
   attach(args, workspace);
   backward_summary(args);
 }
-inline void fold(gd_fold_args& args, Workspace& workspace) {
+inline void merge(gd_merge_args& args, Workspace& workspace) {
   attach(args, workspace);
-  fold(args);
+  merge(args);
 }
 inline void conv1d(gd_conv1d_args& args, Workspace& workspace) {
   attach(args, workspace);

@@ -173,7 +173,7 @@ def _run_forward(function: str, layer: _Layer, dtype: int, isa: int) -> tuple[li
     _set_inputs(args, layer, dtype, isa)
     o = _Buffer([0.0] * len(layer.v), _VALUE_ROWS, dtype)
     state = _Buffer([0.0] * len(layer.state), _STATE, _lib.DTYPE_F32)
-    args.o, args.final_state = o.tensor, state.tensor
+    args.out, args.final_state = o.tensor, state.tensor
     _call(function, args)
     return o.values(), state.values()
 
@@ -182,7 +182,7 @@ def _run_backward(layer: _Layer, d_o, d_state, dtype: int, isa: int) -> list[lis
     args = _lib.BackwardArgs()
     _set_inputs(args, layer, dtype, isa)
     incoming = [_Buffer(d_o, _VALUE_ROWS, dtype), _Buffer(d_state, _STATE, _lib.DTYPE_F32)]
-    args.d_o, args.d_final_state = (buffer.tensor for buffer in incoming)
+    args.do, args.dht = (buffer.tensor for buffer in incoming)
     names = ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
     gradients = [_Buffer([0.0] * len(x), shape, _lib.DTYPE_F32) for x, shape in zip(layer, _SHAPES)]
     for name, buffer in zip(names, gradients):

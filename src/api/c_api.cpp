@@ -18,20 +18,16 @@ constexpr const char* kIsaNames[] = {"auto", "generic", "avx2", "avx512", "avx51
 static_assert(std::size(kIsaNames) == GD_ISA_COUNT);
 
 // The backends of each operation. Those of one device are listed from the most specialised to the most general.
-const Backend<ForwardProblem>* const kForwardBackends[] = {
-    &cpu::forward_backend, &cuda::sm90_forward_backend, &cuda::portable_forward_backend, &cuda::fp32_forward_backend};
+const Backend<ForwardProblem>* const kForwardBackends[] = {&cpu::forward_backend, &cuda::forward_backend};
 const Backend<Conv1dProblem>* const kConv1dBackends[] = {&cpu::conv1d_backend, &cuda::conv1d_backend};
 const Backend<Conv1dBackwardProblem>* const kConv1dBackwardBackends[] = {&cpu::conv1d_backward_backend,
                                                                          &cuda::conv1d_backward_backend};
-const Backend<BackwardProblem>* const kBackwardBackends[] = {&cpu::backward_backend, &cuda::sm90_backward_backend,
-                                                             &cuda::portable_backward_backend,
-                                                             &cuda::fp32_backward_backend};
+const Backend<BackwardProblem>* const kBackwardBackends[] = {&cpu::backward_backend, &cuda::backward_backend};
 const Backend<RecurrentProblem>* const kRecurrentBackends[] = {&cpu::recurrent_backend, &cuda::recurrent_backend};
-const Backend<SummaryProblem>* const kSummaryBackends[] = {&cpu::summary_backend, &cuda::sm90_summary_backend,
-                                                           &cuda::portable_summary_backend};
-const Backend<BackwardSummaryProblem>* const kBackwardSummaryBackends[] = {
-    &cpu::backward_summary_backend, &cuda::sm90_backward_summary_backend, &cuda::portable_backward_summary_backend};
-const Backend<FoldProblem>* const kFoldBackends[] = {&cpu::fold_backend, &cuda::fold_backend};
+const Backend<SummaryProblem>* const kSummaryBackends[] = {&cpu::summary_backend, &cuda::summary_backend};
+const Backend<BackwardSummaryProblem>* const kBackwardSummaryBackends[] = {&cpu::backward_summary_backend,
+                                                                           &cuda::backward_summary_backend};
+const Backend<MergeProblem>* const kMergeBackends[] = {&cpu::merge_backend, &cuda::merge_backend};
 const Backend<GatedNormProblem>* const kGatedNormBackends[] = {&cpu::gated_norm_backend, &cuda::gated_norm_backend};
 const Backend<GatedNormBackwardProblem>* const kGatedNormBackwardBackends[] = {&cpu::gated_norm_backward_backend,
                                                                                &cuda::gated_norm_backward_backend};
@@ -47,7 +43,7 @@ const Operation<RecurrentProblem> kRecurrent = {"gd_recurrent_args", "recurrent 
 const Operation<SummaryProblem> kSummary = {"gd_summary_args", "summary", kSummaryBackends};
 const Operation<BackwardSummaryProblem> kBackwardSummary = {"gd_backward_summary_args", "backward summary",
                                                             kBackwardSummaryBackends};
-const Operation<FoldProblem> kFold = {"gd_fold_args", "fold", kFoldBackends};
+const Operation<MergeProblem> kMerge = {"gd_merge_args", "merge", kMergeBackends};
 const Operation<GatedNormProblem> kGatedNorm = {"gd_gated_norm_args", "gated norm", kGatedNormBackends};
 const Operation<GatedNormBackwardProblem> kGatedNormBackward = {"gd_gated_norm_backward_args", "gated norm's backward",
                                                                 kGatedNormBackwardBackends};
@@ -101,14 +97,14 @@ gd_status gd_recurrent_workspace(const gd_recurrent_args* args, size_t* bytes) {
 
 gd_status gd_summary(const gd_summary_args* args) { return run_operation(kSummary, args); }
 gd_status gd_backward_summary(const gd_backward_summary_args* args) { return run_operation(kBackwardSummary, args); }
-gd_status gd_fold(const gd_fold_args* args) { return run_operation(kFold, args); }
+gd_status gd_merge(const gd_merge_args* args) { return run_operation(kMerge, args); }
 gd_status gd_summary_workspace(const gd_summary_args* args, size_t* bytes) {
   return query_workspace(kSummary, args, bytes);
 }
 gd_status gd_backward_summary_workspace(const gd_backward_summary_args* args, size_t* bytes) {
   return query_workspace(kBackwardSummary, args, bytes);
 }
-gd_status gd_fold_workspace(const gd_fold_args* args, size_t* bytes) { return query_workspace(kFold, args, bytes); }
+gd_status gd_merge_workspace(const gd_merge_args* args, size_t* bytes) { return query_workspace(kMerge, args, bytes); }
 
 gd_status gd_gated_norm(const gd_gated_norm_args* args) { return run_operation(kGatedNorm, args); }
 gd_status gd_gated_norm_backward(const gd_gated_norm_backward_args* args) {
@@ -129,7 +125,7 @@ gd_status gd_forward_saved_size(const gd_forward_args* args, size_t* bytes) {
     if (saving.saved_bytes == 0) saving.saved_bytes = 1;
     Call<ForwardProblem> call;
     GD_TRY(prepare(kForward, &saving, Stage::query, call));
-    return answer(call.backend->saved_bytes(call.problem), bytes);
+    return answer(call.backend->saved_bytes(call.problem, args->exec), bytes);
   });
 }
 
@@ -155,10 +151,7 @@ gd_status gd_get_info(gd_info* info) {
   });
 }
 
-const char* gd_isa_name(int32_t isa) {
-  if (isa == GD_ISA_CUDA_PORTABLE) return "portable";
-  return isa >= 0 && isa < GD_ISA_COUNT ? kIsaNames[isa] : nullptr;
-}
+const char* gd_isa_name(int32_t isa) { return isa >= 0 && isa < GD_ISA_COUNT ? kIsaNames[isa] : nullptr; }
 
 const char* gd_status_name(gd_status status) {
   switch (status) {

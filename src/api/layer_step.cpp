@@ -1,7 +1,9 @@
 // The layer's step: three operations of the C ABI with their intermediates in the workspace. All three are checked
 // before the first one runs.
 #include <algorithm>
-#include <cstdio>
+#include <cctype>
+#include <iterator>
+#include <string_view>
 
 #include "api/operation.hpp"
 #include "api/validate/checker.hpp"
@@ -31,23 +33,23 @@ gd_status check_absent(const char* name, const gd_tensor& tensor, const char* wh
 
 // The shapes that say how the channels of x are divided. Everything else is checked with the operation it belongs to.
 gd_status check_division(const gd_layer_step_args& args) {
-  const gd_tensor &x = args.conv.in.x, &y = args.norm.y;
-  if (is_absent(x)) return invalid("conv.in.x is missing");
+  const gd_tensor &x = args.conv.in.x, &y = args.norm.out;
+  if (is_absent(x)) return invalid("mixed_qkv is missing");
   if (x.dtype != GD_F32 && x.dtype != GD_BF16 && x.dtype != GD_F16)
-    return invalid("conv.in.x: dtype is %d (%s), must be float32, bfloat16 or float16", x.dtype, dtype_name(x.dtype));
-  if (x.rank != 3) return invalid("conv.in.x: rank is %d, must be 3: [B, T, D]", x.rank);
-  if (is_absent(y)) return invalid("norm.y is missing");
-  if (y.rank != 4) return invalid("norm.y: rank is %d, must be 4: [B, T, Hv, V]", y.rank);
+    return invalid("mixed_qkv: dtype is %d (%s), must be float32, bfloat16 or float16", x.dtype, dtype_name(x.dtype));
+  if (x.rank != 3) return invalid("mixed_qkv: rank is %d, must be 3: [B, T, D]", x.rank);
+  if (is_absent(y)) return invalid("out is missing");
+  if (y.rank != 4) return invalid("out: rank is %d, must be 4: [B, T, Hv, V]", y.rank);
   const int64_t B = x.shape[0], T = x.shape[1], D = x.shape[2], Hv = y.shape[2], V = y.shape[3];
   constexpr int64_t kMost = int64_t{1} << 31;  // products of two sizes and a dtype stay below 2^63
   if (B < 0 || T < 0 || D < 0 || Hv < 0 || V < 0 || B >= kMost || T >= kMost || D >= kMost || Hv >= kMost ||
       V >= kMost || (B > 0 && T > (int64_t{1} << 60) / B / (D + Hv * V + 1)))
-    return invalid("conv.in.x or norm.y: a size is negative or too large");
+    return invalid("mixed_qkv or out: a size is negative or too large");
   if (args.key_heads <= 0)
     return invalid("key_heads is %lld, must be positive", static_cast<long long>(args.key_heads));
   const int64_t key_channels = D - Hv * V;
   if (key_channels <= 0 || args.key_heads > key_channels / 2 || key_channels % (2 * args.key_heads) != 0)
-    return invalid("conv.in.x has %lld channels, must have 2 key_heads K + Hv V = 2 * %lld * K + %lld * %lld",
+    return invalid("mixed_qkv has %lld channels, must have 2 key_heads K + Hv V = 2 * %lld * K + %lld * %lld",
                    static_cast<long long>(D), static_cast<long long>(args.key_heads), static_cast<long long>(Hv),
                    static_cast<long long>(V));
   return GD_OK;
@@ -57,21 +59,21 @@ gd_status check_intermediates(const gd_layer_step_args& args) {
   constexpr const char* kIntermediate = "it lies between the layer's operations and must be absent";
   constexpr const char* kShared = "the rule's serves the convolution, too, so this one must be absent";
   const gd_conv1d_args& conv = args.conv;
-  GD_TRY(check_absent("conv.y", conv.y, kIntermediate));
+  GD_TRY(check_absent("conv.out", conv.out, kIntermediate));
   GD_TRY(check_absent("rule.in.q", args.rule.in.q, kIntermediate));
   GD_TRY(check_absent("rule.in.k", args.rule.in.k, kIntermediate));
   GD_TRY(check_absent("rule.in.v", args.rule.in.v, kIntermediate));
-  GD_TRY(check_absent("rule.o", args.rule.o, kIntermediate));
+  GD_TRY(check_absent("rule.out", args.rule.out, kIntermediate));
   GD_TRY(check_absent("norm.x", args.norm.x, kIntermediate));
   GD_TRY(check_absent("conv.in.cu_seqlens", conv.in.cu_seqlens, kShared));
-  GD_TRY(check_absent("conv.in.initial_indices", conv.in.initial_indices, kShared));
-  GD_TRY(check_absent("conv.final_indices", conv.final_indices, kShared));
+  GD_TRY(check_absent("conv.in.initial_state_indices", conv.in.initial_state_indices, kShared));
+  GD_TRY(check_absent("conv.final_state_indices", conv.final_state_indices, kShared));
   GD_TRY(check_absent("conv.previous_accept_lengths", conv.previous_accept_lengths, kShared));
   if (conv.in.first_slot != 0) return invalid("conv.in.first_slot is given: %s", kShared);
   if (!is_absent(args.rule.accept_lengths))
     return refuse(GD_UNSUPPORTED,
                   "rule.accept_lengths is given: a layer's step has previous_accept_lengths alone, because "
-                  "the conv state after some of the tokens is not kept");
+                  "the conv state after some of the tokens is not stored");
   return GD_OK;
 }
 
@@ -98,7 +100,7 @@ gd_status complete(const gd_layer_step_args& args, char* workspace, Parts& parts
   GD_TRY(check_reserved("gd_layer_step_args", args.reserved));
   GD_TRY(check_intermediates(args));
   GD_TRY(check_division(args));
-  const gd_tensor &x = args.conv.in.x, &y = args.norm.y;
+  const gd_tensor &x = args.conv.in.x, &y = args.norm.out;
   const int64_t rows = x.shape[0] * x.shape[1], D = x.shape[2], Hk = args.key_heads, Hv = y.shape[2], V = y.shape[3];
   const int64_t key_channels = (D - Hv * V) / 2;
   const size_t conv_bytes = aligned_bytes(rows * D, x.dtype), o_bytes = aligned_bytes(rows * Hv * V, x.dtype);
@@ -119,27 +121,64 @@ gd_status complete(const gd_layer_step_args& args, char* workspace, Parts& parts
   gd_inputs& in = parts.rule.in;
   parts.conv.in.cu_seqlens = in.cu_seqlens;
   parts.conv.previous_accept_lengths = args.rule.previous_accept_lengths;
-  const gd_tensor slots = first_column(in.initial_indices);
-  if (!is_absent(parts.conv.in.initial_state)) parts.conv.in.initial_indices = slots;
+  const gd_tensor slots = first_column(in.initial_state_indices);
+  if (!is_absent(parts.conv.in.initial_state)) parts.conv.in.initial_state_indices = slots;
   if (!is_absent(parts.conv.final_state))
-    parts.conv.final_indices = is_absent(args.rule.final_indices) ? slots : args.rule.final_indices;
-  if (!is_absent(parts.conv.in.initial_indices) || !is_absent(parts.conv.final_indices))
+    parts.conv.final_state_indices = is_absent(args.rule.final_state_indices) ? slots : args.rule.final_state_indices;
+  if (!is_absent(parts.conv.in.initial_state_indices) || !is_absent(parts.conv.final_state_indices))
     parts.conv.in.first_slot = in.first_slot;
-  parts.conv.y = view(x, convolved, D, 0, D, 1);
-  parts.conv.y.rank = 3;
+  parts.conv.out = view(x, convolved, D, 0, D, 1);
+  parts.conv.out.rank = 3;
   in.q = view(x, convolved, D, 0, Hk, key_channels / Hk);
   in.k = view(x, convolved, D, key_channels, Hk, key_channels / Hk);
   in.v = view(x, convolved, D, 2 * key_channels, Hv, V);
-  parts.rule.o = parts.norm.x = view(x, outputs, Hv * V, 0, Hv, V);
+  parts.rule.out = parts.norm.x = view(x, outputs, Hv * V, 0, Hv, V);
   return GD_OK;
 }
 
-// A refusal says which of the operations it is about.
-gd_status of_part(const char* part, gd_status status) {
+// What the layer calls the tensors of its operations, and what messages call them.
+constexpr struct {
+  std::string_view part, field, name;
+} kLayerNames[] = {
+    {"conv", "x", "mixed_qkv"},
+    {"conv", "weight", "conv_weight"},
+    {"conv", "bias", "conv_bias"},
+    {"conv", "initial_state", "conv_state"},
+    {"conv", "final_state", "conv_state"},
+    {"conv", "initial_state_indices", "state_indices"},
+    {"conv", "final_state_indices", "final_state_indices"},
+    {"rule", "g", "a"},
+    {"rule", "beta", "b"},
+    {"rule", "initial_state", "state"},
+    {"rule", "final_state", "state"},
+    {"rule", "initial_state_indices", "state_indices"},
+    {"rule", "final_state_indices", "final_state_indices"},
+    {"norm", "gate", "z"},
+    {"norm", "weight", "norm_weight"},
+    {"norm", "out", "out"},
+};
+
+size_t word_length(std::string_view text) {
+  const auto is_word = [](char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; };
+  return std::max<size_t>(std::ranges::find_if_not(text, is_word) - text.begin(), 1);
+}
+
+// A refusal by one of the operations, in the layer's names. Where it does not begin with one, it names the operation.
+gd_status of_part(std::string_view part, gd_status status) {
   if (status == GD_OK) return GD_OK;
   char message[512];
-  std::snprintf(message, sizeof message, "%s", gd_last_error());
-  return refuse(status, "%s: %s", part, message);
+  size_t size = 0;
+  const auto append = [&](std::string_view text) { size += text.copy(message + size, sizeof message - 1 - size); };
+  for (std::string_view rest = gd_last_error(); !rest.empty(); rest.remove_prefix(word_length(rest))) {
+    const std::string_view word = rest.substr(0, word_length(rest));
+    const auto known =
+        std::ranges::find_if(kLayerNames, [&](const auto& n) { return n.part == part && n.field == word; });
+    const bool found = known != std::end(kLayerNames);
+    if (size == 0 && !found) append(part), append(": ");
+    append(found ? known->name : word);
+  }
+  message[size] = 0;
+  return refuse(status, "%s", message);
 }
 
 struct Calls {
@@ -173,27 +212,27 @@ gd_status check_overlaps(const gd_layer_step_args& args) {
     bool may_share = false;
   };
   const Place places[] = {
-      {"conv.in.x", conv.in.x},
-      {"conv.in.weight", conv.in.weight},
-      {"conv.in.bias", conv.in.bias},
-      {"conv.in.initial_state", conv.in.initial_state, Role::input, true},
-      {"conv.final_state", conv.final_state, Role::output, true},
+      {"mixed_qkv", conv.in.x},
+      {"conv_weight", conv.in.weight},
+      {"conv_bias", conv.in.bias},
+      {"conv_state", conv.in.initial_state, Role::input, true},
+      {"conv_state", conv.final_state, Role::output, true},
       {"conv.step_states", conv.step_states, Role::output},
-      {"rule.in.g", rule.in.g},
-      {"rule.in.beta", rule.in.beta},
-      {"rule.in.A_log", rule.in.A_log},
-      {"rule.in.dt_bias", rule.in.dt_bias},
-      {"rule.in.cu_seqlens", rule.in.cu_seqlens},
-      {"rule.in.initial_state", rule.in.initial_state, Role::input, true},
-      {"rule.in.initial_indices", rule.in.initial_indices},
-      {"rule.final_state", rule.final_state, Role::output, true},
-      {"rule.final_indices", rule.final_indices},
-      {"rule.step_states", rule.step_states, Role::output, true},
-      {"rule.step_indices", rule.step_indices},
-      {"rule.previous_accept_lengths", rule.previous_accept_lengths},
-      {"norm.z", norm.z},
-      {"norm.weight", norm.weight},
-      {"norm.y", norm.y, Role::output},
+      {"a", rule.in.g},
+      {"b", rule.in.beta},
+      {"A_log", rule.in.A_log},
+      {"dt_bias", rule.in.dt_bias},
+      {"cu_seqlens", rule.in.cu_seqlens},
+      {"state", rule.in.initial_state, Role::input, true},
+      {"state_indices", rule.in.initial_state_indices},
+      {"state", rule.final_state, Role::output, true},
+      {"final_state_indices", rule.final_state_indices},
+      {"step_states", rule.step_states, Role::output, true},
+      {"step_indices", rule.step_indices},
+      {"previous_accept_lengths", rule.previous_accept_lengths},
+      {"z", norm.gate},
+      {"norm_weight", norm.weight},
+      {"out", norm.out, Role::output},
   };
   Checker check(Stage::call);
   for (const Place& place : places) {
@@ -237,7 +276,7 @@ gd_status run_layer_step(const gd_layer_step_args* args) {
   const Conv1dProblem& conv = calls.conv.problem;
   const RecurrentProblem& rule = calls.rule.problem;
   const GatedNormProblem& norm = calls.norm.problem;
-  if (args->exec.device == GD_CUDA && cuda::takes_layer_step(conv, rule, norm))
+  if (args->exec.device == GD_CUDA && cuda::supports_layer_step(conv, rule, norm))
     return report(cuda::layer_step(conv, rule, norm, {args->exec.device_index, args->exec.stream, scratch}));
   GD_TRY(run_part(calls.conv, args->exec, scratch));
   GD_TRY(run_part(calls.rule, args->exec, scratch));

@@ -24,29 +24,11 @@ extern const Operation<BackwardProblem> kBackward;
 extern const Operation<RecurrentProblem> kRecurrent;
 extern const Operation<SummaryProblem> kSummary;
 extern const Operation<BackwardSummaryProblem> kBackwardSummary;
-extern const Operation<FoldProblem> kFold;
+extern const Operation<MergeProblem> kMerge;
 extern const Operation<GatedNormProblem> kGatedNorm;
 extern const Operation<GatedNormBackwardProblem> kGatedNormBackward;
 extern const Operation<Conv1dProblem> kConv1d;
 extern const Operation<Conv1dBackwardProblem> kConv1dBackward;
-
-// Fields a newer ABI appends are fine as long as they are unused, that is zero.
-template <class Args>
-gd_status check_struct(const Args* args, const char* type) {
-  constexpr size_t kLargest = 1 << 16;  // anything beyond is an uninitialised field, not a newer ABI
-  if (!args) return invalid("%s is null", type);
-  const size_t size = args->struct_size;
-  if (size < sizeof(Args) || size > kLargest)
-    return refuse(GD_ABI_MISMATCH, "%s.struct_size is %zu, must be %zu: %s", type, size, sizeof(Args),
-                  size < sizeof(Args) ? "not set, or a struct from an older ABI" : "not set");
-  const char* bytes = reinterpret_cast<const char*>(args);
-  if (std::any_of(bytes + sizeof(Args), bytes + size, [](char byte) { return byte != 0; }))
-    return refuse(GD_ABI_MISMATCH,
-                  "%s.struct_size is %zu, must be %zu: a struct from a newer ABI, with fields set that "
-                  "this library does not know",
-                  type, size, sizeof(Args));
-  return GD_OK;
-}
 
 inline gd_status report(const Outcome& outcome) {
   return outcome.status == GD_OK ? GD_OK : refuse(outcome.status, "%s", outcome.message);
@@ -71,6 +53,14 @@ gd_status pick_backend(const Operation<Problem>& operation, const Problem& probl
   return refuse(GD_UNSUPPORTED, "there is no %s on device %s yet", operation.name, device_name(exec.device));
 }
 
+// Of an operation that has nothing to tune.
+inline gd_status refuse_tuning(const gd_exec& exec, const char* operation) {
+  gd_tuning tuning;
+  GD_TRY(validate_tuning(exec, tuning));
+  if (tuning.segment_chunks == 0) return GD_OK;  // then the others are 0, too
+  return refuse(GD_UNSUPPORTED, "segment_chunks is %d, but a %s cuts no sequence", tuning.segment_chunks, operation);
+}
+
 // A call with valid shapes, and the backend that takes it. Where the host can read offsets and indices, the workspace
 // begins with a bitmap for their validation, followed by the backend's own part.
 template <class Problem>
@@ -87,6 +77,7 @@ template <class Args, class Problem>
 gd_status prepare(const Operation<Problem>& operation, const Args* args, Stage stage, Call<Problem>& call) {
   GD_TRY(check_struct(args, operation.args_type));
   GD_TRY(validate_exec(args->exec));
+  if constexpr (!requires { call.problem.segment_chunks; }) GD_TRY(refuse_tuning(args->exec, operation.name));
   GD_TRY(validate_shapes(*args, stage, call.problem));
   GD_TRY(pick_backend(operation, call.problem, args->exec, call.backend));
   if (host_can_read(args->exec)) call.bitmap_bytes = slot_bitmap_bytes(call.problem);
@@ -126,7 +117,7 @@ gd_status run_operation(const Operation<Problem>& operation, const Args* args) {
     Call<Problem> call;
     GD_TRY(prepare(operation, args, Stage::call, call));
     if constexpr (requires { call.problem.saved; })
-      GD_TRY(check_saved_bytes(call.problem.saved, call.backend->saved_bytes(call.problem)));
+      GD_TRY(check_saved_bytes(call.problem.saved, call.backend->saved_bytes(call.problem, args->exec)));
     GD_TRY(check_workspace(args->exec, call.workspace_bytes));
     char* const workspace = static_cast<char*>(args->exec.workspace);
     if (host_can_read(args->exec))

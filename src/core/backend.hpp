@@ -25,9 +25,13 @@ struct Backend {
   Outcome (*supports)(const Problem&, const gd_exec&);
   // Sizes of a supported problem, from shapes alone. They need neither a GPU nor a build with CUDA.
   size_t (*workspace_bytes)(const Problem&, const gd_exec&);
-  size_t (*saved_bytes)(const Problem&);  // null: the operation has no `saved`
+  size_t (*saved_bytes)(const Problem&, const gd_exec&);  // null: the operation has no `saved`
   // Runs a supported problem. `workspace` is 64-byte aligned and has workspace_bytes() bytes.
   Outcome (*run)(const Problem&, const gd_exec&, char* workspace);
 };
 
 }  // namespace gatedelta
+
+// Leaves the function with the outcome of a rule that does not hold.
+#define GD_CHECK(rule) \
+  if (const Outcome outcome_ = (rule); outcome_.status != GD_OK) return outcome_

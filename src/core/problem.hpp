@@ -43,7 +43,7 @@ struct OutputProblem {
   Layer in;
   TokenRows o;                      // optional in a recurrent step, and in a forward that only saves states
   StateRows final;                  // of a sequence without a slot it is not stored
-  bool pads_by_read_index = false;  // a read index that is nobody alone makes a padded row
+  bool pads_by_read_index = false;  // a null read slot alone makes a padded row
 
   GD_ALWAYS_INLINE int64_t read_slot(int64_t n) const { return in.initial.slot(n); }
   // A padded row is skipped: its rows of o are zero, nothing of it is read or stored.
@@ -69,11 +69,11 @@ struct ForwardProblem : OutputProblem {
   // Of a summary, on the CPU: M of each sequence, and the chunk that each head's chain begins with, [N][Hv]; where it
   // has faded, M is 0.
   StateRows transition;
-  struct Skip {
+  struct ChainStart {
     int64_t first_chunk;
     bool faded;
   };
-  const Skip* skips = nullptr;  // null: all chunks of all heads
+  const ChainStart* starts = nullptr;  // null: all chains begin with their first chunk
 };
 
 struct BackwardProblem {
@@ -113,11 +113,11 @@ struct BackwardSummaryProblem {
   bool skip_faded = false;
 };
 
-// State r: segments first[r] ... first[r] + count[r] - 1, one after the other.
-struct FoldProblem {
+// State r: that after segments first[r] ... first[r] + count[r] - 1, from zero.
+struct MergeProblem {
   int64_t segments = 0, results = 0, heads = 0;
   int key_dim = 0, value_dim = 0;
-  StateRows values, maps, state;
+  StateRows values, transitions, state;
   IndexRows first, count;
   bool transposed = false;
   gd_state_layout layout = GD_STATE_KV;
@@ -133,19 +133,19 @@ struct RecurrentProblem : OutputProblem {
 
   GD_ALWAYS_INLINE int64_t read_column(int64_t n) const {
     if (!previous_accept_lengths) return 0;
-    const int64_t kept = previous_accept_lengths[n], columns = in.initial.indices.columns;
-    return kept < 1 ? 0 : (kept < columns ? kept : columns) - 1;
+    const int64_t accepted = previous_accept_lengths[n], columns = in.initial.indices.columns;
+    return accepted < 1 ? 0 : (accepted < columns ? accepted : columns) - 1;
   }
   GD_ALWAYS_INLINE int64_t read_slot(int64_t n) const {
     if (!previous_accept_lengths) return in.initial.slot(n);
-    return in.initial.named(in.initial.indices(n, read_column(n)));
+    return in.initial.resolve(in.initial.indices(n, read_column(n)));
   }
   using OutputProblem::is_padding;
   GD_ALWAYS_INLINE bool is_padding(int64_t n) const { return is_padding(n, read_slot(n)); }
   // Slot for the state after token t of sequence n, which begins at `begin`; negative = none.
   GD_ALWAYS_INLINE int64_t step_slot(int64_t n, int64_t begin, int64_t t) const {
     const int64_t column = steps_by_token ? begin + t : t;
-    return column < step_states.indices.columns ? step_states.named(step_states.indices(n, column)) : -1;
+    return column < step_states.indices.columns ? step_states.resolve(step_states.indices(n, column)) : -1;
   }
 };
 

@@ -90,12 +90,13 @@ struct StateRows {
   gd_dtype dtype = GD_DTYPE_NONE;
   int64_t slots = 0, slot_stride = 0, head_stride = 0;
   IndexRows indices;       // absent = sequence n has slot n
-  int64_t first_slot = 0;  // indices below it are nobody
+  int64_t first_slot = 0;  // indices below it are null slots
 
   GD_ALWAYS_INLINE explicit operator bool() const { return dtype != GD_DTYPE_NONE; }
   // Slot of sequence n; negative = none.
-  GD_ALWAYS_INLINE int64_t slot(int64_t n) const { return !*this ? -1 : indices ? named(indices[n]) : n; }
-  GD_ALWAYS_INLINE int64_t named(int64_t index) const { return index < first_slot ? -1 : index; }
+  GD_ALWAYS_INLINE int64_t slot(int64_t n) const { return !*this ? -1 : indices ? resolve(indices[n]) : n; }
+  // The slot an index names, -1 for a null slot.
+  GD_ALWAYS_INLINE int64_t resolve(int64_t index) const { return index < first_slot ? -1 : index; }
   GD_ALWAYS_INLINE int64_t offset(int64_t slot, int64_t head) const { return slot * slot_stride + head * head_stride; }
 };
 

@@ -10,7 +10,7 @@ extern const Backend<ForwardProblem> forward_backend;
 extern const Backend<BackwardProblem> backward_backend;
 extern const Backend<SummaryProblem> summary_backend;
 extern const Backend<BackwardSummaryProblem> backward_summary_backend;
-extern const Backend<FoldProblem> fold_backend;
+extern const Backend<MergeProblem> merge_backend;
 extern const Backend<Conv1dProblem> conv1d_backend;
 extern const Backend<Conv1dBackwardProblem> conv1d_backward_backend;
 extern const Backend<RecurrentProblem> recurrent_backend;

@@ -1,7 +1,7 @@
 // Chunked backward: how heads are given to lanes, and how states are replayed. The gradients of one chunk are in
 // cpu/backward_chunk.hpp.
 //
-// The forward saves the state before every kReplayChunks chunks. An item takes these saved states from the last to the
+// The forward saves the state before every kSaveInterval chunks. An item takes these saved states from the last to the
 // first; from each it replays the states before the chunks that follow, then goes back through these chunks. dq and dk
 // are sums over the value heads of a group, added one after the other in fp32: by the lane that computed them, or,
 // where that would leave lanes idle, by another lane after each replay.
@@ -117,7 +117,7 @@ class Backward {
   // --- how heads are given to lanes ----------------------------------------------------------------------------------
 
   int64_t replays_of(int64_t n) const {
-    return (chunks_of(in_.sequences[n].length) + kReplayChunks - 1) / kReplayChunks;
+    return (chunks_of(in_.sequences[n].length) + kSaveInterval - 1) / kSaveInterval;
   }
 
   // One item does all value heads of a key head.
@@ -178,16 +178,16 @@ class Backward {
 
   int chunks_of_replay(int64_t n, int64_t replay) const {
     return static_cast<int>(
-        std::min<int64_t>(kReplayChunks, chunks_of(in_.sequences[n].length) - replay * kReplayChunks));
+        std::min<int64_t>(kSaveInterval, chunks_of(in_.sequences[n].length) - replay * kSaveInterval));
   }
 
   void run_replay(const Lane& w, int64_t n, int64_t replay, int64_t head, float* G, float* dq, float* dk,
                   bool first_of_group) {
     const SequenceSpan sequence = in_.sequences[n];
     const int count = chunks_of_replay(n, replay);
-    replay_states(w, n, sequence, replay * kReplayChunks, count, head);
+    replay_states(w, n, sequence, replay * kSaveInterval, count, head);
     for (int c = count - 1; c >= 0; --c) {
-      const int64_t chunk = replay * kReplayChunks + c;
+      const int64_t chunk = replay * kSaveInterval + c;
       gradients().run(w, n, chunk_span(sequence, chunk), chunk_span(sequence, c ? chunk - 1 : chunk), c, head, G, dq,
                       dk, first_of_group);
     }
@@ -195,7 +195,7 @@ class Backward {
 
   void store_key_gradients(const Lane& w, int64_t n, int64_t replay, int64_t key_head, float* dq, float* dk) {
     for (int c = 0; c < chunks_of_replay(n, replay); ++c) {
-      const ChunkSpan span = chunk_span(in_.sequences[n], replay * kReplayChunks + c);
+      const ChunkSpan span = chunk_span(in_.sequences[n], replay * kSaveInterval + c);
       gradients().store_key_gradient(w, problem_.dq, in_.q, span, key_head, dq + int64_t{c} * C * dims_.Kp);
       gradients().store_key_gradient(w, problem_.dk, in_.k, span, key_head, dk + int64_t{c} * C * dims_.Kp);
     }
@@ -205,7 +205,7 @@ class Backward {
 
   // The states before every chunk of a replay, and the chunks' T and U.
   void replay_states(const Lane& w, int64_t n, const SequenceSpan& sequence, int64_t begin, int count, int64_t head) {
-    const int64_t entry = (first_saved_state(in_, n, sequence) + begin / kReplayChunks) * in_.value_heads + head;
+    const int64_t entry = (first_saved_state(in_, n, sequence) + begin / kSaveInterval) * in_.value_heads + head;
     std::memcpy(w.state, states_ + entry * dims_.state_size(), sizeof(float) * dims_.state_size());
     for (int c = 0; c < count; ++c) {
       const ChunkSpan span = chunk_span(sequence, begin + c);

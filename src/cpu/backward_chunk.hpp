@@ -33,7 +33,7 @@ class ChunkGradients {
 
   // Chunk c of the replay; `next` is the one after it, whose rows are prefetched. G [panels][Kp][32] enters as the
   // gradient of the state after the chunk and leaves as that of the state before it. dq and dk are added to dq_sums and
-  // dk_sums [kReplayChunks][64][Kp], or start them.
+  // dk_sums [kSaveInterval][64][Kp], or start them.
   void run(const Lane& w, int64_t n, const ChunkSpan& span, const ChunkSpan& next, int c, int64_t head, float* G,
            float* dq_sums, float* dk_sums, bool first_of_group) const {
     prepare<true>(w, span, c, head);

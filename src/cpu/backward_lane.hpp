@@ -6,7 +6,7 @@
 namespace gatedelta::cpu::GD_ISA {
 
 // Floats of dq or dk for the chunks of one replay.
-inline int64_t replay_rows(const Dims& dims) { return int64_t{kReplayChunks} * C * dims.Kp; }
+inline int64_t replay_rows(const Dims& dims) { return int64_t{kSaveInterval} * C * dims.Kp; }
 
 template <class E>
 struct BackwardLane {
@@ -42,10 +42,10 @@ struct BackwardLane {
   // Of an item.
   float* G;              // state gradients of the item's `heads` heads
   float* state;          // the state while chunks are replayed, panel by panel
-  float* replay_states;  // [kReplayChunks] states before each chunk
-  float* replay_T;       // [kReplayChunks][64][64]
-  float* replay_U;       // [kReplayChunks][64][Vp]
-  float *dq, *dk;        // [kReplayChunks][64][Kp], sums over the group
+  float* replay_states;  // [kSaveInterval] states before each chunk
+  float* replay_T;       // [kSaveInterval][64][64]
+  float* replay_U;       // [kSaveInterval][64][Vp]
+  float *dq, *dk;        // [kSaveInterval][64][Kp], sums over the group
 
   BackwardLane(Carver& carve, const Dims& d, int64_t heads)
       : key(carve, d), key_scratch(carve, d), value(carve, d), value_scratch(carve, d), panel(carve, d) {
@@ -73,9 +73,9 @@ struct BackwardLane {
     scratch = carve.take<float>(C * C);
     G = carve.take<float>(d.state_size() * heads);
     state = carve.take<float>(d.state_size());
-    replay_states = carve.take<float>(d.state_size() * kReplayChunks);
-    replay_T = carve.take<float>(C * C * kReplayChunks);
-    replay_U = carve.take<float>(C * d.Vp * kReplayChunks);
+    replay_states = carve.take<float>(d.state_size() * kSaveInterval);
+    replay_T = carve.take<float>(C * C * kSaveInterval);
+    replay_U = carve.take<float>(C * d.Vp * kSaveInterval);
     dq = carve.take<float>(replay_rows(d));
     dk = carve.take<float>(replay_rows(d));
   }

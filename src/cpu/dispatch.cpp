@@ -81,7 +81,7 @@ const Backend<ForwardProblem> forward_backend = {
       const Context context = context_of(exec);
       return kernels_of(context.isa).forward_workspace(p, context);
     },
-    [](const ForwardProblem& p) { return saved_bytes(p.in); },
+    [](const ForwardProblem& p, const gd_exec&) { return saved_bytes(p.in); },
     [](const ForwardProblem& p, const gd_exec& exec, char* workspace) {
       const Context context = context_of(exec, workspace);
       kernels_of(context.isa).forward(p, context);
@@ -96,7 +96,7 @@ const Backend<BackwardProblem> backward_backend = {
       const Context context = context_of(exec);
       return kernels_of(context.isa).backward_workspace(p, context);
     },
-    [](const BackwardProblem& p) { return saved_bytes(p.in); },
+    [](const BackwardProblem& p, const gd_exec&) { return saved_bytes(p.in); },
     [](const BackwardProblem& p, const gd_exec& exec, char* workspace) {
       const Context context = context_of(exec, workspace);
       kernels_of(context.isa).backward(p, context);
@@ -111,7 +111,7 @@ const Backend<SummaryProblem> summary_backend = {
       const Context context = context_of(exec);
       return kernels_of(context.isa).summary_workspace(p, context);
     },
-    [](const SummaryProblem&) { return size_t{0}; },
+    [](const SummaryProblem&, const gd_exec&) { return size_t{0}; },
     [](const SummaryProblem& p, const gd_exec& exec, char* workspace) {
       const Context context = context_of(exec, workspace);
       kernels_of(context.isa).summary(p, context);
@@ -126,7 +126,7 @@ const Backend<BackwardSummaryProblem> backward_summary_backend = {
       const Context context = context_of(exec);
       return kernels_of(context.isa).backward_summary_workspace(p, context);
     },
-    [](const BackwardSummaryProblem&) { return size_t{0}; },
+    [](const BackwardSummaryProblem&, const gd_exec&) { return size_t{0}; },
     [](const BackwardSummaryProblem& p, const gd_exec& exec, char* workspace) {
       const Context context = context_of(exec, workspace);
       kernels_of(context.isa).backward_summary(p, context);
@@ -134,17 +134,17 @@ const Backend<BackwardSummaryProblem> backward_summary_backend = {
     },
 };
 
-const Backend<FoldProblem> fold_backend = {
+const Backend<MergeProblem> merge_backend = {
     GD_CPU,
-    [](const FoldProblem&, const gd_exec& exec) { return check_isa(exec); },
-    [](const FoldProblem& p, const gd_exec& exec) {
+    [](const MergeProblem&, const gd_exec& exec) { return check_isa(exec); },
+    [](const MergeProblem& p, const gd_exec& exec) {
       const Context context = context_of(exec);
-      return kernels_of(context.isa).fold_workspace(p, context);
+      return kernels_of(context.isa).merge_workspace(p, context);
     },
     nullptr,
-    [](const FoldProblem& p, const gd_exec& exec, char* workspace) {
+    [](const MergeProblem& p, const gd_exec& exec, char* workspace) {
       const Context context = context_of(exec, workspace);
-      kernels_of(context.isa).fold(p, context);
+      kernels_of(context.isa).merge(p, context);
       return Outcome{};
     },
 };

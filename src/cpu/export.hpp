@@ -42,8 +42,8 @@ const Kernels kernels = {
     [](const BackwardSummaryProblem& p, const Context& c) {
       with_engine<BackwardSummary>(p, c, [](auto&& kernel) { kernel.run(); });
     },
-    [](const FoldProblem& p, const Context& c) { return Fold(p, c).workspace(); },
-    [](const FoldProblem& p, const Context& c) { Fold(p, c).run(); },
+    [](const MergeProblem& p, const Context& c) { return Merge(p, c).workspace(); },
+    [](const MergeProblem& p, const Context& c) { Merge(p, c).run(); },
     [](const Conv1dProblem& p, const Context& c) { return Conv1d(p, c).workspace(); },
     [](const Conv1dProblem& p, const Context& c) { Conv1d(p, c).run(); },
     [](const Conv1dBackwardProblem& p, const Context& c) { return Conv1dBackward(p, c).workspace(); },

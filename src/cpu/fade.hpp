@@ -34,10 +34,11 @@ inline ChunkDecay chunk_decay(const Layer& in, const ChunkSpan& span, int64_t he
 
 // The bound of log2 |M| over all chunks of a sequence, and how many of its last chunks give its final state without
 // anything older, to fp32's accuracy; 0: all of them, and M counts. M counts for gradients, too, which have no lower
-// bound on what is written: so it has to be below 2^-48 somewhere. With `stop` the walk ends as soon as that is known.
+// bound on what is written: so it has to be below 2^-48 somewhere. With `stop` the search ends as soon as that is
+// known.
 struct Fade {
   double log2_left;
-  int64_t window;
+  int64_t warmup;
 };
 inline Fade find_fade(const Layer& in, const SequenceSpan& sequence, int64_t head, bool stop) {
   Fade fade = {0, 0};
@@ -49,17 +50,17 @@ inline Fade find_fade(const Layer& in, const SequenceSpan& sequence, int64_t hea
     weighs = weighs && chunk.written >= 0;
     if (weighs) written += chunk.written * std::exp2(fade.log2_left);
     fade.log2_left += chunk.log2_left;
-    if (fade.window == 0 && std::exp2(fade.log2_left) < std::exp2(kNegligibleLog2) * std::fmin(written, 1.0))
-      fade.window = i + 1;
+    if (fade.warmup == 0 && std::exp2(fade.log2_left) < std::exp2(kNegligibleLog2) * std::fmin(written, 1.0))
+      fade.warmup = i + 1;
     is_gone = is_gone || fade.log2_left < kNegligibleGradientLog2;
-    if (stop && is_gone && fade.window > 0) break;
+    if (stop && is_gone && fade.warmup > 0) break;
   }
-  if (!is_gone) fade.window = 0;
+  if (!is_gone) fade.warmup = 0;
   return fade;
 }
 
 // How many of a sequence's first chunks the gradient of its initial state depends on.
-inline int64_t gradient_window(const Layer& in, const SequenceSpan& sequence, int64_t head) {
+inline int64_t gradient_warmup(const Layer& in, const SequenceSpan& sequence, int64_t head) {
   double log2_left = 0;
   const int64_t chunks = chunks_of(sequence.length);
   for (int64_t i = 0; i < chunks; ++i) {

@@ -218,15 +218,15 @@ class Forward {
   // Panels from here on are columns of the transition M: a state that begins with the identity and has no values.
   bool is_transition(int p) const { return p >= dims_.value_panels(); }
   bool skips(int64_t n, int64_t head, int64_t chunk, int p) const {
-    if (!problem_.skips) return false;
-    const ForwardProblem::Skip& skip = problem_.skips[n * in_.value_heads + head];
-    return chunk < skip.first_chunk || (skip.faded && is_transition(p));
+    if (!problem_.starts) return false;
+    const ForwardProblem::ChainStart& start = problem_.starts[n * in_.value_heads + head];
+    return chunk < start.first_chunk || (start.faded && is_transition(p));
   }
 
   void begin_panel(const PanelState<E>& state, int64_t n, int64_t head, int p) {
     if (is_transition(p)) {
       const int first = (p - dims_.value_panels()) * kPanel;
-      const bool faded = problem_.skips && problem_.skips[n * in_.value_heads + head].faded;
+      const bool faded = problem_.starts && problem_.starts[n * in_.value_heads + head].faded;
       std::memset(state.S, 0, sizeof(float) * dims_.Kp * kPanel);
       for (int j = 0; j < kPanel && first + j < dims_.K; ++j) state.S[(first + j) * kPanel + j] = faded ? 0.0f : 1.0f;
     } else {
@@ -246,8 +246,8 @@ class Forward {
   void advance_panel(const PanelState<E>& state, const PanelScratch<E>& w, const KeyOperands<E>& key,
                      const ValueOperands<E>& value, int64_t n, const SequenceSpan& sequence, int64_t chunk,
                      int64_t head, int p) {
-    if (problem_.saved && chunk % kReplayChunks == 0) {
-      const int64_t entry = (first_saved_state(in_, n, sequence) + chunk / kReplayChunks) * in_.value_heads + head;
+    if (problem_.saved && chunk % kSaveInterval == 0) {
+      const int64_t entry = (first_saved_state(in_, n, sequence) + chunk / kSaveInterval) * in_.value_heads + head;
       float* saved = static_cast<float*>(problem_.saved.data) + entry * dims_.state_size();
       std::memcpy(state_panel(saved, dims_, p), state.S, sizeof(float) * dims_.Kp * kPanel);
     }

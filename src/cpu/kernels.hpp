@@ -14,8 +14,8 @@ struct Kernels {
   void (*summary)(const SummaryProblem&, const Context&);
   size_t (*backward_summary_workspace)(const BackwardSummaryProblem&, const Context&);
   void (*backward_summary)(const BackwardSummaryProblem&, const Context&);
-  size_t (*fold_workspace)(const FoldProblem&, const Context&);
-  void (*fold)(const FoldProblem&, const Context&);
+  size_t (*merge_workspace)(const MergeProblem&, const Context&);
+  void (*merge)(const MergeProblem&, const Context&);
   size_t (*conv1d_workspace)(const Conv1dProblem&, const Context&);
   void (*conv1d)(const Conv1dProblem&, const Context&);
   size_t (*conv1d_backward_workspace)(const Conv1dBackwardProblem&, const Context&);

@@ -3,8 +3,8 @@
 namespace gatedelta::cpu {
 
 namespace {
-constexpr int64_t kReplayTokens = int64_t{kReplayChunks} * kChunk;
-int64_t states_of(int64_t tokens) { return (tokens + kReplayTokens - 1) / kReplayTokens; }
+constexpr int64_t kSaveIntervalTokens = int64_t{kSaveInterval} * kChunk;
+int64_t states_of(int64_t tokens) { return (tokens + kSaveIntervalTokens - 1) / kSaveIntervalTokens; }
 }  // namespace
 
 ForwardPlan plan_forward(const Layer& layer, int lanes) {
@@ -26,12 +26,13 @@ bool backward_splits_groups(const Layer& layer, int lanes) {
 }
 
 int64_t first_saved_state(const Layer& layer, int64_t sequence, const SequenceSpan& span) {
-  return layer.sequences.offsets ? span.begin / kReplayTokens + sequence : sequence * states_of(layer.sequences.tokens);
+  return layer.sequences.offsets ? span.begin / kSaveIntervalTokens + sequence
+                                 : sequence * states_of(layer.sequences.tokens);
 }
 
 int64_t max_saved_states(const Layer& layer) {
   const Sequences& s = layer.sequences;
-  return s.offsets ? s.tokens / kReplayTokens + s.count : s.batch * states_of(s.tokens);
+  return s.offsets ? s.tokens / kSaveIntervalTokens + s.count : s.batch * states_of(s.tokens);
 }
 
 }  // namespace gatedelta::cpu

@@ -11,7 +11,7 @@ namespace gatedelta::cpu {
 
 constexpr int kPanelColumns = 32;    // value columns advance in panels of this many; K and V are padded to it
 constexpr int kMaxPanels = 8;        // K, V <= 256
-constexpr int kReplayChunks = 8;     // chunks between two states saved for the backward, which replays them
+constexpr int kSaveInterval = 8;     // chunks between two states saved for the backward, which replays them
 constexpr int kMaxHeadsPerItem = 8;  // their states should stay in the L2 cache
 
 struct Dims {
@@ -52,7 +52,7 @@ class Carver {
 struct ForwardPlan {
   // Fused: an item is a whole sequence for `heads_per_item` neighbouring value heads, chunk by chunk.
   // Split (fewer sequence-head pairs than lanes can use): blocks of chunks. Lanes first prepare the state-free operands
-  // of every chunk of a block, then every (sequence, head, value panel) walks through the block.
+  // of every chunk of a block, then every (sequence, head, value panel) computes its chain over the block.
   bool split;
   int heads_per_item;
   int64_t items;  // fused items
@@ -63,7 +63,7 @@ ForwardPlan plan_forward(const Layer& layer, int lanes);
 // Whether the backward gives the value heads of a group to different lanes because there are too few groups.
 bool backward_splits_groups(const Layer& layer, int lanes);
 
-// `saved` holds one state per kReplayChunks chunks. Index of a sequence's first saved state, and an upper bound of
+// `saved` holds one state per kSaveInterval chunks. Index of a sequence's first saved state, and an upper bound of
 // their number. Both follow from offsets alone, so no table is needed: floor(begin / tokens per state) + n leaves every
 // sequence room for its ceil(length / tokens per state).
 int64_t first_saved_state(const Layer& layer, int64_t sequence, const SequenceSpan& span);

@@ -147,14 +147,14 @@ class Recurrent {
       for (int t = 0; t < count; ++t) load_token(w, t, span.batch, span.begin + begin + t, head);
       // Only the state after the last token may be built at its destination: steps still read the earlier ones here.
       float* const next = last && accepted == span.length && place ? place : w.state;
-      const bool kept = !last || accepted == span.length || problem_.step_states;
+      const bool stores_all = !last || accepted == span.length || problem_.step_states;
       for (int first = 0, columns; first < V_; first += columns) {
         columns = block_columns(first);
         if (copied && begin == 0) load_columns(w.state, in_.initial, read_slot, head, first, columns);
         const float* from = S;
         for (int t = 0; t < count; ++t) {
           const int64_t done = begin + t + 1;
-          const bool wanted = kept || t + 1 < count || done == accepted;
+          const bool wanted = stores_all || t + 1 < count || done == accepted;
           step(from, wanted ? next : nullptr, token(w, t), first, columns);
           from = next;
           if (problem_.step_states) store_step(n, span, begin + t, head, next, first, columns);

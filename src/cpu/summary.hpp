@@ -1,5 +1,5 @@
 // The stages of context parallelism: what sequences do to the states they begin with, the gradients of these, and the
-// fold of many such summaries. The chains are those of the forward and the backward.
+// merge of many such summaries. The chains are those of the forward and the backward.
 #pragma once
 
 #include "cpu/backward_chunk.hpp"
@@ -37,16 +37,17 @@ class Summary {
 
   size_t workspace() const {
     Carver carve;
-    carve.take<ForwardProblem::Skip>(heads());
+    carve.take<ForwardProblem::ChainStart>(heads());
     return carve.used() + Forward<E>(forward_, context_).workspace();
   }
 
   void run() {
     Carver carve(context_.workspace);
-    auto* const skips = carve.take<ForwardProblem::Skip>(heads());
+    auto* const starts = carve.take<ForwardProblem::ChainStart>(heads());
     if (problem_.skip_faded || problem_.fade)
-      for_each_item<typename E::Session>(context_, heads(), [&](int, int64_t item) { skips[item] = find(item); });
-    if (problem_.skip_faded) forward_.skips = skips;
+      for_each_item<typename E::Session>(context_, heads(),
+                                         [&](int, int64_t item) { starts[item] = find_start(item); });
+    if (problem_.skip_faded) forward_.starts = starts;
     Context context = context_;
     context.workspace = context_.workspace + carve.used();
     Forward<E>(forward_, context).run();
@@ -63,16 +64,16 @@ class Summary {
 
   int64_t heads() const { return problem_.count * problem_.in.value_heads; }
 
-  ForwardProblem::Skip find(int64_t item) const {
+  ForwardProblem::ChainStart find_start(int64_t item) const {
     const Layer& in = forward_.in;
     const int64_t n = item / in.value_heads, head = item % in.value_heads;
     const SequenceSpan sequence = in.sequences[n];
     const Fade fade = find_fade(in, sequence, head, problem_.skip_faded);
-    const bool faded = problem_.skip_faded && fade.window > 0;
+    const bool faded = problem_.skip_faded && fade.warmup > 0;
     if (problem_.fade)
       store_scalar(problem_.fade.data, GD_F32, problem_.fade.offset(n, 0, head),
                    faded ? -HUGE_VALF : static_cast<float>(fade.log2_left));
-    return {faded ? chunks_of(sequence.length) - fade.window : 0, faded};
+    return {faded ? chunks_of(sequence.length) - fade.warmup : 0, faded};
   }
 
   const SummaryProblem& problem_;
@@ -101,7 +102,7 @@ class BackwardSummary {
       Carver carve(context_.workspace + lane_bytes() * index);
       const BackwardLane<E> w(carve, dims_, 1);
       std::memset(w.G, 0, sizeof(float) * dims_.state_size());
-      const int64_t chunks = problem_.skip_faded ? gradient_window(in, sequence, head) : chunks_of(sequence.length);
+      const int64_t chunks = problem_.skip_faded ? gradient_warmup(in, sequence, head) : chunks_of(sequence.length);
       for (int64_t chunk = chunks - 1; chunk >= 0; --chunk)
         gradients.advance(w, chunk_span(sequence, chunk), head, w.G);
       for (int p = 0; p < dims_.value_panels(); ++p)
@@ -123,9 +124,9 @@ class BackwardSummary {
 };
 
 // S <- M S + value, or with M^T, one segment after the other. Panels of 32 value columns are independent of each other.
-class Fold {
+class Merge {
  public:
-  Fold(const FoldProblem& problem, const Context& context)
+  Merge(const MergeProblem& problem, const Context& context)
       : problem_(problem), context_(context), dims_(dims_of(problem)) {}
 
   size_t workspace() const { return lane_bytes() * context_.lanes; }
@@ -138,7 +139,7 @@ class Fold {
       const int64_t head = item / panels % problem_.heads, r = item / panels / problem_.heads;
       Carver carve(context_.workspace + lane_bytes() * index);
       const Lane w(carve, dims_);
-      fold(w, r, head, p);
+      merge(w, r, head, p);
     });
   }
 
@@ -152,7 +153,7 @@ class Fold {
       M = carve.take<float>(dims.Kp * dims.Kp);
     }
   };
-  static Dims dims_of(const FoldProblem& p) {
+  static Dims dims_of(const MergeProblem& p) {
     Layer layer;
     layer.key_dim = p.key_dim;
     layer.value_dim = p.value_dim;
@@ -164,8 +165,8 @@ class Fold {
     return measure.used();
   }
 
-  void fold(const Lane& w, int64_t r, int64_t head, int p) const {
-    const FoldProblem& f = problem_;
+  void merge(const Lane& w, int64_t r, int64_t head, int p) const {
+    const MergeProblem& f = problem_;
     const int64_t first = f.first[r], count = f.count[r];
     float *S = w.S, *next = w.next;
     if (count <= 0) std::memset(S, 0, sizeof(float) * dims_.Kp * kPanel);
@@ -176,7 +177,7 @@ class Fold {
         continue;
       }
       load_state_panel(next, f.values, i, head, f.layout, dims_, p);
-      add_product(next, w.M, static_cast<const float*>(f.maps.data) + f.maps.offset(i, head), S);
+      add_product(next, w.M, static_cast<const float*>(f.transitions.data) + f.transitions.offset(i, head), S);
       std::swap(S, next);
     }
     store_state_panel(f.state, r, head, f.layout, dims_, p, S);
@@ -204,7 +205,7 @@ class Fold {
     }
   }
 
-  const FoldProblem& problem_;
+  const MergeProblem& problem_;
   const Context& context_;
   const Dims dims_;
 };

@@ -85,7 +85,7 @@ class Caller {
       case 6: return layer_step();
       case 7: return summary();
       case 8: return backward_summary();
-      case 9: return fold();
+      case 9: return merge();
       default: return recurrent();
     }
   }
@@ -101,7 +101,7 @@ class Caller {
   void forward() {
     gatedelta::ForwardArgs args;
     common(args);
-    args.o = tensor({B_, T_, Hv_, V_}, float_of(), Kind::output);
+    args.out = tensor({B_, T_, Hv_, V_}, float_of(), Kind::output);
     final_states(args);
     if (bytes_.sometimes()) {
       const bool at_offsets = bytes_.sometimes();
@@ -116,7 +116,6 @@ class Caller {
         args.checkpoint_indices = slots({at_offsets ? sequences_ : bytes_.pick<int64_t>({6, 1, 3})});
     }
     args.context_parallel = bytes_.rarely() ? bytes_.next() - 1 : 0;
-    args.segment_chunks = bytes_.rarely() ? bytes_.next() - 1 : 0;
     size_t saved = 0;
     if (bytes_.sometimes() && gd_forward_saved_size(&args, &saved) == GD_OK) {
       args.saved_bytes = bytes_.rarely() ? saved / 2 : saved;
@@ -124,16 +123,16 @@ class Caller {
     }
     call(args, gd_forward_workspace, gd_forward);
     if (!accepted_) return;
-    check_filled(args.o);
-    if (args.final_indices.dtype == GD_DTYPE_NONE && args.final_state.data != args.checkpoints.data)
+    check_filled(args.out);
+    if (args.final_state_indices.dtype == GD_DTYPE_NONE && args.final_state.data != args.checkpoints.data)
       check_filled(args.final_state);
   }
 
   void backward() {
     gatedelta::BackwardArgs args;
     common(args);
-    args.d_o = tensor({B_, T_, Hv_, V_}, float_of(), Kind::input);
-    if (bytes_.sometimes()) args.d_final_state = state(sequences_, Kind::input);
+    args.do_ = tensor({B_, T_, Hv_, V_}, float_of(), Kind::input);
+    if (bytes_.sometimes()) args.dht = state(sequences_, Kind::input);
     const bool all = !bytes_.sometimes();
     if (all || bytes_.sometimes()) args.dq = tensor({B_, T_, Hk_, K_}, float_of(), Kind::output);
     if (all || bytes_.sometimes()) args.dk = tensor({B_, T_, Hk_, K_}, float_of(), Kind::output);
@@ -143,10 +142,9 @@ class Caller {
     if (args.in.gate == GD_GATE_RAW && bytes_.sometimes()) args.dA_log = tensor({Hv_}, float_of(), Kind::output);
     if (args.in.gate == GD_GATE_RAW && bytes_.sometimes()) args.d_dt_bias = tensor({Hv_}, float_of(), Kind::output);
     if (bytes_.sometimes()) args.d_initial_state = state(sequences_, Kind::output);
-    if (bytes_.rarely()) args.d_final_indices = slots({sequences_});
+    if (bytes_.rarely()) args.dht_indices = slots({sequences_});
     const bool by_index = bytes_.rarely();
-    if (by_index) args.d_initial_indices = slots({sequences_});
-    args.segment_chunks = bytes_.rarely() ? bytes_.next() - 1 : 0;
+    if (by_index) args.d_initial_state_indices = slots({sequences_});
     call(args, gd_backward_workspace, gd_backward);
     if (!accepted_) return;
     for (const gd_tensor* t : {&args.dq, &args.dk, &args.dv, &args.dg, &args.dbeta, &args.dA_log, &args.d_dt_bias})
@@ -157,7 +155,7 @@ class Caller {
   template <class Args>
   int64_t sequence_range(Args& args) {
     if (!bytes_.rarely()) {
-      args.in.initial_state = args.in.initial_indices = {};
+      args.in.initial_state = args.in.initial_state_indices = {};
       args.in.first_slot = 0;
     }
     args.first_sequence = bytes_.sometimes() ? bytes_.next() % 4 - 1 : 0;
@@ -185,36 +183,36 @@ class Caller {
     common(args);
     const int64_t count = sequence_range(args);
     if (bytes_.sometimes()) args.in.v = {};
-    args.d_o = tensor({B_, T_, Hv_, V_}, float_of(), Kind::input);
+    args.do_ = tensor({B_, T_, Hv_, V_}, float_of(), Kind::input);
     args.d_local = state(count, Kind::output);
     call(args, gd_backward_summary_workspace, gd_backward_summary);
     if (accepted_) check_filled(args.d_local);
   }
 
-  void fold() {
-    gatedelta::FoldArgs args;
+  void merge() {
+    gatedelta::MergeArgs args;
     vk_ = bytes_.next() & 1;
     args.state_layout = bytes_.rarely() ? bytes_.next() : vk_;
     args.transposed = bytes_.next() & 1;
     const int64_t segments = bytes_.pick<int64_t>({3, 1, 5, 0}), results = bytes_.pick<int64_t>({2, 1, 4, 0});
     args.values = state(segments, Kind::input);
-    args.maps = tensor({segments, Hv_, K_, K_}, GD_F32, Kind::key);
+    args.transitions = tensor({segments, Hv_, K_, K_}, GD_F32, Kind::key);
     args.first = indices({results}, 0, segments);
     args.count = indices({results}, -1, bytes_.rarely() ? segments + 1 : 2);
     args.state = state(results, Kind::output);
     execution(args);
-    call(args, gd_fold_workspace, gd_fold);
+    call(args, gd_merge_workspace, gd_merge);
     if (accepted_) check_filled(args.state);
   }
 
   void recurrent() {
     gatedelta::RecurrentArgs args;
     common(args);
-    if (!bytes_.sometimes()) args.o = tensor({B_, T_, Hv_, V_}, float_of(), Kind::output);
+    if (!bytes_.sometimes()) args.out = tensor({B_, T_, Hv_, V_}, float_of(), Kind::output);
     final_states(args);
     if (bytes_.sometimes()) args.accept_lengths = indices({sequences_}, 0, T_ + 1);
-    if (args.in.initial_indices.dtype != GD_DTYPE_NONE && bytes_.sometimes()) {
-      args.in.initial_indices = slots({sequences_, bytes_.pick<int64_t>({3, 1, 2, 0})});
+    if (args.in.initial_state_indices.dtype != GD_DTYPE_NONE && bytes_.sometimes()) {
+      args.in.initial_state_indices = slots({sequences_, bytes_.pick<int64_t>({3, 1, 2, 0})});
       if (!bytes_.rarely()) args.previous_accept_lengths = indices({sequences_}, -1, 5);
     }
     if (bytes_.sometimes()) {
@@ -228,31 +226,31 @@ class Caller {
     }
     call(args, gd_recurrent_workspace, gd_recurrent);
     if (!accepted_) return;
-    check_filled(args.o);
-    if (args.final_indices.dtype == GD_DTYPE_NONE && args.final_state.data != args.step_states.data)
+    check_filled(args.out);
+    if (args.final_state_indices.dtype == GD_DTYPE_NONE && args.final_state.data != args.step_states.data)
       check_filled(args.final_state);
   }
 
   void gated_norm() {
     gatedelta::GatedNormArgs args;
     norm_inputs(args);
-    args.y = tensor({B_, T_, Hv_, V_}, float_of(), Kind::output);
+    args.out = tensor({B_, T_, Hv_, V_}, float_of(), Kind::output);
     call(args, gd_gated_norm_workspace, gd_gated_norm);
-    if (accepted_) check_filled(args.y);
+    if (accepted_) check_filled(args.out);
   }
 
   void gated_norm_backward() {
     gatedelta::GatedNormBackwardArgs args;
     norm_inputs(args);
-    args.d_y = tensor({B_, T_, Hv_, V_}, float_of(), Kind::input);
+    args.dy = tensor({B_, T_, Hv_, V_}, float_of(), Kind::input);
     if (!bytes_.sometimes()) args.dx = tensor({B_, T_, Hv_, V_}, float_of(), Kind::output);
-    if (!bytes_.sometimes() && (args.z.rank || bytes_.rarely()))
-      args.dz = tensor({B_, T_, Hv_, V_}, float_of(), Kind::output);
+    if (!bytes_.sometimes() && (args.gate.rank || bytes_.rarely()))
+      args.dgate = tensor({B_, T_, Hv_, V_}, float_of(), Kind::output);
     if (!bytes_.sometimes() && (args.weight.rank || bytes_.rarely()))
       args.dweight = tensor({V_}, float_of(), Kind::output);
     call(args, gd_gated_norm_backward_workspace, gd_gated_norm_backward);
     if (!accepted_) return;
-    for (const gd_tensor* t : {&args.dx, &args.dz, &args.dweight}) check_filled(*t);
+    for (const gd_tensor* t : {&args.dx, &args.dgate, &args.dweight}) check_filled(*t);
   }
 
   template <class Args>
@@ -263,9 +261,9 @@ class Caller {
   }
   template <class Args>
   void norm_options(Args& args) {
-    if (!bytes_.sometimes()) args.z = tensor({B_, T_, Hv_, V_}, float_of(), Kind::input);
+    if (!bytes_.sometimes()) args.gate = tensor({B_, T_, Hv_, V_}, float_of(), Kind::input);
     if (!bytes_.sometimes()) args.weight = tensor({V_}, float_of(), Kind::input);
-    args.activation = args.z.rank || bytes_.rarely() ? bytes_.pick({0, 1, 0, 1}) : 0;
+    args.activation = args.gate.rank || bytes_.rarely() ? bytes_.pick({0, 1, 0, 1}) : 0;
     if (bytes_.rarely()) args.activation = bytes_.next();
     args.round_before_gate = bytes_.next() & 1;
     args.has_eps = bytes_.next() & 1;
@@ -276,26 +274,26 @@ class Caller {
   void conv1d() {
     gatedelta::Conv1dArgs args;
     conv_inputs(args);
-    if (!bytes_.sometimes()) args.y = tensor({B_, T_, V_}, float_of(), Kind::output);
+    if (!bytes_.sometimes()) args.out = tensor({B_, T_, V_}, float_of(), Kind::output);
     if (bytes_.sometimes()) {
       if (bytes_.sometimes()) {
         args.final_state = args.in.initial_state;
       } else {
         args.final_state = tensor({sequences_ + 3, V_, bytes_.pick<int64_t>({3, 4, 9})}, float_of(), Kind::output);
       }
-      if (bytes_.next() & 1) args.final_indices = slots({sequences_});
+      if (bytes_.next() & 1) args.final_state_indices = slots({sequences_});
     }
     if (bytes_.sometimes()) args.previous_accept_lengths = indices({sequences_}, 1, 2);
     if (bytes_.sometimes()) args.step_states = tensor({B_, T_, V_, taps_ - 1}, float_of(), Kind::output);
     call(args, gd_conv1d_workspace, gd_conv1d);
-    if (accepted_) check_filled(args.y);
+    if (accepted_) check_filled(args.out);
   }
 
   void conv1d_backward() {
     gatedelta::Conv1dBackwardArgs args;
     conv_inputs(args);
-    args.d_y = tensor({B_, T_, V_}, float_of(), Kind::input);
-    if (bytes_.sometimes()) args.d_final_state = tensor({sequences_, V_, 5}, float_of(), Kind::input);
+    args.dy = tensor({B_, T_, V_}, float_of(), Kind::input);
+    if (bytes_.sometimes()) args.dht = tensor({sequences_, V_, 5}, float_of(), Kind::input);
     if (!bytes_.sometimes()) args.dx = tensor({B_, T_, V_}, float_of(), Kind::output);
     if (!bytes_.sometimes()) args.dweight = tensor({V_, taps_}, float_of(), Kind::output);
     if (bytes_.sometimes()) args.dbias = tensor({V_}, float_of(), Kind::output);
@@ -323,7 +321,7 @@ class Caller {
       const bool pool = bytes_.sometimes();
       in.initial_state =
           tensor({pool ? sequences_ + 3 : sequences_, V_, bytes_.pick<int64_t>({3, 4, 9})}, float_of(), Kind::input);
-      if (pool) in.initial_indices = slots({sequences_});
+      if (pool) in.initial_state_indices = slots({sequences_});
       if (pool) in.first_slot = bytes_.next() & 1;
     }
     in.activation = bytes_.rarely() ? bytes_.next() : bytes_.next() & 1;
@@ -342,8 +340,8 @@ class Caller {
       args.rule.step_states = bytes_.sometimes() ? args.rule.in.initial_state : state(B_ * T_ + 2, Kind::output);
       args.rule.step_indices = slots({B_, T_});
     }
-    if (args.rule.in.initial_indices.dtype != GD_DTYPE_NONE && bytes_.sometimes()) {
-      args.rule.in.initial_indices = slots({sequences_, 2});
+    if (args.rule.in.initial_state_indices.dtype != GD_DTYPE_NONE && bytes_.sometimes()) {
+      args.rule.in.initial_state_indices = slots({sequences_, 2});
       args.rule.previous_accept_lengths = indices({sequences_}, 1, 2);
     }
     const int64_t channels = 2 * Hk_ * K_ + Hv_ * V_;
@@ -353,19 +351,19 @@ class Caller {
     conv.weight = tensor({channels, taps_}, float_of(), Kind::key);
     if (bytes_.sometimes()) conv.bias = tensor({channels}, float_of(), Kind::key);
     if (!bytes_.sometimes()) {
-      const int64_t slots = args.rule.in.initial_indices.rank ? sequences_ + 3 : sequences_;
+      const int64_t slots = args.rule.in.initial_state_indices.rank ? sequences_ + 3 : sequences_;
       conv.initial_state = tensor({slots, channels, bytes_.pick<int64_t>({3, 4, 9})}, float_of(), Kind::input);
       if (!bytes_.rarely()) args.conv.final_state = conv.initial_state;
     }
     conv.activation = bytes_.next() & 1;
     norm_options(args.norm);
-    args.norm.y = tensor({B_, T_, Hv_, V_}, float_of(), Kind::output);
+    args.norm.out = tensor({B_, T_, Hv_, V_}, float_of(), Kind::output);
     args.key_heads = bytes_.rarely() ? bytes_.next() : Hk_;
-    if (bytes_.rarely()) args.rule.o = args.norm.y;
-    if (bytes_.rarely()) args.norm.y = args.norm.z;
+    if (bytes_.rarely()) args.rule.out = args.norm.out;
+    if (bytes_.rarely()) args.norm.out = args.norm.gate;
     execution(args);
     call(args, gd_layer_step_workspace, gd_layer_step);
-    if (accepted_) check_filled(args.norm.y);
+    if (accepted_) check_filled(args.norm.out);
   }
 
   // What all operations of the rule take.
@@ -395,7 +393,7 @@ class Caller {
     if (bytes_.sometimes()) {
       const bool pool = bytes_.sometimes();
       in.initial_state = state(pool ? sequences_ + 3 : sequences_, Kind::input);
-      if (pool) in.initial_indices = slots({sequences_});
+      if (pool) in.initial_state_indices = slots({sequences_});
       if (pool && bytes_.sometimes()) in.first_slot = bytes_.pick<int64_t>({1, 2, 100, -1});
     }
     if (bytes_.rarely()) in.first_slot = bytes_.next() - 1;
@@ -416,6 +414,15 @@ class Caller {
     if (bytes_.rarely()) exec.num_threads = bytes_.next() - 1;
     if (bytes_.rarely()) exec.device = bytes_.next();
     if (bytes_.rarely()) exec.stream = &exec;
+    if (bytes_.rarely()) exec.kernels = bytes_.next() - 1;
+    if (bytes_.rarely()) {
+      tuning_ = GD_TUNING_INIT;
+      tuning_.segment_chunks = bytes_.next() - 1;
+      tuning_.persistent_segment_chunks = bytes_.rarely() ? bytes_.next() - 1 : 0;
+      tuning_.segment_halves = bytes_.rarely();
+      if (bytes_.rarely()) tuning_.struct_size = bytes_.next();
+      exec.tuning = &tuning_;
+    }
     if (bytes_.rarely()) args.struct_size = bytes_.next();
   }
 
@@ -428,7 +435,7 @@ class Caller {
     } else {
       args.final_state = state(pool ? sequences_ + 3 : sequences_, Kind::output);
     }
-    if (pool) args.final_indices = slots({sequences_});
+    if (pool) args.final_state_indices = slots({sequences_});
   }
 
   template <class Args, class Query, class Call>
@@ -609,6 +616,7 @@ class Caller {
   }
 
   Bytes bytes_;
+  gd_tuning tuning_{};
   std::list<Block> blocks_;
   int64_t B_ = 0, T_ = 0, Hk_ = 0, Hv_ = 0, K_ = 0, V_ = 0, taps_ = 0, sequences_ = 0;
   int32_t float_ = GD_F32;

@@ -1,4 +1,4 @@
-"""Fixtures. What is tested, and how to test something else: see tree.py."""
+"""Fixtures. What is tested, and how to test something else: see tools/dev_paths.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import tree  # first of all: puts the package on the path
+
+from tools import dev_paths  # first of all: puts the package on the path
 
 
 def pytest_report_header() -> str:
@@ -19,7 +20,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    return tree.ROOT
+    return dev_paths.ROOT
 
 
 @pytest.fixture(scope="session")

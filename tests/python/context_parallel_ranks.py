@@ -18,10 +18,13 @@ import gatedelta
 import numpy as np
 import torch
 import torch.distributed as dist
-import tree
 import truth
-from gatedelta import _cp_exchange, _cp_layout, _lib
+from gatedelta import _lib
 from gatedelta import context_parallel as cp
+from gatedelta.context_parallel import layout as layouts
+from gatedelta.context_parallel import schemes
+
+from tools import dev_paths
 
 TOKENS = 384  # divisible by 2 W for every world size here
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "d_dt_bias")
@@ -105,7 +108,7 @@ def collect(local: dict[str, torch.Tensor], tokens: list[int], rank: int, ranks:
 
 
 def my_tokens(context: cp.Context, offsets: list[int], layout, ranks: int) -> list[int]:
-    ranges = _cp_layout.token_ranges(layout, offsets[-1], ranks) if isinstance(layout, str) else layout
+    ranges = layouts.token_ranges(layout, offsets[-1], ranks) if isinstance(layout, str) else layout
     return [t for start, stop in ranges[context.rank] for t in range(start, stop)]
 
 
@@ -220,7 +223,7 @@ def check_bytes(rank: int, ranks: int) -> None:
             forward, received = received, 0
             o.sum().backward()
             for back, count in ((False, forward), (True, received)):
-                bound = _cp_exchange.bytes_received(scheme, ranks, slots, heads, K, V, back)
+                bound = schemes.bytes_received(scheme, ranks, slots, heads, K, V, back)
                 if scheme == "neighbour":
                     assert count <= bound, (scheme, layout, back, count, bound)
                 else:
@@ -230,24 +233,26 @@ def check_bytes(rank: int, ranks: int) -> None:
 
 
 def check_stages(rank: int, ranks: int) -> None:
-    """The four functions and the fold, with collectives of the caller's: what a framework would write."""
+    """The four functions and the merge, with collectives of the caller's: what a framework would write."""
     case = truth.Case("lengths=384 Hk=1 Hv=2 K=16 V=16 gate=weak h0=0 ht=0 dht=0 dtype=fp32")
     length = TOKENS // ranks
     tokens = list(range(rank * length, (rank + 1) * length))
     q, k, v, g, beta, do = (getattr(case, name)[:, tokens].contiguous() for name in ("q", "k", "v", "g", "beta", "do"))
     saved = cp.empty_saved(q, k, v, g, beta)
     summary = cp.forward_prepare(k, v, g, beta, q=q, saved=saved)
-    values, maps = ([torch.empty_like(x) for _ in range(ranks)] for x in (summary.local_state, summary.transition))
+    values, transitions = (
+        [torch.empty_like(x) for _ in range(ranks)] for x in (summary.local_state, summary.transition)
+    )
     dist.all_gather(values, summary.local_state)
-    dist.all_gather(maps, summary.transition)
+    dist.all_gather(transitions, summary.transition)
     first, count = torch.tensor([0]), torch.tensor([rank])
-    entering = cp.fold(torch.cat(values), torch.cat(maps), first, count)
+    entering = cp.merge(torch.cat(values), torch.cat(transitions), first, count)
     o, saved = cp.forward_apply(q, k, v, g, beta, entering, saved=saved, prepared=True)
     local = cp.backward_prepare(q, k, g, beta, do, saved=saved)
     gradients = [torch.empty_like(local) for _ in range(ranks)]
     dist.all_gather(gradients, local)
     first, count = torch.tensor([rank + 1]), torch.tensor([ranks - 1 - rank])
-    leaving = cp.fold(torch.cat(gradients), torch.cat(maps), first, count, transposed=True)
+    leaving = cp.merge(torch.cat(gradients), torch.cat(transitions), first, count, transposed=True)
     results = cp.backward_apply(q, k, v, g, beta, do, entering, leaving=leaving, saved=saved)
     local = {"o": o, **{name: x for name, x in zip(GRADIENTS, results) if x is not None}}
     whole = collect(local, tokens, rank, ranks)
@@ -259,7 +264,7 @@ def check_stages(rank: int, ranks: int) -> None:
 
 def check_training(rank: int, ranks: int) -> None:
     """examples/train over ranks has one rank's losses."""
-    sys.path.insert(0, str(tree.ROOT / "examples" / "train"))
+    sys.path.insert(0, str(dev_paths.ROOT / "examples" / "train"))
     import train
 
     alone = train.train("gatedelta", "cpu", "float32", 3, 0)

@@ -11,12 +11,11 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def comparison(run_python, root, tmp_path_factory):
+def comparison(run_python, tmp_path_factory):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     output = tmp_path_factory.mktemp("bench") / "cpu.json"
-    script = root / "bench" / "cpu_vs_transformers.py"
-    result = run_python(str(script), "--smoke", "--repeats", "1", "--output", str(output))
+    result = run_python("-m", "bench.cpu.vs_transformers", "--smoke", "--repeats", "1", "--output", str(output))
     assert "error against the fp64 recurrence" in result.stdout
     return output
 
@@ -35,11 +34,11 @@ def test_comparison_is_complete(comparison):
     assert all(0 < e["ours"] < 2e-2 for e in result["errors"])
 
 
-def test_bars_are_judged(root, run_python, comparison):
+def test_bars_are_judged(run_python, comparison):
     """judge() on made-up speeds: each bar can be passed and missed."""
     code = (
-        f"import sys, json; sys.path.insert(0, {str(root / 'bench')!r})\n"
-        "import cpu_vs_transformers as bench\n"
+        "import json\n"
+        "from bench.cpu import vs_transformers as bench\n"
         f"result = json.load(open({str(comparison)!r}))\n"
         "def verdicts(speed, share):\n"
         "    for shape in result['shapes']:\n"
@@ -53,10 +52,10 @@ def test_bars_are_judged(root, run_python, comparison):
     assert run_python("-c", code).stdout.strip() == expected
 
 
-def test_plot_of_the_comparison(run_python, root, comparison, tmp_path):
+def test_plot_of_the_comparison(run_python, comparison, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "cpu.png"
-    run_python(str(root / "bench" / "plot.py"), str(comparison), str(picture))
+    run_python("-m", "bench.plots", "cpu", str(comparison), str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
 
@@ -77,26 +76,26 @@ RUN = {
 }  # fmt: skip
 
 
-def test_plot_of_a_run(run_python, root, tmp_path):
+def test_plot_of_a_run(run_python, tmp_path):
     pytest.importorskip("matplotlib")
     results, picture = tmp_path / "run.json", tmp_path / "pictures" / "run.png"
     arm = {"architecture": "aarch64", "cpu": "Neoverse-V1", "cpus": 2, "best_isa": "neon"}
     for run in (RUN, RUN | {"machine": arm}):
         results.write_text(json.dumps(run))
-        run_python(str(root / "bench" / "plot.py"), str(results), str(picture))
+        run_python("-m", "bench.plots", "cpu", str(results), str(picture))
         assert picture.read_bytes().startswith(b"\x89PNG")
         picture.unlink()
     results.write_text(json.dumps({"command": "something else"}))
-    refused = run_python(str(root / "bench" / "plot.py"), str(results), str(picture), check=False)
+    refused = run_python("-m", "bench.plots", "cpu", str(results), str(picture), check=False)
     assert refused.returncode == 2 and "something else" in refused.stderr
 
 
-def test_plot_of_what_the_tool_writes(run_python, root, tmp_path):
+def test_plot_of_what_the_tool_writes(run_python, tmp_path):
     """The command line tool and the plot agree on the format."""
     pytest.importorskip("matplotlib")
-    import tree
+    from tools import dev_paths
 
-    tool = tree.BUILD / "cli" / "gatedelta"
+    tool = dev_paths.BUILD / "cli" / "gatedelta"
     if not tool.exists():
         pytest.skip("the command line tool is not built")
     results, picture = tmp_path / "run.json", tmp_path / "run.png"
@@ -104,7 +103,7 @@ def test_plot_of_what_the_tool_writes(run_python, root, tmp_path):
         [tool, "run", "--tokens", "128", "--seconds", "0.01", "--verify", "1", "--json", results],
         check=True, capture_output=True, timeout=300,
     )  # fmt: skip
-    run_python(str(root / "bench" / "plot.py"), str(results), str(picture))
+    run_python("-m", "bench.plots", "cpu", str(results), str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
     machine = json.loads(results.read_text())["machine"]
     assert machine["cpu"] and machine["cpus"] > 0
@@ -136,14 +135,9 @@ def test_make_run_needs_no_matplotlib(root, tmp_path, has_matplotlib):
     assert ran == "ran run --json build/run/run.json"
     if has_matplotlib:
         picture = tmp_path / "build" / "run" / "timings.png"
-        assert drew == ["drew bench/plot.py build/run/run.json build/run/timings.png", f"picture: {picture}"]
+        assert drew == ["drew -m bench.plots cpu build/run/run.json build/run/timings.png", f"picture: {picture}"]
     else:
         assert drew == ["picture: left out, because there is no matplotlib"]
-
-
-@pytest.fixture
-def bench(monkeypatch, root):
-    monkeypatch.syspath_prepend(str(root / "bench"))
 
 
 def gpu_row(hv: int, seq: str, ms: float, **more) -> dict:
@@ -154,9 +148,8 @@ def backward_row(hk: int, hv: int, seq: str, ms: float, **more) -> dict:
     return {"kind": "bwd", "hk": hk, "hv": hv, "seq": seq, "ms": ms, **more}
 
 
-def test_peers_have_every_row(bench):
-    import ratios
-    import rows
+def test_peers_have_every_row():
+    from bench.lib import ratios, rows
 
     gpu, peers = ratios.load_peers()
     every = rows.forward_rows() + rows.backward_rows()
@@ -165,8 +158,8 @@ def test_peers_have_every_row(bench):
     assert all(ms > 0 for times in peers.values() for ms in times.values())
 
 
-def test_peers_are_joined_on_the_same_gpu_only(bench):
-    import ratios
+def test_peers_are_joined_on_the_same_gpu_only():
+    from bench.lib import ratios
 
     rows = [gpu_row(64, "8192x4", 0.5)]
     (joined,) = ratios.with_peers({"header": {"gpu": "NVIDIA H200"}, "rows": rows})
@@ -174,8 +167,8 @@ def test_peers_are_joined_on_the_same_gpu_only(bench):
     assert ratios.with_peers({"header": {"gpu": "NVIDIA H100"}, "rows": rows}) == rows
 
 
-def test_json_has_a_line_per_row(bench):
-    import records
+def test_json_has_a_line_per_row():
+    from tools import records
 
     value = {"header": {"a": "x" * records.COLUMNS, "b": {"c": 1}}, "rows": [{"d": [1, 2]}, {}], "none": []}
     lines = records.dumps(value).splitlines()
@@ -183,8 +176,8 @@ def test_json_has_a_line_per_row(bench):
     assert lines[3:] == ['  "b": {"c": 1}', " },", ' "rows": [', '  {"d": [1, 2]},', "  {}", " ],", ' "none": []', "}"]
 
 
-def test_backward_rows(bench):
-    import rows
+def test_backward_rows():
+    from bench.lib import rows
 
     backward = rows.backward_rows()
     assert rows.of_kind(rows.forward_rows() + backward, "bwd") == backward
@@ -198,22 +191,27 @@ def test_backward_rows(bench):
     assert rows.scaled_down([1, 32767]) == [1, 1023]
 
 
-def test_ratios(bench):
-    import ratios
+def test_ratios():
+    from bench.lib import ratios
 
-    peers = {("fwd", 16, 64, "8192x4"): {"slow": 3.0, "fast": 1.0}, ("fwd", 2, 8, "8192x4"): {"fast published": 1.0}}
+    peers = {
+        ("fwd", 16, 64, "8192x4"): {"slow": 3.0, "fast": 1.0, "x published": 0.9},
+        ("fwd", 2, 8, "8192x4"): {"fast": 1.0, "x published": 2.0},
+        ("fwd", 2, 8, "1x2048"): {"x published": 1.0},
+    }
     rows = [gpu_row(64, "8192x4", 0.5), gpu_row(8, "8192x4", 2.0), gpu_row(8, "1x2048", 1.0)]
     found = [ratios.compared(row, peers) for row in rows]
     assert [row.get("speedup") for row in found] == [2.0, 0.5, None]
     assert found[0]["best_peer_ms"] == 1.0 and ratios.best_peer(found[0]) == "fast"
-    assert [ratios.rests_on_published(row) for row in found[:2]] == [False, True]
-    assert ratios.summary(found) == {"rows": 2, "geomean": pytest.approx(1), "worst": found[1], "published": 1}
+    assert [ratios.shorter_published(row) for row in found[:2]] == [0.9, None]
+    assert "peers" not in found[2]  # none of them was measured
+    assert ratios.summary(found) == {"rows": 2, "geomean": pytest.approx(1), "worst": found[1]}
     assert ratios.summary(found[2:]) is None
 
 
-def test_kinds_are_summed_up_apart(bench):
+def test_kinds_are_summed_up_apart():
     pytest.importorskip("torch")
-    import gpu
+    from bench.gpu import chunked as gpu
 
     rows = [gpu_row(64, "8192x4", 1.0), gpu_row(8, "1x2048", 1.0), backward_row(2, 4, "8k_1seq", 1.0)]
     forward, full, backward = gpu.groups_of(rows).values()
@@ -223,10 +221,10 @@ def test_kinds_are_summed_up_apart(bench):
         gpu.kinds("fwd,both")
 
 
-def test_true_gradients(bench, monkeypatch):
+def test_true_gradients(monkeypatch):
     """Those that errors on the GPU are taken from are those of the CPU backend, up to its rounding."""
     torch = pytest.importorskip("torch")
-    import gpu
+    from bench.gpu import chunked as gpu
 
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     row = {"hk": 3, "hv": 6, "lengths": [1, 9, 4]}
@@ -243,9 +241,8 @@ def test_true_gradients(bench, monkeypatch):
     assert all(map(torch.equal, gpu.train(leaves, gradients), found.values()))
 
 
-def test_rows_that_fill_the_gpu(bench):
-    import ratios
-    import rows
+def test_rows_that_fill_the_gpu():
+    from bench.lib import ratios, rows
 
     assert ratios.is_full(gpu_row(64, "1x2048", 1.0)) and ratios.is_full(gpu_row(32, "4096+4096", 1.0))
     assert not ratios.is_full(gpu_row(32, "1x32768", 1.0)) and not ratios.is_full(gpu_row(8, "8192x4", 1.0))
@@ -263,8 +260,8 @@ NCU_LOG = """==PROF== Connected to process 1
 
 
 @pytest.mark.parametrize("unit, factor", [("ns", 1e-3), ("us", 1), ("msecond", 1e3)])
-def test_profile_is_read(bench, unit, factor):
-    import ncu
+def test_profile_is_read(unit, factor):
+    from bench.lib import ncu
 
     assert ncu.parse(NCU_LOG.replace('"us"', f'"{unit}"')) == {
         "prepare_kernel": {"duration_us": pytest.approx(125.5 * factor)},
@@ -273,8 +270,8 @@ def test_profile_is_read(bench, unit, factor):
     }
 
 
-def test_profile_of_a_command(bench, tmp_path):
-    import ncu
+def test_profile_of_a_command(tmp_path):
+    from bench.lib import ncu
 
     tool, log = tmp_path / "ncu", tmp_path / "said"
     log.write_text(NCU_LOG)
@@ -293,7 +290,7 @@ def write_peers(path, rows: list[dict]) -> list[str]:
     return ["--peers", str(path)]
 
 
-def test_plots_of_gpu_rows(run_python, root, tmp_path):
+def test_plots_of_gpu_rows(run_python, tmp_path):
     pytest.importorskip("matplotlib")
     results, folder = tmp_path / "h200.json", tmp_path / "pictures"
     header = {"gpu": "NVIDIA H200", "torch": "2.11", "gatedelta": "0.1.0"}
@@ -301,31 +298,31 @@ def test_plots_of_gpu_rows(run_python, root, tmp_path):
             for hv in (8, 64) for seq, ms in (("1x2048", 0.3), ("8192x4", 2.0))]  # fmt: skip
     peers = write_peers(tmp_path / "peers.json", rows)
     results.write_text(json.dumps({"header": header, "rows": rows}))
-    script = str(root / "bench" / "plot_gpu.py")
-    run_python(script, str(results), str(folder), *peers)
+    script = ("-m", "bench.plots", "chunked")
+    run_python(*script, str(results), str(folder), *peers)
     assert {path.name for path in folder.iterdir()} == {"2x8.png", "16x64.png", "overview.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
     results.write_text(json.dumps({"header": header, "rows": [gpu_row(8, "8192x4", 1.0), gpu_row(8, "1x4096", 1.0)]}))
-    run_python(script, str(results), str(folder))  # the table of the repository has these
+    run_python(*script, str(results), str(folder))  # the table of the repository has these
     results.write_text(json.dumps({"header": header, "rows": [gpu_row(8, "1x4096", 1.0)]}))
-    refused = run_python(script, str(results), str(folder), *peers, check=False)
+    refused = run_python(*script, str(results), str(folder), *peers, check=False)
     assert refused.returncode == 2 and "has times for no row of" in refused.stderr
 
 
 @pytest.mark.parametrize("seqs", [("8k_1seq", "8k_4seq", "32k_1seq"), ("32k_2seq",)])
-def test_plots_of_the_backward(run_python, root, tmp_path, seqs):
+def test_plots_of_the_backward(run_python, tmp_path, seqs):
     """Beside those of the forward or alone, and where not every peer has every row."""
     pytest.importorskip("matplotlib")
     results, folder = tmp_path / "h200.json", tmp_path / "pictures"
     header = {"gpu": "NVIDIA H200", "torch": "2.11", "gatedelta": "0.1.0"}
-    rows = [backward_row(hk, 2 * hk, seq, 0.5, peers={"flash_qla 1": 0.6, "fla published": 2.0})
+    rows = [backward_row(hk, 2 * hk, seq, 0.5, peers={"flash_qla 1": 0.6, "fla 1": 2.0})
             for hk in (2, 16) for seq in seqs]  # fmt: skip
     del rows[0]["peers"]["flash_qla 1"]
     names = {"backward-2x4.png", "backward-16x32.png", "backward-overview.png"}
     for forward in ([], [gpu_row(8, "1x2048", 0.5, peers={"fla 1": 0.6})]):
         peers = write_peers(tmp_path / "peers.json", forward + rows)
         results.write_text(json.dumps({"header": header, "rows": forward + rows}))
-        run_python(str(root / "bench" / "plot_gpu.py"), str(results), str(folder), *peers)
+        run_python("-m", "bench.plots", "chunked", str(results), str(folder), *peers)
         assert {path.name for path in folder.iterdir()} == names | ({"2x8.png", "overview.png"} if forward else set())
         assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
 
@@ -337,15 +334,15 @@ def test_plot_of_the_history(run_python, root, tmp_path):
     for count in (len(lines), 2):  # all, and the first one alone, which has no backward
         some = tmp_path / "history.csv"
         some.write_text("\n".join(lines[:count]) + "\n")
-        run_python(str(root / "bench" / "plot_history.py"), str(some), str(picture))
+        run_python("-m", "bench.plots", "history", str(some), str(picture))
         assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
         picture.unlink()
     some.write_text(lines[0] + "\n")
-    refused = run_python(str(root / "bench" / "plot_history.py"), str(some), str(picture), check=False)
+    refused = run_python("-m", "bench.plots", "history", str(some), str(picture), check=False)
     assert refused.returncode == 2 and "holds no record" in refused.stderr
 
 
-def test_gpu_rows(run_python, root, tmp_path):
+def test_gpu_rows(run_python, tmp_path):
     torch = pytest.importorskip("torch")
     import gatedelta
 
@@ -353,14 +350,14 @@ def test_gpu_rows(run_python, root, tmp_path):
         pytest.skip("no GPU, or none that is supported")
     output, kernels = tmp_path / "h200.json", tmp_path / "kernels.json"
     kernels.write_text('{"k": {"digest": "0"}}')
-    run_python(str(root / "bench" / "gpu.py"), "--only", "2/8", "--seq", "1x2048", "--repeats", "2",
+    run_python("-m", "bench.gpu.chunked", "--only", "2/8", "--seq", "1x2048", "--repeats", "2",
                "--kernels", str(kernels), "--output", str(output))  # fmt: skip
     result = json.loads(output.read_text())
     assert {"gpu", "driver", "torch", "date", "commit", "eager_call_us"} <= result["header"].keys()
     assert result["header"]["kernels"] == {"k": {"digest": "0"}}
     (row,) = result["rows"]
     assert row["ms"] > 0 and 0 < row["err_o"] < 1e-2 and 0 < row["err_state"] < 1e-2
-    run_python(str(root / "bench" / "gpu.py"), "--kinds", "bwd", "--only", "2/4", "--seq", "8k_8seq", "--repeats", "2",
+    run_python("-m", "bench.gpu.chunked", "--kinds", "bwd", "--only", "2/4", "--seq", "8k_8seq", "--repeats", "2",
                "--output", str(output))  # fmt: skip
     (row,) = json.loads(output.read_text())["rows"]
     assert row["train_ms"] > row["ms"] > 0 and row["small_ms"] > 0 and row["saved_bytes"] >= 0
@@ -369,16 +366,16 @@ def test_gpu_rows(run_python, root, tmp_path):
     assert all(0 < row[f"err_{name}"] < 2e-2 for name in ("dq", "dk", "dv", "dg", "dbeta", "dh0"))
 
 
-def test_eager_layers(run_python, root):
-    report = run_python(str(root / "bench" / "eager.py"), "--device", "cpu", "--batches", "15").stdout
+def test_eager_layers(run_python):
+    report = run_python("-m", "bench.gpu.eager", "--device", "cpu", "--batches", "15").stdout
     rows = {line[:52].strip(): float(line[52:]) for line in report.splitlines()[1:]}
     assert rows["chunk_gated_delta_rule"] > rows["gd_forward"] > 0
     assert {"gd_forward_workspace", "Python, to the operator"} <= rows.keys()
     assert rows["fused_recurrent_gated_delta_rule, in a pool"] > rows["gd_recurrent"] > 0
 
 
-def test_segments_shapes(bench):
-    import rows
+def test_segments_shapes():
+    from bench.lib import rows
 
     others = rows.other_rows()
     assert len(others) == 5 * 4 + 2 * 30 and others == rows.other_rows()
@@ -390,8 +387,8 @@ def test_segments_shapes(bench):
     assert len(names) == len(every) == 171 + 80
 
 
-def test_segments_filters(bench):
-    import rows
+def test_segments_filters():
+    from bench.lib import rows
 
     every = rows.forward_rows() + rows.other_rows()
     assert rows.selected(every, None, None) == every
@@ -400,8 +397,8 @@ def test_segments_filters(bench):
     assert rows.selected(every, "10/20", "8192x4") == []
 
 
-def test_segments_forced(bench):
-    import regret
+def test_segments_forced():
+    from bench.lib import regret
 
     def lengths(tokens):
         cuts = regret.equal_cuts(tokens)
@@ -423,8 +420,8 @@ def test_segments_forced(bench):
 SEGMENT_ROW = {"kind": "fwd", "hk": 2, "hv": 8, "seq": "1x2048", "lengths": [2048]}
 
 
-def test_segments_measured_in_turn(bench):
-    import regret
+def test_segments_measured_in_turn():
+    from bench.lib import regret
 
     cuts = [regret.Cut(n, n) for n in (2, 4, 8, 16, 32)]
     times = dict(zip([regret.AUTO, regret.OFF, *cuts], (1.0, 5.0, None, 1.1, 1.2, 1.3, 1.4)))
@@ -455,10 +452,10 @@ def test_segments_measured_in_turn(bench):
 LENGTHS = (8, 12, 16, 24, 32, 48)
 
 
-def test_costs_are_fitted_to_cuts(bench):
+def test_costs_are_fitted_to_cuts():
     """Times made with known constants, and more for prepare: the fit chooses as well as those do."""
-    import fit_costs
-    import regret
+    from bench.lib import regret
+    from bench.report import fit_costs
 
     head = fit_costs.Cut()
     fit_costs.add_head(head, 30, 10, persists=False, ratio=0.7)
@@ -496,8 +493,8 @@ def test_costs_are_fitted_to_cuts(bench):
     assert halves == sorted(halves)
 
 
-def test_segments_regret(bench):
-    import regret
+def test_segments_regret():
+    from bench.lib import regret
 
     rows = [
         regret.judged(SEGMENT_ROW, 1.1, 2.0, {regret.Cut(4, 4): 1.0, regret.Cut(8, 0, True): 1.5}),
@@ -512,10 +509,9 @@ def test_segments_regret(bench):
     assert regret.summary(rows) == {"rows": 3, "worst": rows[0], "median": 0, "mean": pytest.approx(0), "above": 1}
 
 
-def test_segments_plot(bench, run_python, root, tmp_path):
+def test_segments_plot(run_python, tmp_path):
     pytest.importorskip("matplotlib")
-    import regret
-    import rows
+    from bench.lib import regret, rows
 
     results, picture = tmp_path / "segments.json", tmp_path / "pictures" / "segments.png"
     header = {"gpu": "NVIDIA H200", "torch": "2.11", "gatedelta": "0.1.0"}
@@ -527,28 +523,28 @@ def test_segments_plot(bench, run_python, root, tmp_path):
             for cut in regret.equal_cuts(row["lengths"])
         }
         measured.append(regret.judged(row, 1.04 * min(forced.values()), 0.002 * chunks, forced))
-    script = str(root / "bench" / "plot_segments.py")
+    script = ("-m", "bench.plots", "segments")
     for some in (measured, measured[:1]):
         results.write_text(json.dumps({"header": header, "rows": some}))
-        run_python(script, str(results), str(picture))
+        run_python(*script, str(results), str(picture))
         assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
     results.write_text(json.dumps({"header": header, "rows": measured[1:2]}))
-    refused = run_python(script, str(results), str(picture), check=False)
+    refused = run_python(*script, str(results), str(picture), check=False)
     assert refused.returncode == 2 and "none of the rows" in refused.stderr
 
 
-def test_segments_on_the_gpu(run_python, root, tmp_path):
+def test_segments_on_the_gpu(run_python, tmp_path):
     torch = pytest.importorskip("torch")
     import gatedelta
 
-    script, output = str(root / "bench" / "segments.py"), tmp_path / "segments.json"
-    refused = run_python(script, "--only", "1/2", check=False)
+    script, output = ("-m", "bench.gpu.segments"), tmp_path / "segments.json"
+    refused = run_python(*script, "--only", "1/2", check=False)
     assert refused.returncode == 2 and "no such row" in refused.stderr
     if not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0:
-        refused = run_python(script, "--only", "2/8", check=False)
+        refused = run_python(*script, "--only", "2/8", check=False)
         assert refused.returncode == 1 and "needs a GPU" in refused.stderr
         pytest.skip("no GPU, or none that is supported")
-    said = run_python(script, "--only", "2/8", "--seq", "1x2048", "--repeats", "2", "--output", str(output)).stdout
+    said = run_python(*script, "--only", "2/8", "--seq", "1x2048", "--repeats", "2", "--output", str(output)).stdout
     assert "[1/1] 2/8 1x2048" in said and "1 shapes: worst regret" in said
     result = json.loads(output.read_text())
     assert {"gpu", "commit", "repeats"} <= result["header"].keys()
@@ -557,23 +553,24 @@ def test_segments_on_the_gpu(run_python, root, tmp_path):
     assert row["best_ms"] == min(row["off_ms"], *row["forced"].values())
 
 
-def test_in_turns(run_python, root, tmp_path):
+def test_in_turns(run_python, tmp_path):
     torch = pytest.importorskip("torch")
     import gatedelta
     from gatedelta import _lib
 
-    script, output = str(root / "bench" / "in_turns.py"), tmp_path / "in_turns.json"
+    script, output = ("-m", "bench.gpu.in_turns"), tmp_path / "in_turns.json"
     library = f"here={_lib.library_path('gatedelta')}"
-    refused = run_python(script, library, "--only", "1/2", check=False)
+    refused = run_python(*script, library, "--only", "1/2", check=False)
     assert refused.returncode == 2 and "no such row" in refused.stderr
-    refused = run_python(script, library, "--peers", "all", check=False)
+    refused = run_python(*script, library, "--peers", "all", check=False)
     assert refused.returncode == 2 and "no such peer: all; there are flashinfer and fla" in refused.stderr
     if not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0:
-        refused = run_python(script, library, check=False)
+        refused = run_python(*script, library, check=False)
         assert refused.returncode == 1 and "needs a GPU" in refused.stderr
         pytest.skip("no GPU, or none that is supported")
-    run_python(script, library, library.replace("here", "again"), "--kinds", "fwd,bwd,ragged", "--only", "2/8,2/4,6/18",
-               "--seq", "1x2048,8k_1seq,ragged0", "--repeats", "2", "--output", str(output))  # fmt: skip
+    run_python(*script, library, library.replace("here", "again"), "--kinds", "fwd,bwd,ragged",
+               "--only", "2/8,2/4,6/18", "--seq", "1x2048,8k_1seq,ragged0", "--repeats", "2",
+               "--output", str(output))  # fmt: skip
     result = json.loads(output.read_text())
     assert result["header"]["base"] == "here" and len(result["rows"]) == 3
     assert all(row["ms"].keys() == {"here", "again"} and row["distance"] == {"again": 0} for row in result["rows"])
@@ -586,8 +583,8 @@ def serving_row(batch: int = 1, tokens: int = 1, ms: float = 0.002, **more) -> d
     return row | more
 
 
-def test_serving_rows(bench):
-    import serving
+def test_serving_rows():
+    from bench.lib import serving
 
     rows = serving.decode_rows() + serving.verify_rows()
     names = {serving.name_of(row) for row in rows}
@@ -601,8 +598,8 @@ def test_serving_rows(bench):
     assert len(serving.pack_rows()) == 6 and serving.pack_rows() == serving.pack_rows()
 
 
-def test_serving_bytes_and_chains(bench):
-    import serving
+def test_serving_bytes_and_chains():
+    from bench.lib import serving
 
     mib = 1 << 20
     row = serving_row(tokens=4, batch=8, state_dtype="bfloat16")
@@ -612,9 +609,9 @@ def test_serving_bytes_and_chains(bench):
     assert serving.chain_length(serving_row(hv=8)) == 256 and serving.chain_length(serving_row(512)) == 1
 
 
-def test_serving_ratios(bench):
+def test_serving_ratios():
     """A time of the same run counts, not the recorded one of the same peer."""
-    import serving
+    from bench.lib import serving
 
     row = serving_row(peers={"fla": 0.004})
     recorded = {serving.key(row): {"fla": 0.001, "sglang": 0.003}}
@@ -632,8 +629,8 @@ def test_serving_ratios(bench):
     assert joined["speedup"] == pytest.approx(2) and "peers" not in other
 
 
-def test_serving_bars(bench):
-    import serving
+def test_serving_bars():
+    from bench.lib import serving
 
     def verdicts(scale: float) -> dict[str, bool]:
         rows = [serving_row(1, ms=scale * 0.003, hot_ms=scale * 0.0025, peers={"fla": 0.0035})]
@@ -653,25 +650,25 @@ def test_serving_bars(bench):
     assert {what for what, passed in bad.items() if passed} == {"T = 4 over T = 1, float32, batch 32 and more"}
 
 
-def test_plots_of_serving(run_python, root, tmp_path):
+def test_plots_of_serving(run_python, tmp_path):
     pytest.importorskip("matplotlib")
     results, folder = tmp_path / "decode.json", tmp_path / "pictures"
     header = {"gpu": "NVIDIA H200", "torch": "2.11", "gatedelta": "0.1.0"}
     rows = [serving_row(batch, peers={"fla 0.6.0": 0.003, "sglang packed decode": 1.0}) for batch in (1, 8)]
     rows += [serving_row(batch, 4) for batch in (1, 8)]
     results.write_text(json.dumps({"header": header, "rows": rows}))
-    script = str(root / "bench" / "plot_serving.py")
-    run_python(script, str(results), str(folder))
+    script = ("-m", "bench.plots", "serving")
+    run_python(*script, str(results), str(folder))
     assert {path.name for path in folder.iterdir()} == {"decode-16x32.png", "verify-16x32.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
     results.write_text(json.dumps({"header": header | {"gpu": "NVIDIA H100"}, "rows": rows[2:]}))
-    refused = run_python(script, str(results), str(folder), check=False)
+    refused = run_python(*script, str(results), str(folder), check=False)
     assert refused.returncode == 2 and "no peer's time for any row" in refused.stderr
 
 
-def test_slots_of_a_chain(bench):
+def test_slots_of_a_chain():
     torch = pytest.importorskip("torch")
-    import chain
+    from bench.lib import chain
 
     rows = chain.index_rows(3, 17, "cpu")
     assert rows.shape == (3, 32) and rows.dtype == torch.int32
@@ -681,10 +678,10 @@ def test_slots_of_a_chain(bench):
 
 @pytest.mark.parametrize("layout", ["VK", "KV"])
 @pytest.mark.parametrize("store", ["final", "steps", "none", "accept"])
-def test_errors_of_decode(bench, monkeypatch, store, layout):
-    """What bench/decode.py calls is what it compares with, for every kind of row: here on the CPU."""
+def test_errors_of_decode(monkeypatch, store, layout):
+    """What bench/gpu/decode.py calls is what it compares with, for every kind of row: here on the CPU."""
     pytest.importorskip("torch")
-    import decode
+    from bench.gpu import decode
 
     monkeypatch.setattr(decode, "DEVICE", "cpu")
     for tokens, dtype, bound in ((1, "float32", 1e-6), (5, "float32", 1e-6), (3, "bfloat16", 3e-3)):
@@ -708,11 +705,10 @@ def test_errors_of_decode(bench, monkeypatch, store, layout):
             assert decode.errors_of(problem, wrong)["err_state"] > 0.01
 
 
-def test_errors_of_the_layers_step(bench, monkeypatch):
-    """What bench/layer_step.py calls is what it compares with: here on the CPU."""
+def test_errors_of_the_layers_step(monkeypatch):
+    """What bench/gpu/layer_step.py calls is what it compares with: here on the CPU."""
     pytest.importorskip("torch")
-    import decode
-    import layer_step
+    from bench.gpu import decode, layer_step
 
     monkeypatch.setattr(decode, "DEVICE", "cpu")
     for row in layer_step.rows_of((3,)):
@@ -723,40 +719,40 @@ def test_errors_of_the_layers_step(bench, monkeypatch):
         assert others.equal(problem.states(1))
 
 
-def test_rows_that_share_kernels_are_compiled_together(bench):
+def test_rows_that_share_kernels_are_compiled_together():
     pytest.importorskip("torch")
-    import decode
+    from bench.gpu import decode
 
     rows = [serving_row(b, t) for t in (1, 2) for b in (1, 8)]
     assert decode.compiled_together(rows) == [rows[:2], rows[2:]]
 
 
-def test_missing_peers_are_named(run_python, root):
+def test_missing_peers_are_named(run_python):
     """Packages that cannot be imported are said, and left out."""
     pytest.importorskip("torch")
     code = (
-        f"import sys; sys.path.insert(0, {str(root / 'bench')!r})\n"
+        "import sys\n"
         "for name in ('fla', 'flashinfer', 'sglang'): sys.modules[name] = None\n"
-        "import peers; print(peers.importable())"
+        "from bench import peers; print(peers.importable())"
     )
     *said, found = run_python("-c", code).stdout.splitlines()
     assert found == "[]" and [line.split()[2] for line in said] == ["fla_triton", "flashinfer_cute", "sglang_triton"]
 
 
 @pytest.mark.parametrize("script", ["decode", "packs"])
-def test_serving_on_the_gpu(run_python, root, tmp_path, script):
+def test_serving_on_the_gpu(run_python, tmp_path, script):
     torch = pytest.importorskip("torch")
     import gatedelta
 
-    path, output = str(root / "bench" / f"{script}.py"), tmp_path / "rows.json"
+    path, output = ("-m", f"bench.gpu.{script}"), tmp_path / "rows.json"
     if not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0:
-        refused = run_python(path, check=False)
+        refused = run_python(*path, check=False)
         assert refused.returncode == 1 and "needs a GPU" in refused.stderr
         pytest.skip("no GPU, or none that is supported")
-    refused = run_python(path, "--only", "3/5", check=False)
+    refused = run_python(*path, "--only", "3/5", check=False)
     assert refused.returncode == 2 and "no such row" in refused.stderr
     some = ["--only", "2/8", "--batch", "8"] if script == "decode" else ["--only", "8/32"]
-    run_python(path, *some, "--peers", "none", "--repeats", "2", "--output", str(output))
+    run_python(*path, *some, "--peers", "none", "--repeats", "2", "--output", str(output))
     result = json.loads(output.read_text())
     assert {"gpu", "commit", "repeats", "seconds"} <= result["header"].keys()
     assert len(result["rows"]) == (10 if script == "decode" else 1)
@@ -765,17 +761,17 @@ def test_serving_on_the_gpu(run_python, root, tmp_path, script):
 
 @pytest.fixture(scope="module")
 def models(run_python, root, tmp_path_factory):
-    """What bench/models.py writes of tiny models on a CPU."""
+    """What bench/gpu/models.py writes of tiny models on a CPU."""
     pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
     output = tmp_path_factory.mktemp("models") / "models.json"
     ours = ["gatedelta", "gatedelta-fused"] if (root / "python" / "gatedelta" / "transformers").exists() else []
     paths = [*ours, "torch"]
-    run_python(str(root / "bench" / "models.py"), "--smoke", "--paths", *paths, "--output", str(output))
+    run_python("-m", "bench.gpu.models", "--smoke", "--paths", *paths, "--output", str(output))
     return json.loads(output.read_text()), paths
 
 
-def test_models_are_timed(models, bench):
-    import model_rows
+def test_models_are_timed(models):
+    from bench.lib import model_rows
 
     result, paths = models
     header, rows = result["header"], result["rows"]
@@ -793,13 +789,13 @@ def test_models_are_timed(models, bench):
         assert all(0 < header["logits_distance"]["tiny"][path] < 2e-2 for path in paths if path != "torch")
 
 
-def test_models_can_be_added(models, run_python, root, tmp_path):
+def test_models_can_be_added(models, run_python, tmp_path):
     """A path again, with one kind: its rows of other kinds and the other paths' rows stay."""
     before, _ = models
     output = tmp_path / "models.json"
     output.write_text(json.dumps(before))
-    script = str(root / "bench" / "models.py")
-    run_python(script, "--smoke", "--append", "--paths", "torch", "--kinds", "train", "--output", str(output))
+    script = ("-m", "bench.gpu.models")
+    run_python(*script, "--smoke", "--append", "--paths", "torch", "--kinds", "train", "--output", str(output))
     after = json.loads(output.read_text())
     again = [row for row in before["rows"] if row["path"] == "torch" and row["kind"] == "train"]
     assert after["rows"][:-1] == [row for row in before["rows"] if row not in again]
@@ -807,13 +803,13 @@ def test_models_can_be_added(models, run_python, root, tmp_path):
     assert [(run["paths"], run["kinds"]) for run in after["header"]["added"]] == [(["torch"], ["train"])]
 
 
-def test_models_warm_up(run_python, root, tmp_path):
+def test_models_warm_up(run_python, tmp_path):
     """What the processes that compile run, on a CPU; and which configurations each would compile."""
     pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
     pytest.importorskip("triton")
     code = (
-        f"import sys; sys.path[:0] = [{str(root / 'bench')!r}, {str(root / 'tests' / 'python')!r}]\n"
-        "import model_calls, model_rows, triton\n"
+        "import triton\n"
+        "from bench.lib import model_calls, model_rows\n"
         "model_calls.compile_share(1, 4)\n"
         "@triton.autotune([triton.Config({'B': b}) for b in range(6)], key=[])\n"
         "@triton.jit\n"
@@ -831,17 +827,17 @@ def test_models_warm_up(run_python, root, tmp_path):
     assert run_python(str(script)).stdout.strip() == "[1, 5]"
 
 
-def test_models_refuse_what_cannot_run(run_python, root, tmp_path):
-    script, output = str(root / "bench" / "models.py"), str(tmp_path / "models.json")
-    refused = run_python(script, "--smoke", "--sizes", "4B", "--output", output, check=False)
+def test_models_refuse_what_cannot_run(run_python, tmp_path):
+    script, output = ("-m", "bench.gpu.models"), str(tmp_path / "models.json")
+    refused = run_python(*script, "--smoke", "--sizes", "4B", "--output", output, check=False)
     assert refused.returncode == 2 and "there is no size 4B; there are tiny" in refused.stderr
-    refused = run_python(script, check=False)
+    refused = run_python(*script, check=False)
     assert refused.returncode == 2 and "there is no --output" in refused.stderr
 
 
 def model_results() -> dict:
     """Made-up times: GateDelta is twice as fast as FLA, and FLA cannot do the longest prefill."""
-    import model_rows
+    from bench.lib import model_rows
 
     rows = []
     for path, factor in (("gatedelta", 1), ("fla", 2), ("fla-all", 1.5), ("torch", 10)):
@@ -863,39 +859,37 @@ def fused_rows(rows: list[dict]) -> list[dict]:
     return [row | {"path": "gatedelta-fused", "ms": 0.75 * row["ms"], "gdn_ms": 0.25} for row in decoded]
 
 
-def test_plot_of_models(run_python, root, bench, tmp_path):
+def test_plot_of_models(run_python, tmp_path):
     pytest.importorskip("matplotlib")
     results, picture = tmp_path / "models.json", tmp_path / "pictures" / "models.png"
     results.write_text(json.dumps(model_results()))
-    run_python(str(root / "bench" / "plot_models.py"), str(results), str(picture))
+    run_python("-m", "bench.plots", "models", str(results), str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
     size = picture.stat().st_size
     result = model_results()
     results.write_text(json.dumps(result | {"rows": result["rows"] + fused_rows(result["rows"])}))
-    run_python(str(root / "bench" / "plot_models.py"), str(results), str(picture))
+    run_python("-m", "bench.plots", "models", str(results), str(picture))
     assert picture.stat().st_size > size
     results.write_text(json.dumps(model_results() | {"rows": []}))
-    refused = run_python(str(root / "bench" / "plot_models.py"), str(results), str(picture), check=False)
+    refused = run_python("-m", "bench.plots", "models", str(results), str(picture), check=False)
     assert refused.returncode == 2 and "no time of GateDelta's path" in refused.stderr
 
 
-def test_table_of_models(monkeypatch, root, bench, tmp_path):
-    monkeypatch.syspath_prepend(str(root / "tools"))
-    import record_results
-    import render_results
-    from tables import files
+def test_table_of_models(monkeypatch, tmp_path):
+    from bench.report import record, render
+    from bench.report.tables import files
 
-    for module in (record_results, files):
+    for module in (record, files):
         monkeypatch.setattr(module, "H200", tmp_path / "h200")
     block = "<!-- results: models -->\n<!-- /results -->"
-    assert render_results.rendered(f"before\n{block}\nafter\n") == f"before\n{block}\nafter\n"
+    assert render.rendered(f"before\n{block}\nafter\n") == f"before\n{block}\nafter\n"
     results = tmp_path / "some.json"
     results.write_text(json.dumps(model_results()))
     results.with_suffix(".png").write_bytes(b"\x89PNG")
-    record_results.record_models(results)
-    text = render_results.rendered(block)
+    record.record_models(results)
+    text = render.rendered(block)
     assert "| 4B, prefill, 32k tokens | 12.0 (0.500) | 24.0 (2.00) | 120 (50.0) | 18.0 (1.12) | 1.50× | 2.25× |" in text
-    assert "| 10.00× | 8.0 / 16.0 / 80.0 / 12.0 |" in text and "(results/h200/models.png)" in text
+    assert "| 10.00× | 8.0 / 16.0 / 80.0 / 12.0 |" in text and "(../results/h200/models.png)" in text
     assert "| 4B, prefill, 128k tokens | 13.0 (0.500) | — | — | — |  |  |  | 8.0 / — / — / — |" in text
     assert "Not measured: FLA with its convolution and norm, 0.8B, prefill, 128k tokens: out of memory; " in text
     assert "transformers 5.17.0 with FLA 0.6.0" in text and text.count("\n| ") == 2 + 2 * 10
@@ -904,8 +898,8 @@ def test_table_of_models(monkeypatch, root, bench, tmp_path):
     result = model_results()
     result["rows"] = fused_rows(result["rows"]) + result["rows"]
     results.write_text(json.dumps(result))
-    record_results.record_models(results)
-    text = render_results.rendered(block)
+    record.record_models(results)
+    text = render.rendered(block)
     assert "| GateDelta | GateDelta, projections fused | FLA | torch code |" in text
     assert "| 0.8B, decode, batch 1 | 4.00 (0.500) | 3.00 (0.250) | 8.00 (2.00) | 40.0 (50.0) | 6.00 (1.12) |" in text
     assert "| 4B, prefill, 32k tokens | 12.0 (0.500) |  | 24.0 (2.00) |" in text
@@ -917,4 +911,4 @@ def test_table_of_models(monkeypatch, root, bench, tmp_path):
         result["rows"] = [row for row in result["rows"] if edit or row["path"] != "gatedelta"]
         results.write_text(json.dumps(result))
         with pytest.raises(SystemExit, match=reason):
-            record_results.record_models(results)
+            record.record_models(results)

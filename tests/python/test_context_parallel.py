@@ -12,11 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tree
+
+from tools import dev_paths
 
 torch = pytest.importorskip("torch")
 import gatedelta  # noqa: E402
-from gatedelta import _cp_exchange, _cp_layout  # noqa: E402
+from gatedelta.context_parallel import layout as layouts  # noqa: E402
+from gatedelta.context_parallel import schemes  # noqa: E402
 
 MIB = 1 << 20
 RANKS_SCRIPT = Path(__file__).with_name("context_parallel_ranks.py")
@@ -43,15 +45,15 @@ def test_ranks_of_gloo_are_one_process(ranks, tmp_path):
 
 
 def test_layouts_by_hand():
-    layout = _cp_layout.make_layout([0, 10, 34, 48], _cp_layout.token_ranges("contiguous", 48, 4))
+    layout = layouts.make_layout([0, 10, 34, 48], layouts.token_ranges("contiguous", 48, 4))
     assert [(p.before, p.after, p.position, p.offsets) for (p,) in layout.pieces] == [
         (0, 2, 0, (0, 10, 12)), (1, 1, 2, (0, 12)), (2, 1, 14, (0, 10, 12)), (1, 0, 2, (0, 12)),
     ]  # fmt: skip
-    layout = _cp_layout.make_layout([0, 10, 34, 48], _cp_layout.token_ranges("zigzag", 48, 2))
+    layout = layouts.make_layout([0, 10, 34, 48], layouts.token_ranges("zigzag", 48, 2))
     assert [[p.number for p in row] for row in layout.pieces] == [[0, 3], [1, 2]]
     assert layout.order == [0, 2, 3, 1]
-    assert _cp_layout.local_offsets(layout.pieces[0]) == [0, 10, 12, 24]
-    assert _cp_layout.border_sequences(layout.pieces[0]) == ([0, 2], [1, 2])
+    assert layouts.local_offsets(layout.pieces[0]) == [0, 10, 12, 24]
+    assert layouts.border_sequences(layout.pieces[0]) == ([0, 2], [1, 2])
 
 
 def test_layouts_against_tokens():
@@ -67,7 +69,7 @@ def test_layouts_against_tokens():
             ranges[generator.randrange(ranks)].append(cut)
         for row in ranges:
             generator.shuffle(row)
-        layout = _cp_layout.make_layout(offsets, ranges)
+        layout = layouts.make_layout(offsets, ranges)
         sequence_of = [n for n, length in enumerate(lengths) for _ in range(length)]
         pieces = list(itertools.pairwise(cuts))
         for row, held in zip(layout.pieces, ranges):
@@ -93,20 +95,20 @@ def test_layouts_against_tokens():
 )
 def test_layouts_that_are_refused(offsets, ranges, message):
     with pytest.raises(ValueError, match=message):
-        _cp_layout.make_layout(offsets, ranges)
+        layouts.make_layout(offsets, ranges)
 
 
 def test_packs_that_do_not_divide():
     with pytest.raises(ValueError, match="cannot be shared out evenly to 6 pieces"):
-        _cp_layout.token_ranges("zigzag", 46, 3)
+        layouts.token_ranges("zigzag", 46, 3)
     with pytest.raises(ValueError, match="layout is 'ring'"):
-        _cp_layout.token_ranges("ring", 48, 3)
+        layouts.token_ranges("ring", 48, 3)
 
 
 def test_bytes_of_the_schemes():
     """Eight ranks, 64 heads of 128 x 128, one piece each."""
     of = {
-        (scheme, back): _cp_exchange.bytes_received(scheme, 8, 1, 64, 128, 128, back) / MIB
+        (scheme, back): schemes.bytes_received(scheme, 8, 1, 64, 128, 128, back) / MIB
         for scheme in ("gather", "scatter", "neighbour")
         for back in (False, True)
     }
@@ -114,9 +116,9 @@ def test_bytes_of_the_schemes():
         ("gather", False): 56, ("gather", True): 28, ("scatter", False): 10.5, ("scatter", True): 7,
         ("neighbour", False): 4, ("neighbour", True): 4,
     }  # fmt: skip
-    assert _cp_exchange.choose("auto", 8, 1, 64, 128, 128) == "scatter"
-    assert _cp_exchange.choose("auto", 2, 1, 16, 128, 128) == "gather"
-    assert _cp_exchange.choose("gather", 8, 1, 64, 128, 128) == "gather"
+    assert schemes.choose("auto", 8, 1, 64, 128, 128) == "scatter"
+    assert schemes.choose("auto", 2, 1, 16, 128, 128) == "gather"
+    assert schemes.choose("gather", 8, 1, 64, 128, 128) == "gather"
 
 
 def test_contexts_of_fla(monkeypatch):
@@ -129,8 +131,8 @@ def test_contexts_of_fla(monkeypatch):
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None, ranks=ranks: ranks)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None, rank=rank: rank)
         ours = gatedelta.context_parallel.as_context(theirs)
-        ranges = _cp_layout.token_ranges(theirs.layout, pack[-1], ranks)
-        assert ours.mine == _cp_layout.make_layout(pack, ranges).pieces[rank]
+        ranges = layouts.token_ranges(theirs.layout, pack[-1], ranks)
+        assert ours.mine == layouts.make_layout(pack, ranges).pieces[rank]
         assert ours.scheme_for(64, 128, 128) == "gather"  # it knows its own rank alone
         assert gatedelta.context_parallel.as_context(theirs) is ours
 
@@ -145,4 +147,4 @@ def test_arguments_that_a_context_refuses():
 
 
 def test_the_rank_script_is_found():
-    assert RANKS_SCRIPT.is_file() and tree.ROOT in RANKS_SCRIPT.parents
+    assert RANKS_SCRIPT.is_file() and dev_paths.ROOT in RANKS_SCRIPT.parents

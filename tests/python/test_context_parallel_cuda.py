@@ -9,7 +9,7 @@ import gatedelta  # noqa: E402
 import truth  # noqa: E402
 from gatedelta import _lib  # noqa: E402
 from gatedelta import context_parallel as cp  # noqa: E402
-from gatedelta.torch import _stages  # noqa: E402
+from gatedelta._operators import stages  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not gatedelta.info()["cuda_devices"], reason="no GPU, or none that is supported"
@@ -19,8 +19,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(params=["auto", "portable"], autouse=True)
 def kernels(request, monkeypatch):
     """Those made for the device, and those of every device."""
-    isa = _lib.ISA_CUDA_PORTABLE if request.param == "portable" else 0
-    monkeypatch.setattr(_lib, "forced_cuda_isa", lambda: isa)
+    monkeypatch.setattr(_lib, "forced_kernels", lambda: _lib.KERNELS[request.param])
 
 
 SHAPE = "Hk=2 Hv=4 K=128 V=128 h0=0 ht=0 dht=0"
@@ -33,10 +32,10 @@ KINDS = [
 NAMES = ("q", "k", "v", "g", "beta", "do")
 
 
-def options_of(case: truth.Case, device: str, cu_seqlens=None) -> _stages.Options:
+def options_of(case: truth.Case, device: str, cu_seqlens=None) -> stages.Options:
     options = dict(case.options, cu_seqlens=case.cu_seqlens if cu_seqlens is None else cu_seqlens)
     options = {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in options.items()}
-    return _stages.Options(**options)
+    return stages.Options(**options)
 
 
 def bound(case: truth.Case, quantity: str) -> float:
@@ -61,8 +60,8 @@ def test_summaries(pack, shape, kind, exact):
     case = truth.Case(f"{pack} {shape} {kind}")
     cpu, gpu = on_cpu(case), {name: getattr(case, name).cuda() for name in NAMES}
     here, there = options_of(case, "cpu"), options_of(case, "cuda")
-    expected = _stages.summary(cpu["k"], cpu["v"], cpu["g"], cpu["beta"], here, exact=exact)
-    got = _stages.summary(gpu["k"], gpu["v"], gpu["g"], gpu["beta"], there, exact=exact)
+    expected = stages.summary(cpu["k"], cpu["v"], cpu["g"], cpu["beta"], here, exact=exact)
+    got = stages.summary(gpu["k"], gpu["v"], gpu["g"], gpu["beta"], there, exact=exact)
     assert error(got.local_state, expected.local_state) < bound(case, "final_state")
     # M holds what is left of the identity, with the roundings of every chunk and nothing written since.
     small = 1e-3 * got.transition.numel() ** 0.5
@@ -71,23 +70,23 @@ def test_summaries(pack, shape, kind, exact):
     torch.testing.assert_close(got.fade.cpu()[finite], expected.fade[finite], rtol=2e-2, atol=0.5)
     if exact:
         assert torch.isfinite(got.fade).all()
-    again = _stages.summary(gpu["k"], gpu["v"], gpu["g"], gpu["beta"], there, exact=exact)
+    again = stages.summary(gpu["k"], gpu["v"], gpu["g"], gpu["beta"], there, exact=exact)
     assert all(torch.equal(a, b) for a, b in zip(got, again))
     # A range, and one that shares what is prepared with a forward.
     n = max(range(case.sequence_count), key=lambda i: int(case.cu_seqlens[i + 1] - case.cu_seqlens[i]))
-    saved = _stages.empty_saved(*(gpu[x] for x in NAMES[:5]), there)
-    one = _stages.summary(gpu["k"], gpu["v"], gpu["g"], gpu["beta"], there, n, 1, exact=exact, q=gpu["q"], saved=saved)
+    saved = stages.empty_saved(*(gpu[x] for x in NAMES[:5]), there)
+    one = stages.summary(gpu["k"], gpu["v"], gpu["g"], gpu["beta"], there, n, 1, exact=exact, q=gpu["q"], saved=saved)
     assert all(torch.equal(a[0], b[n]) for a, b in zip(one, got))
-    o, saved = _stages.forward(*(gpu[x] for x in NAMES[:5]), there, saved=saved, prepared=True)
-    plain, kept = _stages.forward(*(gpu[x] for x in NAMES[:5]), there)
+    o, saved = stages.forward(*(gpu[x] for x in NAMES[:5]), there, saved=saved, prepared=True)
+    plain, kept = stages.forward(*(gpu[x] for x in NAMES[:5]), there)
     assert torch.equal(o, plain)
-    expected = _stages.backward_summary(cpu["q"], cpu["k"], cpu["g"], cpu["beta"], cpu["do"], here, exact=exact)
+    expected = stages.backward_summary(cpu["q"], cpu["k"], cpu["g"], cpu["beta"], cpu["do"], here, exact=exact)
     for given in (None, saved, kept):
-        got = _stages.backward_summary(
+        got = stages.backward_summary(
             gpu["q"], gpu["k"], gpu["g"], gpu["beta"], gpu["do"], there, exact=exact, saved=given
         )
         assert error(got, expected) < bound(case, "d_initial_state")
-        one = _stages.backward_summary(
+        one = stages.backward_summary(
             gpu["q"], gpu["k"], gpu["g"], gpu["beta"], gpu["do"], there, n, 1, exact=exact, saved=given
         )
         assert torch.equal(one[0], got[n])
@@ -96,15 +95,15 @@ def test_summaries(pack, shape, kind, exact):
 @pytest.mark.parametrize("state_v_first", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("K", "V"), [(128, 128), (48, 80), (256, 256), (144, 16)])
-def test_fold(state_v_first, transposed, K, V):
+def test_merge(state_v_first, transposed, K, V):
     generator = torch.Generator().manual_seed(3)
     values = torch.randn(5, 3, *((V, K) if state_v_first else (K, V)), generator=generator)
-    maps = torch.randn(5, 3, K, K, generator=generator) / K**0.5
+    transitions = torch.randn(5, 3, K, K, generator=generator) / K**0.5
     first, count = torch.tensor([0, 2, 4, 3]), torch.tensor([5, 2, 1, 0])
     call = {"transposed": transposed, "state_v_first": state_v_first}
-    got = _stages.fold(values.cuda(), maps.cuda(), first.cuda(), count.cuda(), **call)
+    got = stages.merge(values.cuda(), transitions.cuda(), first.cuda(), count.cuda(), **call)
     expected = torch.zeros(4, 3, K, V, dtype=torch.float64)
-    matrices = maps.double().mT if transposed else maps.double()
+    matrices = transitions.double().mT if transposed else transitions.double()
     parts = values.double().mT if state_v_first else values.double()
     for r in range(4):
         segments = range(first[r], first[r] + count[r])
@@ -123,26 +122,24 @@ def test_segments_are_the_sequence(shape, kind, exact):
     gpu = {name: getattr(case, name).cuda() for name in NAMES}
     options = options_of(case, "cuda", cuts)
     rule = [gpu[x] for x in NAMES[:5]]
-    saved = _stages.empty_saved(*rule, options)
-    summary = _stages.summary(*rule[1:], options, exact=exact, q=gpu["q"], saved=saved)
+    saved = stages.empty_saved(*rule, options)
+    summary = stages.summary(*rule[1:], options, exact=exact, q=gpu["q"], saved=saved)
     indices = torch.arange(parts, dtype=torch.int32, device="cuda")
     layout = {"state_v_first": options.state_v_first}
-    entering = cp.fold(summary.local_state, summary.transition, torch.zeros_like(indices), indices, **layout)
-    o, saved = _stages.forward(*rule, options, entering, saved=saved, prepared=True)
+    entering = cp.merge(summary.local_state, summary.transition, torch.zeros_like(indices), indices, **layout)
+    o, saved = stages.forward(*rule, options, entering, saved=saved, prepared=True)
     case.check("o", o, case.forward_truth()["o"])
-    local = _stages.backward_summary(
+    local = stages.backward_summary(
         gpu["q"], *(gpu[x] for x in ("k", "g", "beta", "do")), options, exact=exact, saved=saved
     )
-    leaving = cp.fold(local, summary.transition, indices + 1, parts - 1 - indices, transposed=True, **layout)
+    leaving = cp.merge(local, summary.transition, indices + 1, parts - 1 - indices, transposed=True, **layout)
     # Rows by index: in another order.
     order = torch.tensor([3, 0, 4, 1, 2], device="cuda")
     shuffled = torch.empty_like(leaving)
     shuffled[order] = leaving
-    gradients = _stages.backward(
-        *rule, gpu["do"], options, entering, None, shuffled, order.to(torch.int32), saved=saved
-    )
+    gradients = stages.backward(*rule, gpu["do"], options, entering, None, shuffled, order.to(torch.int32), saved=saved)
     expected = case.backward_truth()
-    for name, x in zip(_stages.Gradients._fields, gradients):
+    for name, x in zip(stages.Gradients._fields, gradients):
         if x is not None:
             case.check(name, x, expected[name])
 
@@ -159,13 +156,13 @@ def test_rows_of_gradients_by_index():
 
     def run(final, final_rows, initial, initial_rows):
         args = _lib.BackwardArgs()
-        _stages._set_inputs(args.inputs, options, **{name: gpu[name] for name in NAMES[:5]})
+        stages._set_inputs(args.inputs, options, **{name: gpu[name] for name in NAMES[:5]})
         for name, x in (
-            ("d_o", gpu["do"]), ("d_final_state", final), ("d_final_indices", final_rows), ("d_initial_state", initial),
-            ("d_initial_indices", initial_rows),
+            ("do", gpu["do"]), ("dht", final), ("dht_indices", final_rows), ("d_initial_state", initial),
+            ("d_initial_state_indices", initial_rows),
         ):  # fmt: skip
-            setattr(args, name, _stages._tensor(x, name))
-        _stages._run("gd_backward", args, gpu["q"])
+            setattr(args, name, stages._tensor(x, name))
+        stages._run("gd_backward", args, gpu["q"])
         return initial
 
     everything = run(dense, None, torch.empty(5, 2, 128, 128, device="cuda"), None)
@@ -205,7 +202,7 @@ def test_one_rank_of_nccl(group, scheme, kind):
     back = torch.argsort(torch.tensor(tokens, device="cuda"))
     case.check("o", o.detach()[:, back], case.forward_truth()["o"])
     expected = case.backward_truth()
-    for name, x in zip(_stages.Gradients._fields, (*inputs.values(), *parameters.values())):
+    for name, x in zip(stages.Gradients._fields, (*inputs.values(), *parameters.values())):
         if x is not None and x.dim() > 1:
             case.check(name, x.grad[:, back], expected[name])
         elif x is not None:
@@ -219,8 +216,8 @@ def test_stages_in_a_graph():
     first, count = (torch.tensor([i], dtype=torch.int32, device="cuda") for i in (0, 1))
 
     def work():
-        summary = _stages.summary(gpu["k"], gpu["v"], gpu["g"], gpu["beta"], options)
-        return _stages.fold(summary.local_state, summary.transition, first, count)
+        summary = stages.summary(gpu["k"], gpu["v"], gpu["g"], gpu["beta"], options)
+        return stages.merge(summary.local_state, summary.transition, first, count)
 
     expected = work()
     graph = torch.cuda.CUDAGraph()

@@ -12,9 +12,10 @@ ml_dtypes = pytest.importorskip("ml_dtypes")
 
 import gatedelta.numpy as gdn  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
-from gatedelta.torch import _conv1d  # noqa: E402
+from gatedelta._operators import conv1d  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from tree import ROOT  # noqa: E402
+
+from tools.dev_paths import ROOT  # noqa: E402
 
 F = torch.nn.functional
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -160,7 +161,7 @@ def test_packed_sequences(offsets):
 
 
 def test_decode_in_a_pool():
-    """A prompt, then tokens one by one, in place; the last slot belongs to nobody of this batch."""
+    """A prompt, then tokens one by one, in place; the last slot belongs to no sequence of this batch."""
     x, weight, bias, _ = make(3, 20, 24)
     expected, _ = gd.causal_conv1d(x, weight, bias, "silu")
     pool = torch.full((9, 24, 3), float("nan"))
@@ -188,7 +189,7 @@ def test_decode_in_a_pool():
     assert np.array_equal(result.y, y.numpy()) and np.array_equal(array, pool.numpy(), equal_nan=True)
 
 
-def test_nobody_s_slot():
+def test_null_slot():
     """vLLM's slot 0: padded rows of a batch."""
     x, weight, _, _ = make(4, 1, 8)
     x[1] = x[3] = float("nan")
@@ -332,11 +333,11 @@ def test_operators():
     x, weight, bias, state = make(2, 6, 8)
     turned = x.transpose(1, 2).contiguous().transpose(1, 2)
     for rows in (x, turned):
-        torch.library.opcheck(_conv1d._fwd, (rows, weight, bias, _conv1d.SILU, None, state, 0))
-        torch.library.opcheck(_conv1d._fwd, (rows, weight, None, _conv1d.FINAL_STATE, None, None, 3))
-        torch.library.opcheck(_conv1d._bwd, (rows, weight, bias, _conv1d.SILU, None, state, rows, state, 0b1111))
+        torch.library.opcheck(conv1d.forward, (rows, weight, bias, conv1d.SILU, None, state, 0))
+        torch.library.opcheck(conv1d.forward, (rows, weight, None, conv1d.FINAL_STATE, None, None, 3))
+        torch.library.opcheck(conv1d.backward, (rows, weight, bias, conv1d.SILU, None, state, rows, state, 0b1111))
     torch.library.opcheck(
-        _conv1d._fwd_out,
+        conv1d.forward_out,
         (x, weight, bias, 0, None, None, None, 0, torch.empty_like(x), state.clone(), None, True, None, None),
     )
 
@@ -354,7 +355,7 @@ def test_options_are_the_binding_s():
     text = (ROOT / "bindings/torch/conv1d.cpp").read_text()
     bits = dict(re.findall(r"k(\w+) = 1 << (\d+)", text))
     assert bits == {"Silu": "0", "FinalState": "1"}
-    assert (_conv1d.SILU, _conv1d.FINAL_STATE) == (1, 2)
+    assert (conv1d.SILU, conv1d.FINAL_STATE) == (1, 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)

@@ -8,7 +8,8 @@ import subprocess
 from ctypes import POINTER, c_char_p, c_int64, c_size_t, c_void_p
 
 import pytest
-import tree
+
+from tools import dev_paths
 
 np = pytest.importorskip("numpy")
 
@@ -37,7 +38,7 @@ def library(tmp_path_factory):
     target, path = tmp_path_factory.mktemp("ggml") / "ggml_op.so", gatedelta.library_path()
     subprocess.run(
         [compiler, "-std=c99", "-O1", "-Wall", "-Wextra", "-pedantic", "-Werror", "-shared", "-fPIC",
-         f"-I{tree.ROOT / 'include'}", tree.ROOT / "examples/c/ggml_op.c", "-o", target, path,
+         f"-I{dev_paths.ROOT / 'include'}", dev_paths.ROOT / "examples/c/ggml_op.c", "-o", target, path,
          f"-Wl,-rpath,{path.parent}"],
         check=True,
     )  # fmt: skip
@@ -115,9 +116,7 @@ def test_threads_change_no_bit(library, tokens, snapshots):
     import gatedelta.numpy
 
     arrays = make(T=tokens)
-    results = [
-        run(library, arrays, snapshots, threads=threads) for threads in (None, gatedelta._lib._thread_pool(3, 0))
-    ]
+    results = [run(library, arrays, snapshots, threads=threads) for threads in (None, gatedelta._lib.thread_pool(3, 0))]
     assert np.array_equal(results[0][0], results[1][0])
     assert np.array_equal(results[0][1], results[1][1])
 

@@ -13,10 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import tree
 
-INDEX = tree.ROOT / "docs" / "integrations.md"
-PAGES = sorted((tree.ROOT / "docs" / "integrations").glob("*.md"))
+from tools import dev_paths
+
+INDEX = dev_paths.ROOT / "docs" / "integrations.md"
+PAGES = sorted((dev_paths.ROOT / "docs" / "integrations").glob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"# needs: *(.+)")
 

@@ -14,9 +14,10 @@ ml_dtypes = pytest.importorskip("ml_dtypes")
 
 import gatedelta.numpy as gdn  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
-from gatedelta.torch import _layer_step, _ops  # noqa: E402
+from gatedelta._operators import layer_step, ops  # noqa: E402
 from torch.nn import functional  # noqa: E402
-from tree import ROOT  # noqa: E402
+
+from tools.dev_paths import ROOT  # noqa: E402
 
 HK, HV, K, V, W = 2, 4, 32, 16, 4
 D = 2 * HK * K + HV * V
@@ -250,7 +251,7 @@ def test_opcheck():
     arguments = make(slots=4)
     operands = [
         *(arguments[name] for name in ("mixed_qkv", "z", "a", "b", "conv_weight", "conv_bias", "conv_state", "A_log")),
-        arguments["dt_bias"], arguments["state"], arguments["norm_weight"], HK, _ops.L2NORM | _layer_step.CONV_SILU,
+        arguments["dt_bias"], arguments["state"], arguments["norm_weight"], HK, ops.L2NORM | layer_step.CONV_SILU,
     ]  # fmt: skip
     slots, out = torch.tensor([3, 0, 1]), torch.empty(3, 1, HV, V)
     for final, steps, step_indices in [
@@ -320,9 +321,9 @@ REFUSALS = [
     ({"norm_activation": "relu"}, ValueError, "norm_activation is 'relu', must be 'silu', 'swish' or 'sigmoid'"),
     ({"z": None}, ValueError, "give out= where z is None: one of them says Hv and V"),
     ({"key_heads": 3}, RuntimeError, "mixed_qkv has 192 channels, must have 2 key_heads K + Hv V = 2 * 3 * K + 4 * 16"),
-    ({"state_indices": torch.tensor([0, 1, 9])}, RuntimeError, "state_indices[2] is 9, but initial_state has 3 slots"),
+    ({"state_indices": torch.tensor([0, 1, 9])}, RuntimeError, "state_indices[2] is 9, but conv_state has 3 slots"),
     ({"null_index": 0}, ValueError, "null_index is 0, but the call has no indices"),
-    ({"conv_weight": torch.zeros(D, 5)}, RuntimeError, "conv: weight has W = 5|conv_weight has W = 5 taps"),
+    ({"conv_weight": torch.zeros(D, 5)}, RuntimeError, "conv_weight has W = 5 taps"),
     ({"a": torch.zeros(3, 1, 3)}, RuntimeError, "a: shape is [3, 1, 3], must be [B, T, Hv] = [3, 1, 4]"),
     ({"norm_weight": torch.zeros(V + 1)}, RuntimeError, "norm_weight: shape is [17], must be [D] = [16]"),
     ({"conv_state": torch.zeros(3, D, 2)}, RuntimeError, "conv_state has S = 2 columns, must have at least W - 1 = 3"),
@@ -370,8 +371,8 @@ def test_options_are_those_of_the_binding():
     source = (ROOT / "bindings/torch/layer_step.cpp").read_text()
     bits = {name: 1 << int(bit) for name, bit in re.findall(r"k(\w+) = 1 << (\d+)", source)}
     assert bits == {
-        "ConvSilu": _layer_step.CONV_SILU,
-        "NormSigmoid": _layer_step.NORM_SIGMOID,
-        "NormRoundBeforeGate": _layer_step.NORM_ROUND_BEFORE_GATE,
-        "StepsInState": _layer_step.STEPS_IN_STATE,
+        "ConvSilu": layer_step.CONV_SILU,
+        "NormSigmoid": layer_step.NORM_SIGMOID,
+        "NormRoundBeforeGate": layer_step.NORM_ROUND_BEFORE_GATE,
+        "StepsInState": layer_step.STEPS_IN_STATE,
     }

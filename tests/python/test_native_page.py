@@ -9,11 +9,12 @@ import shutil
 import subprocess
 
 import pytest
-import tree
+
+from tools import dev_paths
 
 np = pytest.importorskip("numpy")
 
-PAGE = tree.ROOT / "docs" / "integrations" / "native.md"
+PAGE = dev_paths.ROOT / "docs" / "integrations" / "native.md"
 WARNINGS = ["-Wall", "-Wextra", "-pedantic", "-Werror"]
 # What the page's code names of ggml's own header.
 GGML = """
@@ -42,8 +43,8 @@ def compile_shared(folder, compiler: str, standard: str, *sources):
         pytest.skip(f"no {compiler}")
     library, target = gatedelta.library_path(), folder / "page.so"
     subprocess.run(
-        [compiler, f"-std={standard}", *WARNINGS, "-shared", "-fPIC", f"-I{tree.ROOT / 'include'}", f"-I{folder}",
-         f"-I{tree.ROOT / 'examples' / 'c'}", *sources, "-o", target, library, f"-Wl,-rpath,{library.parent}"],
+        [compiler, f"-std={standard}", *WARNINGS, "-shared", "-fPIC", f"-I{dev_paths.ROOT / 'include'}", f"-I{folder}",
+         f"-I{dev_paths.ROOT / 'examples' / 'c'}", *sources, "-o", target, library, f"-Wl,-rpath,{library.parent}"],
         check=True,
     )  # fmt: skip
     return ctypes.CDLL(str(target))
@@ -97,7 +98,7 @@ extern "C" int door() {
   in.g = gatedelta::tensor(g, {1, 1, 1});
   in.beta = in.g;
   in.initial_state = gatedelta::tensor(pool, {2, 1, 32, 16});
-  in.initial_indices = gatedelta::tensor(slot, {1});
+  in.initial_state_indices = gatedelta::tensor(slot, {1});
   Decoder decoder;
   decoder.step(in, gatedelta::tensor(o, {1, 1, 1, 16}));
   slot[0] = 2;
@@ -118,12 +119,12 @@ def test_ggml(tmp_path):
     (tmp_path / "ggml.h").write_text(GGML)
     source = tmp_path / "page.c"
     source.write_text(block("ggml", "c"))
-    library = compile_shared(tmp_path, "cc", "c99", source, tree.ROOT / "examples" / "c" / "ggml_op.c")
+    library = compile_shared(tmp_path, "cc", "c99", source, dev_paths.ROOT / "examples" / "c" / "ggml_op.c")
     assert library.gated_delta_net
 
 
 def test_rust_is_the_example_of_the_crate():
-    text = (tree.ROOT / "examples" / "rust" / "gatedelta" / "src" / "lib.rs").read_text()
+    text = (dev_paths.ROOT / "examples" / "rust" / "gatedelta" / "src" / "lib.rs").read_text()
     (example,) = re.findall(r"^//! ```no_run\n(.*?)^//! ```", text, re.DOTALL | re.MULTILINE)
     lines = [line.removeprefix("//!").removeprefix(" ") for line in example.splitlines()]
     assert block("Rust", "rust").splitlines() == [line for line in lines if not line.startswith("# ")]

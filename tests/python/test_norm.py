@@ -12,9 +12,10 @@ ml_dtypes = pytest.importorskip("ml_dtypes")
 
 import gatedelta.numpy as gdn  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
-from gatedelta.torch import _norm  # noqa: E402
+from gatedelta._operators import norm  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from tree import ROOT  # noqa: E402
+
+from tools.dev_paths import ROOT  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3.2e-3, torch.float16: 4e-4}  # those of testing/tolerance.cpp
@@ -207,12 +208,12 @@ def test_compile_out():
 
 def test_opcheck():
     x, gate, weight = make(2, 3, 2, 32)
-    for options in (0, _norm.SIGMOID, _norm.ROUND_BEFORE_GATE):
-        torch.library.opcheck(_norm._fwd, (x, gate, weight, 1e-6, options))
-        torch.library.opcheck(_norm._bwd, (x, gate, weight, None, options, torch.randn_like(x), 0b111))
-    torch.library.opcheck(_norm._fwd, (x, None, None, 1e-6, 0))
-    torch.library.opcheck(_norm._bwd, (x, None, weight, 1e-6, 0, torch.randn_like(x), 0b101))
-    torch.library.opcheck(_norm._fwd_out, (x, gate, weight, 1e-6, 0, torch.empty_like(x)))
+    for options in (0, norm.SIGMOID, norm.ROUND_BEFORE_GATE):
+        torch.library.opcheck(norm.forward, (x, gate, weight, 1e-6, options))
+        torch.library.opcheck(norm.backward, (x, gate, weight, None, options, torch.randn_like(x), 0b111))
+    torch.library.opcheck(norm.forward, (x, None, None, 1e-6, 0))
+    torch.library.opcheck(norm.backward, (x, None, weight, 1e-6, 0, torch.randn_like(x), 0b101))
+    torch.library.opcheck(norm.forward_out, (x, gate, weight, 1e-6, 0, torch.empty_like(x)))
 
 
 def test_fake_on_cuda():
@@ -225,7 +226,7 @@ def test_fake_on_cuda():
 def test_option_bits_are_those_of_the_binding():
     source = (ROOT / "bindings" / "torch" / "gated_norm.cpp").read_text()
     theirs = {name.lower(): 1 << int(bit) for name, bit in re.findall(r"\bk(\w+) = 1 << (\d+)", source)}
-    assert theirs == {"sigmoid": _norm.SIGMOID, "roundbeforegate": _norm.ROUND_BEFORE_GATE}
+    assert theirs == {"sigmoid": norm.SIGMOID, "roundbeforegate": norm.ROUND_BEFORE_GATE}
 
 
 X, GATE, WEIGHT = make(2, 3, 32)

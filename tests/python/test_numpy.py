@@ -62,17 +62,19 @@ def test_recurrent(spec):
 def test_buffers_and_pools():
     case = Case("lengths=64+130+0+1+70 pad=9 Hk=1 Hv=2 K=64 V=32 dtype=bf16 pool=1 inplace=1 every=64", numpy=True)
     truth = case.forward_truth()
-    b = case.buffers(case.forward_args, "o", "final_state", "final_indices", "checkpoints", "checkpoint_indices")
+    b = case.buffers(
+        case.forward_args, "out", "final_state", "final_state_indices", "checkpoints", "checkpoint_indices"
+    )
     result = gd.forward(
-        case.q, case.k, case.v, case.g, case.beta, initial_state=case.initial_state, out=b["o"],
-        initial_state_indices=case.initial_indices, final_state=b["final_state"],
-        final_state_indices=b["final_indices"], checkpoints=b["checkpoints"],
+        case.q, case.k, case.v, case.g, case.beta, initial_state=case.initial_state, out=b["out"],
+        initial_state_indices=case.initial_state_indices, final_state=b["final_state"],
+        final_state_indices=b["final_state_indices"], checkpoints=b["checkpoints"],
         checkpoint_indices=b["checkpoint_indices"], checkpoint_every=64, **case.options,
     )  # fmt: skip
-    assert result.o is b["o"] and result.saved is None
+    assert result.o is b["out"] and result.saved is None
     case.check("o", result.o, truth["o"])
-    stored = b["final_indices"] >= 0
-    case.check("final_state", result.final_state[b["final_indices"][stored]], truth["final_state"][stored])
+    stored = b["final_state_indices"] >= 0
+    case.check("final_state", result.final_state[b["final_state_indices"][stored]], truth["final_state"][stored])
     assert case.damage() == ""
 
     case = Case("B=3 T=4 Hk=1 Hv=2 K=64 V=32 dtype=fp32 steps=dense accept=1", numpy=True)
@@ -155,7 +157,11 @@ REFUSALS = {
         ValueError,
         r"^final_state_indices\[0\] is 4, but final_state has 4 slots$",
     ),
-    "gate": ({"A_log": np.zeros(2, np.float32)}, ValueError, "^A_log is given, but use_gate_in_kernel is not True"),
+    "gate": (
+        {"A_log": np.zeros(2, np.float32)},
+        ValueError,
+        r"^A_log is given, but it acts only on a raw g \(use_gate_in_kernel\)",
+    ),
     "shape of out": ({"out": np.zeros((1, 70, 2, 16), np.float32)}, ValueError, "^out: shape is"),
     "no such keyword": ({"seq_idx": None}, TypeError, "seq_idx"),
     "gate of raw values that are absent": ({"g": None, "use_gate_in_kernel": True}, ValueError, "but g is None"),

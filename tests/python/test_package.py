@@ -34,6 +34,23 @@ def test_works_without_torch_and_numpy(run_python):
     assert result.returncode != 0 and "torch is blocked" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("code", "extra"),
+    [
+        ("from gatedelta import chunk_gated_delta_rule", "torch"),
+        ("import gatedelta.torch", "torch"),
+        ("import gatedelta; gatedelta.context_parallel", "torch"),
+        ("import gatedelta.flash_qla", "torch"),
+        ("import gatedelta.flashinfer", "torch"),
+        ("import gatedelta.numpy", "numpy"),
+    ],
+)
+def test_a_missing_package_is_explained(run_python, code, extra):
+    result = run_python("-c", BLOCK_HEAVY + code, check=False)
+    assert result.returncode != 0
+    assert f"needs {extra}, which is not installed: pip install '.[{extra}]' in a clone" in result.stderr
+
+
 def test_numpy_path_needs_no_torch(run_python):
     pytest.importorskip("numpy")
     code = BLOCK_HEAVY.replace('("torch", "numpy")', '("torch",)') + (
@@ -79,13 +96,14 @@ def test_structs_are_those_of_the_header(root):
     mirrors = {
         "gd_tensor": _lib.Tensor,
         "gd_exec": _lib.Exec,
+        "gd_tuning": _lib.Tuning,
         "gd_inputs": _lib.Inputs,
         "gd_forward_args": _lib.ForwardArgs,
         "gd_backward_args": _lib.BackwardArgs,
         "gd_recurrent_args": _lib.RecurrentArgs,
         "gd_summary_args": _lib.SummaryArgs,
         "gd_backward_summary_args": _lib.BackwardSummaryArgs,
-        "gd_fold_args": _lib.FoldArgs,
+        "gd_merge_args": _lib.MergeArgs,
         "gd_conv1d_inputs": _lib.Conv1dInputs,
         "gd_conv1d_args": _lib.Conv1dArgs,
         "gd_layer_step_args": _lib.LayerStepArgs,
@@ -97,7 +115,7 @@ def test_structs_are_those_of_the_header(root):
         for statement in filter(None, (line.strip() for line in body.split(";"))):
             declared = re.sub(r"\[[^]]*\]", "", re.sub(r"^(const )?\w+\s*\*?", "", statement))
             fields += [field.strip(" *") for field in declared.split(",")]
-        renamed = {"in": "inputs"}  # a Python keyword
+        renamed = {"in": "inputs", "do_": "do"}  # keywords of Python and of C
         assert [renamed.get(field, field) for field in fields] == [field[0] for field in mirror._fields_], name
 
 
@@ -137,7 +155,7 @@ def test_forced_isa_reaches_the_torch_binding(run_python):
     assert "GATEDELTA_ISA is 'sse9'" in result.stderr
     unusable = {"avx2", "neon"} - set(gatedelta.info()["cpu_isa_usable"])
     result = run_python("-c", code, env={"GATEDELTA_ISA": unusable.pop()}, check=False)
-    assert "RuntimeError: gatedelta: " in result.stderr
+    assert "UnsupportedError: GATEDELTA_ISA is " in result.stderr
 
 
 def test_command_line(run_python):

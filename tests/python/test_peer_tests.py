@@ -10,7 +10,8 @@ import sys
 import textwrap
 
 import pytest
-import tree
+
+from tools import dev_paths
 
 pytest.importorskip("torch")
 
@@ -77,12 +78,12 @@ def tools(tmp_path_factory):
     (folder / "Peer" / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
     copy = folder / "tree" / "tools" / "peer_suites"
     copy.mkdir(parents=True)
-    for name in ("peer_suites/__init__.py", "peer_suites/plugin.py", "peer_tests.py", "repo_files.py"):
-        text = (tree.ROOT / "tools" / name).read_text()
+    for name in ("peer_suites/__init__.py", "peer_suites/plugin.py", "peer_tests.py", "repo_files.py",
+                 "dev_paths.py", "records.py"):  # fmt: skip
+        text = (dev_paths.ROOT / "tools" / name).read_text()
         (folder / "tree" / "tools" / name).write_text(text.replace('MODULES = ("fla", ', 'MODULES = ("peer", "fla", '))
     (copy / "peer.py").write_text(textwrap.dedent(SUITE))
-    for name in ("bench", "python"):
-        (folder / "tree" / name).symlink_to(tree.ROOT / name)
+    (folder / "tree" / "python").symlink_to(dev_paths.ROOT / "python")
     return folder
 
 
@@ -90,7 +91,7 @@ def run(folder, *options, status=1):
     output = folder / "record.json"
     command = [sys.executable, str(folder / "tree" / "tools" / "peer_tests.py"), "--peers", str(folder), "--output",
                str(output), *options]  # fmt: skip
-    environment = {**os.environ, "GATEDELTA_BUILD": str(tree.BUILD)}
+    environment = {**os.environ, "GATEDELTA_BUILD": str(dev_paths.BUILD)}
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert result.returncode == status, result.stdout + result.stderr
     return (json.loads(output.read_text()) if status != 2 else None), result
@@ -124,8 +125,7 @@ def test_one_test_in_so_many_and_a_time_limit(tools):
     assert "no such suite: of nobody" in result.stderr
 
 
-def test_the_suites_that_ship(monkeypatch):
-    monkeypatch.syspath_prepend(str(tree.ROOT / "tools"))
+def test_the_suites_that_ship():
     peer_suites = importlib.import_module("peer_suites")
     suites = peer_suites.suites()
     assert "fla" in suites

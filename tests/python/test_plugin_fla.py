@@ -14,9 +14,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import gatedelta.fla  # noqa: E402
-from gatedelta import _fla_modules as modules  # noqa: E402
-from gatedelta import _fla_rule as rule  # noqa: E402
-from gatedelta import _served  # noqa: E402
+from gatedelta._plugins import limits  # noqa: E402
+from gatedelta.fla import modules, rule  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 
@@ -99,13 +98,13 @@ def cuda_inputs(**changes):
 def test_cuda_refusals(monkeypatch):
     with FakeTensorMode():
         call = cuda_inputs(K=64, V=128)
-        monkeypatch.setattr(_served, "_gpu_refusal", lambda index: "why not")
+        monkeypatch.setattr(limits, "_gpu_refusal", lambda index: "why not")
         assert rule.chunk_refusal(**call) == rule._plan_recurrent(**call) == "why not"
         x = torch.zeros(2, 8, 32, device="cuda")
         assert modules.conv_refusal(x, torch.zeros(32, 4, device="cuda"), None, None) == "why not"
         assert modules.norm_refusal(x, x, None, None, is_rms_norm=True) == "why not"
 
-        monkeypatch.setattr(_served, "_gpu_refusal", lambda index: None)
+        monkeypatch.setattr(limits, "_gpu_refusal", lambda index: None)
         for sizes in ({"K": 64, "V": 128}, {"K": 256, "V": 144}, {"K": 50, "V": 100}, {"Hk": 1, "Hv": 257}):
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 call = cuda_inputs(**sizes, dtype=dtype)
@@ -126,7 +125,7 @@ def test_cuda_refusals(monkeypatch):
     ],
 )
 def test_contexts_on_cuda(monkeypatch, change, reason):
-    monkeypatch.setattr(_served, "_gpu_refusal", lambda index: None)
+    monkeypatch.setattr(limits, "_gpu_refusal", lambda index: None)
     context = types.SimpleNamespace(pre_num_ranks=0)
     with FakeTensorMode():
         call = cuda_inputs(**change)
@@ -302,7 +301,6 @@ def stand_in(monkeypatch):
         fused_recurrent_gated_delta_rule=fused_recurrent_gated_delta_rule,
         fused_recurrent_gdn=fused_recurrent_gated_delta_rule,
     )
-    monkeypatch.setattr(gatedelta.fla, "_recurrent", None)
     monkeypatch.setattr(gatedelta.fla, "_registered", False)
     yield rules, module
     gatedelta.fla.unregister()

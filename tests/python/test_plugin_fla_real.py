@@ -26,12 +26,12 @@ with warnings.catch_warnings():
 
 import gatedelta.fla  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from gatedelta import _served  # noqa: E402
+from gatedelta._plugins import limits  # noqa: E402
 from test_plugin_fla import close, inputs, recurrence  # noqa: E402
 
 needs_transformers = pytest.mark.skipif(not transformers, reason="FLA's layers and models need transformers")
 DEVICES = ["cpu"]
-if torch.cuda.is_available() and _served.device_refusal(torch.device("cuda", 0)) is None:
+if torch.cuda.is_available() and limits.device_refusal(torch.device("cuda", 0)) is None:
     DEVICES.append("cuda")
 
 
@@ -98,7 +98,7 @@ def test_recurrent(device):
 
 def test_undo(monkeypatch):
     called = []
-    monkeypatch.setattr("gatedelta._fla_rule.chunk_refusal", lambda *args, **kwargs: called.append(1))
+    monkeypatch.setattr("gatedelta.fla.rule.chunk_refusal", lambda *args, **kwargs: called.append(1))
     gatedelta.fla.register()  # with what was just put in place
     ops.chunk_gdn(**inputs())
     assert called == [1]

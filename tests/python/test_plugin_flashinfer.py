@@ -14,7 +14,7 @@ pytest.importorskip("ml_dtypes")
 
 import gatedelta.flashinfer as shim  # noqa: E402
 import plugin_signatures  # noqa: E402
-from gatedelta import _served  # noqa: E402
+from gatedelta._plugins import limits  # noqa: E402
 from truth import Case  # noqa: E402
 
 HOMES = {
@@ -468,7 +468,7 @@ def test_import_needs_no_flashinfer(run_python):
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or _served.device_refusal(torch.device("cuda", 0)) is not None,
+    not torch.cuda.is_available() or limits.device_refusal(torch.device("cuda", 0)) is not None,
     reason="no GPU, or none that is supported",
 )
 @pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 48)])

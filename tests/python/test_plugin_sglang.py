@@ -7,12 +7,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import tree as paths
+
+from tools import dev_paths as paths
 
 torch = pytest.importorskip("torch")
 
 import gatedelta.sglang as plugin  # noqa: E402
-from gatedelta import _served  # noqa: E402
+from gatedelta._plugins import limits  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 STAND_INS = paths.ROOT / "tests" / "python" / "stand_ins"
@@ -21,7 +22,7 @@ from oracle import Shape, Weights, shape_for  # noqa: E402
 from sglang_engine import Engine, Pool  # noqa: E402
 
 needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or _served.device_refusal(torch.device("cuda", 0)) is not None,
+    not torch.cuda.is_available() or limits.device_refusal(torch.device("cuda", 0)) is not None,
     reason="no GPU, or none that is supported",
 )
 DEVICES = [
@@ -73,7 +74,7 @@ def make(package, device="cpu", dtype=torch.float32, drafts=0, overlap=True):
 
 def test_does_nothing_unless_asked(engine_package):
     backend = engine_package.wrapper(make_runner(Shape()))
-    assert type(backend) is engine_package.tree().GDNAttnBackend and not plugin._replaced
+    assert type(backend) is engine_package.tree().GDNAttnBackend and not plugin._places
     assert backend.kernel_dispatcher.decode_kernel == "triton"
     assert engine_package.choices == ["triton", "flashinfer", "gatedelta"]
 
@@ -167,10 +168,10 @@ def test_gpus(engine_package, monkeypatch, word):
     setattr(engine_package.mamba, word, "gatedelta")
     with FakeTensorMode():
         runner = make_runner(Shape(K=64, V=256), torch.bfloat16, "cuda")
-        monkeypatch.setattr(_served, "_gpu_refusal", lambda index: "why not")
+        monkeypatch.setattr(limits, "_gpu_refusal", lambda index: "why not")
         with pytest.raises(ValueError, match="linear attention backend gatedelta: why not"):
             engine_package.wrapper(runner)
-        monkeypatch.setattr(_served, "_gpu_refusal", lambda index: None)
+        monkeypatch.setattr(limits, "_gpu_refusal", lambda index: None)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             engine_package.wrapper(make_runner(Shape(K=64, V=256), dtype, "cuda"))
 

@@ -316,7 +316,7 @@ def test_what_the_library_lacks_stays_with_transformers(changes):
 
 def test_calls_on_gpus(monkeypatch):
     """Rule, convolution and norm go to the library where it serves the GPU, and the rule where it serves the heads."""
-    from gatedelta import _served
+    from gatedelta._plugins import limits
     from gatedelta.transformers import _functions
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -334,13 +334,13 @@ def test_calls_on_gpus(monkeypatch):
         yield _functions.choose_norm(original, torch.nn.Identity(), v[..., :16], v[..., :16])
 
     with FakeTensorMode():
-        monkeypatch.setattr(_served, "_gpu_refusal", lambda index: None)
+        monkeypatch.setattr(limits, "_gpu_refusal", lambda index: None)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for sizes in ((128, 128), (64, 256), (16, 48)):
                 assert list(chosen(*sizes, dtype)) == ["ours"] * 4
             for sizes in ((100, 128), (64, 272)):
                 assert list(chosen(*sizes, dtype)) == ["theirs", "theirs", "ours", "ours"]
-        monkeypatch.setattr(_served, "_gpu_refusal", lambda index: "why not")
+        monkeypatch.setattr(limits, "_gpu_refusal", lambda index: "why not")
         assert list(chosen(128, 128, torch.bfloat16)) == ["theirs"] * 4
 
 
@@ -453,7 +453,8 @@ def test_import_imports_nothing_and_says_what_is_missing(run_python):
     code = "import sys; sys.modules['transformers'] = None; import gatedelta.transformers as p; p.unpatch(); p.patch()"
     result = run_python("-c", code, check=False)
     assert (
-        "ImportError: gatedelta.transformers needs transformers: pip install 'gatedelta[transformers]'" in result.stderr
+        "ImportError: gatedelta.transformers needs transformers: pip install '.[transformers]' in a clone"
+        in result.stderr
     )
 
 

@@ -12,12 +12,12 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.models.qwen4_exp", reason="this transformers lacks the models")
 
 import gatedelta.transformers as plugin  # noqa: E402
-from gatedelta import _served  # noqa: E402
+from gatedelta._plugins import limits  # noqa: E402
 from torch.utils._triton import has_triton  # noqa: E402
 from transformers_models import CONFIGS, build, error, packed_mask, tokens  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or _served.device_refusal(torch.device("cuda", 0)) is not None,
+    not torch.cuda.is_available() or limits.device_refusal(torch.device("cuda", 0)) is not None,
     reason="no GPU, or none that is supported",
 )
 

@@ -6,12 +6,13 @@ import importlib.util
 import sys
 
 import pytest
-import tree as paths
+
+from tools import dev_paths as paths
 
 torch = pytest.importorskip("torch")
 
 import gatedelta.vllm as plugin  # noqa: E402
-from gatedelta import _served  # noqa: E402
+from gatedelta._plugins import limits  # noqa: E402
 
 STAND_INS = paths.ROOT / "tests" / "python" / "stand_ins"
 sys.path.insert(0, str(STAND_INS))
@@ -19,7 +20,7 @@ from oracle import Shape, Weights, shape_for  # noqa: E402
 from vllm_engine import Engine, layer_config, load, vllm_config  # noqa: E402
 
 needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or _served.device_refusal(torch.device("cuda", 0)) is not None,
+    not torch.cuda.is_available() or limits.device_refusal(torch.device("cuda", 0)) is not None,
     reason="no GPU, or none that is supported",
 )
 DEVICES = [
@@ -139,9 +140,9 @@ def test_refuses_devices(tree, monkeypatch):
     platform.device_name, platform.capability = "cuda", 75
     refused("it needs a GPU of compute capability 8.0 or later")
     platform.capability = 80
-    monkeypatch.setattr(_served, "build_refusal", lambda: "built without CUDA")
+    monkeypatch.setattr(limits, "build_refusal", lambda: "built without CUDA")
     refused("built without CUDA")
-    monkeypatch.setattr(_served, "build_refusal", lambda: None)
+    monkeypatch.setattr(limits, "build_refusal", lambda: None)
     for K in (100, 272):
         refused(f"head sizes are K = {K}, V = {K}; multiples of 16 up to 256 are taken")
     K, config.model_config.dtype = 64, torch.float64
@@ -153,7 +154,7 @@ def test_refuses_devices(tree, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_takes_gpus(tree, monkeypatch, capability, dtype):
-    monkeypatch.setattr(_served, "build_refusal", lambda: None)
+    monkeypatch.setattr(limits, "build_refusal", lambda: None)
     tree.current_platform.device_name, tree.current_platform.capability = "cuda", capability
     for K, V in ((128, 128), (64, 256), (16, 48)):
         config = layer_config(Shape(K=K, V=V))

@@ -8,9 +8,10 @@ import shutil
 import subprocess
 
 import pytest
-import tree
 
-FOLDER = tree.ROOT / "examples" / "rust"
+from tools import dev_paths
+
+FOLDER = dev_paths.ROOT / "examples" / "rust"
 BINDINGS = FOLDER / "gatedelta-sys" / "src" / "bindings.rs"
 
 
@@ -20,7 +21,7 @@ def names(text: str) -> set[str]:
 
 def test_declarations_cover_the_header():
     """Without bindgen: every function, type and constant of the header is there, and nothing else."""
-    header = (tree.ROOT / "include" / "gatedelta" / "gatedelta.h").read_text()
+    header = (dev_paths.ROOT / "include" / "gatedelta" / "gatedelta.h").read_text()
     header = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
     macros = {"GD_API", "GD_INITIAL", "gd_initial"} | set(re.findall(r"\bGD_\w+_(?:INIT|H)\b", header))
     assert names(header) - macros == names(BINDINGS.read_text())

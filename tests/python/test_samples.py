@@ -8,7 +8,8 @@ import shutil
 import subprocess
 
 import pytest
-import tree
+
+from tools import dev_paths
 
 np = pytest.importorskip("numpy")
 
@@ -27,7 +28,7 @@ extern "C" int door(float* q, float* k, float* v, float* g, float* beta, float* 
 
 
 def sample(language: str) -> str:
-    text = (tree.ROOT / "docs" / "api.md").read_text()
+    text = (dev_paths.ROOT / "docs" / "api.md").read_text()
     (section,) = re.findall(r"^## In C and C\+\+\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)
     (code,) = re.findall(rf"^```{language}\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
     return code
@@ -44,7 +45,7 @@ def built(folder, language: str, standard: str):
     source.write_text(sample(language) + (CPP_DOOR if language == "cpp" else ""))
     warnings = ["-Wall", "-Wextra", "-pedantic", "-Werror"]
     subprocess.run(
-        [compiler, f"-std={standard}", *warnings, "-shared", "-fPIC", f"-I{tree.ROOT / 'include'}", source,
+        [compiler, f"-std={standard}", *warnings, "-shared", "-fPIC", f"-I{dev_paths.ROOT / 'include'}", source,
          "-o", target, library, f"-Wl,-rpath,{library.parent}"],
         check=True,
     )  # fmt: skip

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-import tree
+
+from tools import dev_paths
 
 torch = pytest.importorskip("torch")
 
@@ -20,7 +21,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_sample_of_a_restored_prefix(device):
-    text = (tree.ROOT / "docs" / "serving.md").read_text()
+    text = (dev_paths.ROOT / "docs" / "serving.md").read_text()
     (code,) = re.findall(r"^```python\n(import torch\n.*?)^```", text, re.DOTALL | re.MULTILINE)
     names = {}
     exec(compile(code, "docs/serving.md", "exec"), names)

@@ -1,4 +1,4 @@
-"""What engines ask of states beyond one slot per sequence: slots that are nobody, columns and rows of block tables, the
+"""What engines ask of states beyond one slot per sequence: null slots, columns and rows of block tables, the
 slot of the last token kept of a draft, one checkpoint per sequence. numpy and torch against the fp64 recurrence."""
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ CHUNKED = [
     "lengths=64+130+300+1+70 Hk=2 Hv=2 K=32 V=64 dtype=bf16 pool first_slot=2 every=128 strided",
     "B=5 T=200 Hk=1 Hv=2 K=64 V=64 dtype=fp32 offsets i64",
 ]
-NAMES = ("final_state", "final_indices", "checkpoints", "checkpoint_indices", "checkpoint_offsets")
+NAMES = ("final_state", "final_state_indices", "checkpoints", "checkpoint_indices", "checkpoint_offsets")
 STEP_NAMES = (
     "final_state",
-    "final_indices",
+    "final_state_indices",
     "accept_lengths",
     "step_states",
     "step_indices",
@@ -38,11 +38,10 @@ STEP_NAMES = (
 
 
 def arguments_of(case: Case, args, names) -> dict:
-    """The keywords of the Python functions, which call two things by names of their own."""
-    b = case.buffers(args, "o", *names)
-    b["out"], b["final_state_indices"] = b.pop("o"), b.pop("final_indices")
+    """The keywords of the Python functions."""
+    b = case.buffers(args, "out", *names)
     b["initial_state"] = case.initial_state
-    b["initial_state_indices"] = case._view(args.inputs.initial_indices)
+    b["initial_state_indices"] = case._view(args.inputs.initial_state_indices)
     return b | {"null_index": args.inputs.first_slot - 1} | case.options
 
 
@@ -190,7 +189,7 @@ def test_drafts_have_no_gradient():
         )  # fmt: skip
 
 
-def test_training_from_a_pool_whose_first_slot_is_nobody():
+def test_training_from_a_pool_whose_first_slot_is_null():
     inputs = [x.requires_grad_() for x in (y.detach() for y in make(T=70))]
     pool = torch.randn(5, 2, 16, 16, generator=torch.Generator().manual_seed(4))
     results = []
@@ -203,11 +202,11 @@ def test_training_from_a_pool_whose_first_slot_is_nobody():
 
 
 def test_expanded_indices_of_written_slots_are_copied():
-    """The library takes no slots to write that are one entry; one that is nobody may well be expanded."""
+    """The library takes no slots to write that are one entry; a null slot may well be expanded."""
     q, k, v, g, beta = make()
     pool = POOL.clone()
-    nobody = torch.tensor(-1).expand(2)
-    o, _ = gt.fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, final_state=pool, final_state_indices=nobody)
+    null = torch.tensor(-1).expand(2)
+    o, _ = gt.fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, final_state=pool, final_state_indices=null)
     assert torch.equal(pool, POOL) and torch.isfinite(o).all()
 
 
@@ -223,7 +222,7 @@ def test_drafts_over_one_pool_on_cuda(state_v_first):
     pool = torch.randn(21, 4, 128, 128, generator=torch.Generator().manual_seed(2))
     table = torch.zeros(5, 6, dtype=torch.int32)
     table[:, 1:5] = 1 + torch.randperm(20, generator=torch.Generator().manual_seed(3)).view(5, 4)
-    table[4, 1] = 0  # nobody: the last sequence's first state is not stored
+    table[4, 1] = 0  # null: the last sequence's first state is not stored
 
     def verify(device, pool, kept):
         inputs = {name: getattr(case, name).to(device) for name in ("q", "k", "v", "g", "beta")}

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-sys.path[:0] = [str(TOOLS), str(TOOLS.parent / "bench")]
 
 
 def run(tool: str, *arguments) -> subprocess.CompletedProcess:
@@ -75,6 +74,10 @@ def test_isa_symbols_fails_without_objects(tmp_path):
     [
         ("a.md", "See [b](b.md).\n", False),
         ("a.md", "See [us](README.md).\n", True),
+        ("a.md", "See [the words](CONTRIBUTING.md#words-we-use).\n", True),
+        ("a.md", "See [no words](CONTRIBUTING.md#words).\n", False),
+        ("a.md", "# Some `words`, here\n\nSee [above](#some-words-here).\n", True),
+        ("a.md", "# Some words\n\nSee [above](#words).\n", False),
         ("a.py", "path = '/" + "home/me/x'\n", False),
         ("a.py", "x = 1 \n", False),
         ("a.py", "x = 1", False),
@@ -263,10 +266,10 @@ def test_sass_fails_without_kernels():
 @pytest.fixture
 def results(monkeypatch, tmp_path) -> Path:
     """An empty results/h200 for both tools."""
-    import record_results
-    from tables import files
+    from bench.report import record
+    from bench.report.tables import files
 
-    for module in (record_results, files):
+    for module in (record, files):
         monkeypatch.setattr(module, "H200", tmp_path / "results")
     return tmp_path / "results"
 
@@ -274,8 +277,8 @@ def results(monkeypatch, tmp_path) -> Path:
 @pytest.fixture
 def bench_folder(tmp_path) -> Path:
     """What `make bench-gpu` leaves, with made-up times: twice as fast as the best peer, half as fast in two rows."""
-    import ratios
-    from rows import ERRORS, KINDS, name_of
+    from bench.lib import ratios
+    from bench.lib.rows import ERRORS, KINDS, name_of
 
     header = {"gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.11", "repeats": 15, "date": "2026-01-02",
               "commit": "0123456789abcdef", "modified": False, "sm_clock_mhz": 1755, "sm_clock_max_mhz": 1980,
@@ -288,7 +291,7 @@ def bench_folder(tmp_path) -> Path:
     for row in (row for every in KINDS.values() for row in every()):
         del row["lengths"]
         speedup = 0.5 if name_of(row) in ("2/8 1x2048", "2/4 8k_2seq") else 2
-        ms = min(peers[ratios.key(row)].values()) / speedup
+        ms = min(ratios.measured(peers[ratios.key(row)]).values()) / speedup
         errors = {name: 3e-3 - 1e-4 * i for i, name in enumerate(ERRORS[row["kind"]])}
         rows.append(row | {"ms": ms} | more[row["kind"]] | errors)
     folder = tmp_path / "bench"
@@ -303,7 +306,7 @@ def bench_folder(tmp_path) -> Path:
 def write_serving(folder: Path, header: dict) -> None:
     """1.25 times as fast as the best recorded peer, and half as fast as a peer of the same run in one row. Packs, which
     have no recorded peers, are twice as fast."""
-    import serving
+    from bench.lib import serving
 
     _, recorded = serving.load_recorded()
     rows = []
@@ -337,64 +340,71 @@ def change(folder: Path, edit) -> None:
 
 
 def test_gpu_record(results, bench_folder):
-    import record_results
-    import render_results
-    from tables import text
+    from bench.report import record, render
+    from bench.report.tables import rows as csv
+    from bench.report.tables import text
 
-    names = ("headline", "h200-forward", "h200-rows", "h200-profile")
-    blocks = {name: render_results.TABLES[name] for name in names}
+    names = ("headline", "summary", "h200-forward", "h200-profile")
+    blocks = {name: render.TABLES[name] for name in names}
     assert {block() for block in blocks.values()} == {text.NOTHING}
 
-    record_results.record_gpu(bench_folder)
+    record.record_gpu(bench_folder)
     written = {path.name for path in results.iterdir()}
     pictures = {"overview.png", "2x8.png", "backward-overview.png", "backward-2x4.png"}
     assert written == {"record.json", "history.csv", *pictures}
-    headline, forward, rows, profile = (block() for block in blocks.values())
-    assert "over the fastest of FLA, FlashQLA and FlashInfer | **1.98×** | 0.50×† (2/8 1x2048) | 171 | 14 |" in headline
-    assert "over the fastest of FLA and FlashQLA | **1.92×** | 0.50× (2/4 8k_2seq) | 32 | 4 |" in headline
+    headline, summary, forward, profile = (block() for block in blocks.values())
+    rows = csv.FILES["results/h200/rows/forward.csv"]()
+    assert "| prefill, the kernels | fastest of FLA, FlashQLA and FlashInfer | **1.98×** | 0.50× | 171 |" in headline
+    assert "- Prefill: 1 of 171 rows, down to 0.50× (2/8 1x2048)." in headline
+    assert "over the fastest of FLA, FlashQLA and FlashInfer | **1.98×** | 0.50× (2/8 1x2048) | 171 | 171 |" in summary
+    assert "over the fastest of FLA and FlashQLA | **1.92×** | 0.50× (2/4 8k_2seq) | 32 | 32 |" in summary
+    faster = render.TABLES["peers-faster"]()
+    assert "| forward 2/8 1x2048 | 0.50× | flashinfer 0.7.2 |" in faster
+    assert "| backward 2/4 8k_2seq | 0.50× | flash_qla 0.1.3 |" in faster
     assert "**NVIDIA H200**, driver 580.1, torch 2.11, 2026-01-02, 0123456789" in forward
     assert "| 16/64 8192x4 | 0.371 | 0.741 (flashinfer 0.7.2 use_cp=False) | 2.00× | 3.0e-03 |" in forward
     assert "The 89 rows" in forward and "GPU: geometric mean 2.00×, worst 2.00×" in forward
-    assert "All 171 rows: geometric mean 1.98×, worst 0.50×† (2/8 1x2048); for 14 of the 171 rows" in forward
-    assert "(../results/h200/overview.png)" in forward and "(../results/h200/2x8.png)" in rows
-    assert "16x64.png" not in rows and rows.count("\n| ") == 9 * (2 + 19) and rows.count("×† |") == 14
+    assert "All 171 rows: geometric mean 1.98×, worst 0.50× (2/8 1x2048)." in forward
+    assert "For 14 of the 171 rows FlashQLA published a shorter time" in forward
+    assert "(../results/h200/overview.png)" in forward
+    assert rows.count("\n") == 1 + 171 and "flash_qla published" in rows.splitlines()[0]
+    assert "16,64,8192x4,0.3706,2," in rows
     assert "| 16/64 8192x4, forward | 0.51 ms | 66% |  |" in profile
 
 
 def test_gpu_record_of_the_backward(results, bench_folder):
-    import record_results
-    import render_results
-    from tables import chunked, text
-    from tables.headline import headline
+    from bench.report import record, render
+    from bench.report.tables import chunked, text
+    from bench.report.tables import rows as csv
+    from bench.report.tables.headline import headline
 
-    blocks = [render_results.TABLES[name] for name in ("h200-backward", "h200-backward-rows")]
-    assert {block() for block in blocks} == {text.NO_BACKWARD}
-    record_results.record_gpu(bench_folder)
-    backward, rows = (block() for block in blocks)
+    block, rows_file = render.TABLES["h200-backward"], csv.FILES["results/h200/rows/backward.csv"]
+    assert block() == text.NO_BACKWARD and rows_file() == ""
+    record.record_gpu(bench_folder)
+    backward, rows = block(), rows_file()
     assert "| 16/32 32k_1seq | 1.18 | 2.35 (flash_qla 0.1.3) | 2.00× | 4.00 | 3.0e-03 | 1,500 |" in backward
-    assert "| 1.45 | 2.89 (flash_qla published) | 2.00×† |" in backward
+    assert "published" not in backward  # no published time is below the measured ones
     assert backward.count("\n| ") == 2 + len(chunked.BACKWARD_LANDMARKS)
-    said = "for 4 of the 32 rows the fastest peer time is published, not measured."
-    assert f"All 32 rows: geometric mean 1.92×, worst 0.50× (2/4 8k_2seq); {said}" in backward
-    assert "(../results/h200/backward-overview.png)" in backward and "(../results/h200/backward-2x4.png)" in rows
-    assert rows.count("\n| ") == 4 * (2 + 8) and "flashinfer" not in rows and rows.count("×† |") == 4
-    times = "| 8k_2seq | 0.529 | 0.50× | 4.00 | 1,500 | 0 | 3.00 | 1,024 |"
-    assert f"{times} 3.0e-03 | 2.9e-03 | 2.8e-03 | 2.7e-03 | 2.6e-03 | 2.5e-03 |" in rows
+    assert "All 32 rows: geometric mean 1.92×, worst 0.50× (2/4 8k_2seq)." in backward
+    assert "(../results/h200/backward-overview.png)" in backward
+    assert rows.count("\n") == 1 + 4 * 8 and "flashinfer" not in rows
+    times = "2,4,8k_2seq,0.5294,0.5,4,1572864000,524288,3,1073741824"
+    assert f"{times},0.003,0.0029,0.0028,0.0027,0.0026,0.0025," in rows
 
     path = results / "record.json"  # a record from before there was a backward
     record = json.loads(path.read_text())
     record["rows"] = chunked.of_kind(record["rows"], "fwd")
-    before = chunked.h200_forward(), chunked.h200_rows()
+    before = chunked.h200_forward(), csv.forward()
     path.write_text(json.dumps(record))
-    assert {block() for block in blocks} == {text.NO_BACKWARD}
-    assert (chunked.h200_forward(), chunked.h200_rows()) == before
-    assert "H200, backward" not in headline()
+    assert block() == text.NO_BACKWARD and rows_file() == ""
+    assert (chunked.h200_forward(), csv.forward()) == before
+    assert "backward kernels" not in headline()
 
 
 def test_gpu_record_is_a_line_per_row(results, bench_folder):
-    import record_results
+    from bench.report import record
 
-    record_results.record_gpu(bench_folder)
+    record.record_gpu(bench_folder)
     lines = (results / "record.json").read_text().splitlines()
     merged = json.loads("\n".join(lines))
     alone = json.loads((bench_folder / "h200.json").read_text())
@@ -406,35 +416,38 @@ def test_gpu_record_is_a_line_per_row(results, bench_folder):
 
 
 def test_gpu_record_of_serving(results, bench_folder):
-    import record_results
-    import render_results
-    from tables import text
-    from tables.headline import headline
+    from bench.report import record, render
+    from bench.report.tables import rows as csv
+    from bench.report.tables import text
+    from bench.report.tables.headline import headline, summary
 
-    names = ("h200-decode", "h200-verify", "h200-packs", "h200-serving-rows")
-    blocks = [render_results.TABLES[name] for name in names]
+    names = ("h200-decode", "h200-verify", "h200-packs")
+    blocks = [render.TABLES[name] for name in names]
     assert {block() for block in blocks} == {text.NO_SERVING}
-    record_results.record_gpu(bench_folder)
-    decode, verify, packs, rows = (block() for block in blocks)
+    record.record_gpu(bench_folder)
+    decode, verify, packs = (block() for block in blocks)
+    rows = csv.FILES["results/h200/rows/serving.csv"]()
     assert "Decode, 210 rows with a peer: geometric mean 1.25×, worst 1.25×‡" in decode
     assert "| 1 | 2.70 | 1.25×‡ | 37% | 2.48 | 1.25×‡ | 20% | 3.24 | 1.25×‡ | 31% |" in decode
     assert "µs: fp32 2.43, bf16 2.23, fp32 [K, V] 2.91. Host time of an eager call, µs: 10.5 (fla 0.6.0 110)." in decode
     assert "Verify, one state or none, 100 rows with a peer: geometric mean 1.24×, worst 0.50× (2/8 8 x 4" in verify
     assert "| 2 drafts, accepted state, fp32 | 80.0 |  |" in verify
     assert "| 16/32 64 x 1 | 100 | 200 (flashinfer 0.7.2) | 2.00× | 3.0e-03 | 2.0e-03 |" in packs
-    assert rows.count("\n| ") == 384 + 2 * 7 and "| 1 float32 VK | 2.70 | 1.25×‡ | 1.7e-03 | 6.0e-08 | 3.38‡ |" in rows
-    figures = headline()
-    assert "| H200, packs, over FlashInfer | **2.00×** |" in figures and "‡" in figures
+    assert rows.count("\n") == 1 + 384 + 6 and "decode,16,32,1,1,float32,VK,final,,0.0027" in rows
+    assert ",1.25,0.0017,6e-08," in rows
+    assert "flashinfer 0.7.2 (recorded)" in rows.splitlines()[0]
+    figures = summary()
+    assert "| H200, packs, over FlashInfer | **2.00×** |" in figures and "‡" not in figures + headline()
     assert "H200, decode, over the fastest of FLA, FlashInfer, SGLang" in figures
 
 
 def test_tables_of_runs_in_turns(results):
-    import render_results
-    from rows import BACKWARD_HEADS, BACKWARD_LENGTHS, forward_rows
-    from tables import text
-    from tables.headline import headline_cells
+    from bench.lib.rows import BACKWARD_HEADS, BACKWARD_LENGTHS, forward_rows
+    from bench.report import render
+    from bench.report.tables import text
+    from bench.report.tables.in_turns import headline_cells
 
-    blocks = [render_results.TABLES[name] for name in ("flashinfer-same-run", "portable")]
+    blocks = [render.TABLES[name] for name in ("flashinfer-same-run", "portable")]
     assert {block() for block in blocks} == {text.NOTHING} and headline_cells() == []
     results.mkdir()
     header = {"gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.11", "date": "2026-01-02", "base": "hopper",
@@ -478,32 +491,31 @@ def test_tables_of_runs_in_turns(results):
     ],
 )
 def test_gpu_record_of_serving_is_refused(results, bench_folder, name, edit, reason):
-    import record_results
+    from bench.report import record
 
     path = bench_folder / f"{name}.json"
     result = json.loads(path.read_text())
     edit(result)
     path.write_text(json.dumps(result))
     with pytest.raises(SystemExit, match=reason):
-        record_results.record_gpu(bench_folder)
+        record.record_gpu(bench_folder)
     path.unlink()
     with pytest.raises(SystemExit, match="every row of bench"):
-        record_results.record_gpu(bench_folder)
+        record.record_gpu(bench_folder)
     assert not results.exists()
 
 
 def test_gpu_records_are_appended_to_the_history(results, bench_folder):
-    import history
-    import record_results
+    from bench.report import history, record
 
     def slow_down(result):
         result["header"]["commit"] = "f" * 40
         for row in result["rows"]:
             row["ms"] *= 2
 
-    record_results.record_gpu(bench_folder)
+    record.record_gpu(bench_folder)
     change(bench_folder, slow_down)
-    record_results.record_gpu(bench_folder)
+    record.record_gpu(bench_folder)
     change(bench_folder, lambda result: result.update(rows=[row for row in result["rows"] if row["kind"] == "fwd"]))
     before = history.line_of(json.loads((bench_folder / "h200.json").read_text()))
     assert "forward" in before and not {"backward", "backward_worst"} & before.keys()
@@ -523,17 +535,16 @@ def test_gpu_records_are_appended_to_the_history(results, bench_folder):
 
 def test_history_ends_with_the_record():
     """The ratios of every line are to the present peers' table, and the last line is that of the record."""
-    import history
-    import record_results
+    from bench.report import history, record
 
-    lines = history.read(record_results.H200 / "history.csv")
+    lines = history.read(record.H200 / "history.csv")
     assert {line["peers"] for line in lines} == {history.peers_digest()}
-    last = history.line_of(json.loads((record_results.H200 / "record.json").read_text()))
+    last = history.line_of(json.loads((record.H200 / "record.json").read_text()))
     assert lines[-1] == {name: str(last.get(name, "")) for name in history.COLUMNS}
 
 
 def test_history_can_be_computed_again():
-    import history
+    from bench.report import history
 
     lines = history.read(history.HISTORY)
     try:
@@ -556,34 +567,33 @@ def test_history_can_be_computed_again():
     ],
 )
 def test_gpu_record_is_refused(results, bench_folder, edit, reason):
-    import record_results
+    from bench.report import record
 
     change(bench_folder, edit)
     with pytest.raises(SystemExit, match=reason):
-        record_results.record_gpu(bench_folder)
+        record.record_gpu(bench_folder)
     assert not results.exists()
 
 
 def test_gpu_record_without_git_is_stamped(monkeypatch, results, bench_folder):
-    import record_results
-    from tables import chunked
+    from bench.report import record
+    from bench.report.tables import chunked
 
     change(bench_folder, lambda result: result["header"].update(commit=None, modified=None))
     stamp = {"date": "2030-01-01", "commit": "f" * 40, "modified": True}
-    monkeypatch.setattr(record_results, "stamp", lambda: stamp)
-    record_results.record_gpu(bench_folder)
+    monkeypatch.setattr(record, "stamp", lambda: stamp)
+    record.record_gpu(bench_folder)
     assert (results / "history.csv").read_text().splitlines()[1].startswith("2026-01-02,ffffffffff,True,")
     assert "2026-01-02, ffffffffff with changes" in chunked.h200_forward()
-    monkeypatch.setattr(record_results, "stamp", lambda: {**stamp, "commit": None})
+    monkeypatch.setattr(record, "stamp", lambda: {**stamp, "commit": None})
     with pytest.raises(SystemExit, match="commit"):
-        record_results.record_gpu(bench_folder)
+        record.record_gpu(bench_folder)
 
 
-def test_gpu_record_of_the_norm(results, tmp_path):
-    import record_results
-    import render_results
+def test_gpu_record_of_the_norm(results, run_python, tmp_path):
+    from bench.report import record, render
 
-    block = render_results.TABLES["h200-gated-norm"]
+    block = render.TABLES["h200-gated-norm"]
     assert block() == ""
     header = {
         "gpu": "NVIDIA H200",
@@ -596,11 +606,11 @@ def test_gpu_record_of_the_norm(results, tmp_path):
     row = {"tokens": 4096, "heads": 64, "dim": 128, "dtype": "bfloat16", "us": times}
     path = tmp_path / "gated_norm.json"
     path.write_text(json.dumps({"header": header, "rows": [row]}))
-    record_results.record_beside(path)
+    record.record_beside(path)
     assert "| 4096 × 64 | 2.00 | 0.90 | 2.50 | 4.00 | 0.75 |  |" in block()
     path.write_text(json.dumps({"header": header | {"gpu": "NVIDIA H100"}, "rows": [row]}))
     with pytest.raises(SystemExit, match="not from an H200"):
-        record_results.record_beside(path)
+        record.record_beside(path)
     with pytest.raises(SystemExit, match="its name is none of"):
-        record_results.record_beside(tmp_path / "norm.json")
-    assert run("record_results.py").returncode == 2
+        record.record_beside(tmp_path / "norm.json")
+    assert run_python("-m", "bench.report.record", check=False).returncode == 2

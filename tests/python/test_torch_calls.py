@@ -12,8 +12,9 @@ torch = pytest.importorskip("torch")
 
 import gatedelta  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
-from gatedelta.torch import _ops  # noqa: E402
-from tree import ROOT  # noqa: E402
+from gatedelta._operators import ops  # noqa: E402
+
+from tools.dev_paths import ROOT  # noqa: E402
 
 
 def names(text):
@@ -25,18 +26,17 @@ FLA_CHUNK = names(
     "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_beta_sigmoid_in_kernel "
     "allow_neg_eigval state_v_first cu_seqlens cu_seqlens_cpu chunk_indices cp_context"
 )
-FLA_CHUNK_KEYWORDS = names("use_gate_in_kernel A_log dt_bias chunk_size transpose_state_layout head_first")
+FLA_CHUNK_KEYWORDS = names("use_gate_in_kernel A_log dt_bias chunk_size transpose_state_layout")
 FLA_RECURRENT = names(
     "q k v g gk gv beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel A_log "
     "dt_bias use_beta_sigmoid_in_kernel allow_neg_eigval state_v_first cu_seqlens"
 )
 QLA_CHUNK = names(
-    "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel cu_seqlens head_first state_v_first "
-    "auto_cp enable_fwd_cp_cache"
-)
+    "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel cu_seqlens state_v_first auto_cp"
+)  # but for head_first and enable_fwd_cp_cache, which gatedelta.flash_qla takes
 QLA_FWD = names(
-    "q k v g beta scale initial_state cu_seqlens output_final_state output_h auto_cp state_v_first enable_fwd_cp_cache"
-)
+    "q k v g beta scale initial_state cu_seqlens output_final_state auto_cp state_v_first"
+)  # but for output_h and enable_fwd_cp_cache
 # FlashQLA: q k v g_cumsum beta A do ...; ours has g and saved in the places of g_cumsum and A.
 QLA_BWD = names("q k v g beta saved do dht scale initial_state cu_seqlens state_v_first auto_cp")
 
@@ -78,19 +78,15 @@ def test_every_argument_is_named_and_exported(name):
 
 def test_what_readme_and_api_show_runs():
     texts = [(ROOT / name).read_text() for name in ("README.md", "docs/api.md")]
-    (chunk, plugin), (recurrent,) = (re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in texts)
-    assert "gatedelta.transformers.patch()" in plugin  # run by test_plugin_transformers.py
-    q, k, v, g, beta, _ = make()
+    (chunk,), (recurrent,) = (re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in texts)
+    assert "gatedelta.transformers.patch()" in texts[0]  # run by test_plugin_transformers.py
     q1, k1, v1, a, b, pool = make(B=2, T=1, N=5)
     slots = torch.tensor([3, 1])
     before = pool.clone()
-    q.requires_grad_()
-    exec(
-        chunk + recurrent,
-        {"q": q, "k": k, "v": v, "g": g, "beta": beta, "cu_seqlens": torch.tensor([0, 30, 70]), "q1": q1, "k1": k1,
-         "v1": v1, "a": a, "b": b, "A_log": torch.zeros(2), "dt_bias": torch.zeros(2), "pool": pool, "slots": slots},
-    )  # fmt: skip
-    assert q.grad.norm() > 0
+    names = {"q1": q1, "k1": k1, "v1": v1, "a": a, "b": b, "A_log": torch.zeros(2), "dt_bias": torch.zeros(2),
+             "pool": pool, "slots": slots}  # fmt: skip
+    exec(chunk + recurrent, names)
+    assert names["o"].shape == names["v"].shape and names["v"].grad.norm() > 0
     assert [slot for slot in range(5) if not torch.equal(pool[slot], before[slot])] == [1, 3]
 
 
@@ -105,7 +101,6 @@ def test_defaults_are_those_of_fla():
 
 CHUNK_REFUSALS = [
     ({"cp_context": object()}, TypeError, "cp_context is builtins.object"),
-    ({"head_first": True}, NotImplementedError, "head_first"),
     ({"chunk_size": 32}, ValueError, "chunk_size is 32.*64"),
     ({"allow_neg_eigval": True}, ValueError, "use_beta_sigmoid_in_kernel"),
     ({"cu_seqlens_cpu": torch.tensor([0, 70])}, ValueError, "cu_seqlens_cpu"),
@@ -136,16 +131,13 @@ def test_recurrent_refuses():
         gd.fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, out=torch.empty_like(v), output_o=False)
 
 
-def test_low_level_refuses_output_h():
-    q, k, v, g, beta, _ = make()
-    with pytest.raises(NotImplementedError, match="checkpoints="):
-        gd.chunk_gated_delta_rule_fwd(q, k, v, g, beta, output_h=True)
-
-
 def test_unknown_arguments_are_refused():
     q, k, v, g, beta, _ = make()
-    with pytest.raises(TypeError, match="seq_idx"):
-        gd.chunk_gated_delta_rule(q, k, v, g, beta, seq_idx=None)
+    for name in ("seq_idx", "head_first", "enable_fwd_cp_cache"):  # the last two are FlashQLA's: gatedelta.flash_qla
+        with pytest.raises(TypeError, match=name):
+            gd.chunk_gated_delta_rule(q, k, v, g, beta, **{name: None})
+    with pytest.raises(TypeError, match="output_h"):
+        gd.chunk_gated_delta_rule_fwd(q, k, v, g, beta, output_h=True)
 
 
 def test_documented_hints_are_accepted_and_change_nothing():
@@ -154,7 +146,7 @@ def test_documented_hints_are_accepted_and_change_nothing():
     want, _ = gd.chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=offsets)
     got, _ = gd.chunk_gated_delta_rule(
         q, k, v, g, beta, cu_seqlens=offsets, cu_seqlens_cpu=offsets, chunk_indices=torch.tensor([[0, 0], [1, 0]]),
-        chunk_size=64, auto_cp=False, enable_fwd_cp_cache=False, batch_invariant=True,
+        chunk_size=64, auto_cp=False, batch_invariant=True,
     )  # fmt: skip
     assert torch.equal(got, want)
 
@@ -221,10 +213,10 @@ def test_library_refuses(name):
 @pytest.mark.parametrize(
     "operator, options",
     [
-        (_ops.chunk_fwd, _ops.BATCH_INVARIANT << 1),
-        (_ops.chunk_fwd_save, -1),
-        (_ops.recurrent, _ops.UNCUT),
-        (_ops.recurrent, _ops.SMALL_WORKSPACE),
+        (ops.chunk_fwd, ops.BATCH_INVARIANT << 1),
+        (ops.chunk_fwd_save, -1),
+        (ops.recurrent, ops.UNCUT),
+        (ops.recurrent, ops.SMALL_WORKSPACE),
     ],
 )
 def test_operators_refuse_options_they_lack(operator, options):
@@ -234,13 +226,13 @@ def test_operators_refuse_options_they_lack(operator, options):
 
 def test_the_other_operators_return_no_final_state():
     q, k, v, g, beta, h0 = make()
-    common = [q, k, v, g, beta, _ops.FINAL_STATE, *[None] * 6]
+    common = [q, k, v, g, beta, ops.FINAL_STATE, *[None] * 6]
     for call in (
-        lambda: _ops.chunk_bwd(*common, v, None, None, 1),
-        lambda: _ops.chunk_fwd_out(*common, v.clone(), h0.clone(), None, False, None, None, 0),
-        lambda: _ops.recurrent_out(*common, v.clone(), h0.clone(), None, False, None, None, None),
+        lambda: ops.chunk_bwd(*common, v, None, None, 1),
+        lambda: ops.chunk_fwd_out(*common, v.clone(), h0.clone(), None, False, None, None, 0),
+        lambda: ops.recurrent_out(*common, v.clone(), h0.clone(), None, False, None, None, None),
     ):
-        with pytest.raises(RuntimeError, match=f"gatedelta: options is {_ops.FINAL_STATE}, "):
+        with pytest.raises(RuntimeError, match=f"gatedelta: options is {ops.FINAL_STATE}, "):
             call()
 
 

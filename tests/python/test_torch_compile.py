@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from gatedelta import _lib  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
-from gatedelta.torch import _ops  # noqa: E402
+from gatedelta._operators import ops  # noqa: E402
 from test_torch_calls import make  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
@@ -27,7 +27,7 @@ def arguments(*, in_place=False, packed=False, raw=False, pool=False, T=70):
     A_log, dt_bias = (torch.randn(4), torch.randn(4)) if raw else (None, None)
     indices = torch.tensor([1, 0]) if pool else None
     initial = None if in_place else h0
-    options = _ops.GATE_RAW if raw else 0
+    options = ops.GATE_RAW if raw else 0
     return [q, k, v, g, beta, options, offsets, initial, None, A_log, dt_bias, indices], v, h0
 
 
@@ -38,19 +38,19 @@ IDS = ["dense", "packed", "raw", "pool"]
 @pytest.mark.parametrize("variant", VARIANTS, ids=IDS)
 def test_opcheck_functional(variant):
     (*tensors, options, offsets, initial, scale, A_log, dt_bias, indices), _, _ = arguments(**variant)
-    for operator in (_ops.chunk_fwd, _ops.chunk_fwd_save, _ops.recurrent):
-        for wanted in (options, options | _ops.FINAL_STATE):
+    for operator in (ops.chunk_fwd, ops.chunk_fwd_save, ops.recurrent):
+        for wanted in (options, options | ops.FINAL_STATE):
             torch.library.opcheck(operator, (*tensors, wanted, offsets, initial, scale, A_log, dt_bias, indices))
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=IDS)
 def test_opcheck_backward(variant):
     common, v, h0 = arguments(**variant)
-    saved = _ops.chunk_fwd_save(*common)[2]
+    saved = ops.chunk_fwd_save(*common)[2]
     wanted = 0b00011111 | (0b01100000 if "raw" in variant else 0) | (0 if "pool" in variant else 0b10000000)
     d_o, d_states = torch.randn_like(v), torch.randn_like(h0)
-    torch.library.opcheck(_ops.chunk_bwd, (*common, d_o, d_states, saved, wanted))
-    torch.library.opcheck(_ops.chunk_bwd, (*common, d_o, None, None, 0b00000101))
+    torch.library.opcheck(ops.chunk_bwd, (*common, d_o, d_states, saved, wanted))
+    torch.library.opcheck(ops.chunk_bwd, (*common, d_o, None, None, 0b00000101))
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in_place"])
@@ -59,15 +59,15 @@ def test_opcheck_out(in_place):
     indices = torch.tensor([1, 0])  # as arguments() reads them
     checkpoints = torch.zeros(4, 4, 32, 16)
     torch.library.opcheck(
-        _ops.chunk_fwd_out,
+        ops.chunk_fwd_out,
         (*common, torch.empty_like(v), h0.clone(), indices, in_place, checkpoints, None, 64),
     )
     steps = torch.zeros(2, 130, 4, 32, 16)
     torch.library.opcheck(
-        _ops.recurrent_out,
+        ops.recurrent_out,
         (*common, torch.empty_like(v), h0.clone(), indices, in_place, torch.tensor([3, 5]), steps, None),
     )
-    torch.library.opcheck(_ops.recurrent_out, (*common, None, h0.clone(), indices, in_place, None, None, None))
+    torch.library.opcheck(ops.recurrent_out, (*common, None, h0.clone(), indices, in_place, None, None, None))
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -78,8 +78,8 @@ def test_fake_sizes_on_cuda(dynamic):
         q = torch.empty(2, T, 2, 128, dtype=torch.bfloat16, device="cuda:0")
         v = torch.empty(2, T, 4, 128, dtype=torch.bfloat16, device="cuda:0")
         g = torch.empty(2, T, 4, device="cuda:0")
-        o, state, saved = _ops.chunk_fwd_save(q, q, v, g, g, _ops.FINAL_STATE)
-        gradients = _ops.chunk_bwd(q, q, v, g, g, 0, *[None] * 6, torch.empty_like(v), None, saved, 0b00011111)
+        o, state, saved = ops.chunk_fwd_save(q, q, v, g, g, ops.FINAL_STATE)
+        gradients = ops.chunk_bwd(q, q, v, g, g, 0, *[None] * 6, torch.empty_like(v), None, saved, 0b00011111)
     assert o.is_cuda and o.dtype == torch.bfloat16 and o.shape == v.shape
     assert state.is_cuda and state.dtype == torch.float32 and state.shape == (2, 4, 128, 128)
     assert saved.is_cuda and saved.dtype == torch.uint8 and saved.dim() == 1
@@ -112,12 +112,12 @@ def test_fake_saved_size_is_the_librarys():
             q, v = (torch.empty(B, T, heads, 128, dtype=torch.bfloat16, device="cuda:0") for heads in (2, HV))
             gates = torch.empty(B, T, HV, device="cuda:0")
             offsets = None if N is None else torch.zeros(N + 1, dtype=torch.int32, device="cuda:0")
-            saved = _ops.chunk_fwd_save(q, q, v, gates, gates, 0, offsets)[2]
+            saved = ops.chunk_fwd_save(q, q, v, gates, gates, 0, offsets)[2]
         args = _lib.ForwardArgs()
         args.exec.device = _lib.CUDA
         for name, tensor in {"q": q, "k": q, "v": v, "g": gates, "beta": gates, "cu_seqlens": offsets}.items():
-            setattr(args.inputs, name, _ops._describe(tensor, name))
-        args.o = _ops._describe(v, "o")
+            setattr(args.inputs, name, ops._describe(tensor, name))
+        args.out = ops._describe(v, "out")
         assert saved.shape == (_lib.size_query("gd_forward_saved_size", args),)
 
 

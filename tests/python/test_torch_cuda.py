@@ -13,10 +13,11 @@ torch = pytest.importorskip("torch")
 
 import gatedelta  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
-from gatedelta.torch import _ops  # noqa: E402
+from gatedelta._operators import ops  # noqa: E402
 from torch.utils._triton import has_triton  # noqa: E402
-from tree import ROOT  # noqa: E402
 from truth import Case  # noqa: E402
+
+from tools.dev_paths import ROOT  # noqa: E402
 
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "examples" / "train")]
 import gpu  # noqa: E402
@@ -349,14 +350,14 @@ def test_opcheck():
     tensors = on_gpu(case)
     inputs = [tensors[name] for name in ("q", "k", "v", "g", "beta")]
     more = [tensors["cu_seqlens"], tensors["initial_state"], None, tensors["A_log"], tensors["dt_bias"], None]
-    options = _ops.GATE_RAW | _ops.BETA_LOGIT | _ops.L2NORM
-    torch.library.opcheck(_ops.chunk_fwd, (*inputs, options | _ops.FINAL_STATE, *more))
+    options = ops.GATE_RAW | ops.BETA_LOGIT | ops.L2NORM
+    torch.library.opcheck(ops.chunk_fwd, (*inputs, options | ops.FINAL_STATE, *more))
     # Parts of `saved` are never written: the bytes of two calls may differ, so they are not compared.
     checks = "test_schema", "test_autograd_registration", "test_faketensor"
-    torch.library.opcheck(_ops.chunk_fwd_save, (*inputs, options | _ops.FINAL_STATE, *more), test_utils=checks)
-    saved = _ops.chunk_fwd_save(*inputs, options, *more)[2]
+    torch.library.opcheck(ops.chunk_fwd_save, (*inputs, options | ops.FINAL_STATE, *more), test_utils=checks)
+    saved = ops.chunk_fwd_save(*inputs, options, *more)[2]
     gradients = (case.do.cuda(), case.dht.cuda())
-    torch.library.opcheck(_ops.chunk_bwd, (*inputs, options, *more, *gradients, saved, 0b11111111))
+    torch.library.opcheck(ops.chunk_bwd, (*inputs, options, *more, *gradients, saved, 0b11111111))
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

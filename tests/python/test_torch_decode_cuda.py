@@ -77,13 +77,13 @@ def test_recurrent(spec):
 def call_with_buffers(case: Case) -> dict:
     """Runs a case of a pool on the GPU; returns its buffers there."""
     inputs = on_gpu(case)
-    names = ("o", "final_state", "final_indices", "accept_lengths", "step_states", "step_indices")
+    names = ("out", "final_state", "final_state_indices", "accept_lengths", "step_states", "step_indices")
     buffers = {name: cuda(x) for name, x in case.buffers(case.recurrent_args, *names).items()}
     if case.buffers(case.recurrent_args, "final_state")["final_state"] is case.initial_state:
         buffers["final_state"] = inputs["initial_state"]
     gd.fused_recurrent_gated_delta_rule(
-        **inputs, initial_state_indices=cuda(case.initial_indices), out=buffers["o"],
-        final_state=buffers["final_state"], final_state_indices=buffers["final_indices"],
+        **inputs, initial_state_indices=cuda(case.initial_state_indices), out=buffers["out"],
+        final_state=buffers["final_state"], final_state_indices=buffers["final_state_indices"],
         accept_lengths=buffers["accept_lengths"], step_states=buffers["step_states"],
         step_indices=buffers["step_indices"],
     )  # fmt: skip
@@ -96,8 +96,8 @@ def test_pools(spec):
     before = case.initial_state.clone()
     truth = case.recurrent_truth()
     b = call_with_buffers(case)
-    check(case, "o", b["o"], truth["o"])
-    written = b["final_indices"].long()
+    check(case, "o", b["out"], truth["o"])
+    written = b["final_state_indices"].long()
     stored = written >= 0
     check(case, "final_state", b["final_state"][written[stored]], truth["final_state"][stored.cpu().numpy()])
     if "inplace" in spec:  # what no index names is as it was, to the bit
@@ -107,7 +107,7 @@ def test_pools(spec):
         assert torch.equal(got, want)
     steps, indices = b["step_states"], b["step_indices"]
     if steps is not None:
-        padded = (case.initial_indices < 0) & (b["final_indices"].cpu() < 0)
+        padded = (case.initial_state_indices < 0) & (b["final_state_indices"].cpu() < 0)
         wanted = ~padded[:, None].expand(steps.shape[:2] if indices is None else indices.shape)
         if indices is not None:
             wanted = wanted & (indices.cpu() >= 0)

@@ -104,7 +104,7 @@ CALLS = {
     "pool of steps": lambda: make_inputs(tokens=3) | {
         "step_states": torch.zeros(9, 4, 32, 48), "step_indices": torch.tensor([[0, 2, 8], [5, -1, 1]]),
     },
-    "pool with a slot that is nobody": lambda: pool_call() | {"null_index": 1},
+    "pool with a null slot": lambda: pool_call() | {"null_index": 1},
     "columns of a table": lambda: pool_call() | {
         name: torch.tensor([[3, 9], [1, 9]])[:, 0] for name in ("initial_state_indices", "final_state_indices")
     },

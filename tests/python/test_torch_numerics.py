@@ -169,16 +169,16 @@ def test_chunk_into_buffers(spec):
     case = Case(spec)
     truth = case.forward_truth()
     args = case.forward_args
-    b = case.buffers(args, "o", "final_state", "final_indices", "checkpoints", "checkpoint_indices")
+    b = case.buffers(args, "out", "final_state", "final_state_indices", "checkpoints", "checkpoint_indices")
     o, final_state = gd.chunk_gated_delta_rule(
-        case.q, case.k, case.v, case.g, case.beta, initial_state=case.initial_state, out=b["o"],
-        initial_state_indices=case.initial_indices, final_state=b["final_state"],
-        final_state_indices=b["final_indices"], checkpoints=b["checkpoints"],
+        case.q, case.k, case.v, case.g, case.beta, initial_state=case.initial_state, out=b["out"],
+        initial_state_indices=case.initial_state_indices, final_state=b["final_state"],
+        final_state_indices=b["final_state_indices"], checkpoints=b["checkpoints"],
         checkpoint_indices=b["checkpoint_indices"], checkpoint_every=args.checkpoint_every, **case.options,
     )  # fmt: skip
-    assert o is b["o"] and final_state is b["final_state"]
+    assert o is b["out"] and final_state is b["final_state"]
     case.check("o", o, truth["o"])
-    check_states(case, "final_state", final_state, b["final_indices"], truth["final_state"])
+    check_states(case, "final_state", final_state, b["final_state_indices"], truth["final_state"])
     check_states(case, "checkpoints", b["checkpoints"], b["checkpoint_indices"], truth.get("checkpoints"))
     assert case.damage() == ""
 
@@ -197,15 +197,15 @@ def test_recurrent_into_buffers(spec):
     case = Case(spec)
     truth = case.recurrent_truth()
     args = case.recurrent_args
-    b = case.buffers(args, "o", "final_state", "final_indices", "accept_lengths", "step_states", "step_indices")
+    b = case.buffers(args, "out", "final_state", "final_state_indices", "accept_lengths", "step_states", "step_indices")
     o, final_state = gd.fused_recurrent_gated_delta_rule(
-        case.q, case.k, case.v, case.g, beta=case.beta, initial_state=case.initial_state, out=b["o"],
-        initial_state_indices=case.initial_indices, final_state=b["final_state"],
-        final_state_indices=b["final_indices"], accept_lengths=b["accept_lengths"], step_states=b["step_states"],
+        case.q, case.k, case.v, case.g, beta=case.beta, initial_state=case.initial_state, out=b["out"],
+        initial_state_indices=case.initial_state_indices, final_state=b["final_state"],
+        final_state_indices=b["final_state_indices"], accept_lengths=b["accept_lengths"], step_states=b["step_states"],
         step_indices=b["step_indices"], **case.options,
     )  # fmt: skip
     case.check("o", o, truth["o"])
-    check_states(case, "final_state", final_state, b["final_indices"], truth["final_state"])
+    check_states(case, "final_state", final_state, b["final_state_indices"], truth["final_state"])
     steps = b["step_states"]
     if steps is not None and b["step_indices"] is None:
         case.check("step_states", steps, truth["step_states"])

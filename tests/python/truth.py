@@ -10,7 +10,8 @@ from ctypes import POINTER, byref, c_char_p, c_double, c_int, c_int32, c_int64, 
 import ml_dtypes
 import numpy as np
 from gatedelta import _lib
-from tree import BUILD
+
+from tools.dev_paths import BUILD
 
 NUMPY_DTYPES = {
     _lib.DTYPE_F32: np.dtype(np.float32),
@@ -175,10 +176,11 @@ class Case:
         self.backward_args = _library().gdt_backward_args(self._handle).contents
         self.recurrent_args = _library().gdt_recurrent_args(self._handle).contents
         inputs = self.forward_args.inputs
-        for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "initial_state", "initial_indices"):
+        gates = ("g", "beta", "A_log", "dt_bias")
+        for name in ("q", "k", "v", *gates, "cu_seqlens", "initial_state", "initial_state_indices"):
             setattr(self, name, self._view(getattr(inputs, name)))
-        self.do = self._view(self.backward_args.d_o)
-        self.dht = self._view(self.backward_args.d_final_state)
+        self.do = self._view(self.backward_args.do)
+        self.dht = self._view(self.backward_args.dht)
 
     def reset(self) -> None:
         """Outputs NaN again, states that are updated in place as at first."""

@@ -91,7 +91,7 @@ def _refuse_what_is_not_taken() -> None:
     from fla import backends
     from fla.modules.causal_conv1d import ops as conv
     from fla.modules.norm import fused_norm_gate as norm
-    from gatedelta import _fla_modules, _fla_rule
+    from gatedelta.fla import modules, rule
 
     class Refusal(backends.BaseBackend):
         backend_type = "refusal"
@@ -105,18 +105,18 @@ def _refuse_what_is_not_taken() -> None:
 
     @backends.register("gated_delta_rule")
     class RuleRefusal(Refusal):
-        chunk_gated_delta_rule = staticmethod(refuser(_fla_rule.chunk_refusal))
+        chunk_gated_delta_rule = staticmethod(refuser(rule.chunk_refusal))
 
     for function, reason_of in (
-        (conv.causal_conv1d_fwd, _fla_modules.conv_refusal),
-        (conv.causal_conv1d_bwd, _fla_modules.conv_bwd_refusal),
-        (conv.causal_conv1d_update, _fla_modules.conv_update_refusal),
-        (norm.layer_norm_gated_fwd, _fla_modules.norm_refusal),
-        (norm.layer_norm_gated_bwd, _fla_modules.norm_bwd_refusal),
+        (conv.causal_conv1d_fwd, modules.conv_refusal),
+        (conv.causal_conv1d_bwd, modules.conv_bwd_refusal),
+        (conv.causal_conv1d_update, modules.conv_update_refusal),
+        (norm.layer_norm_gated_fwd, modules.norm_refusal),
+        (norm.layer_norm_gated_bwd, modules.norm_bwd_refusal),
     ):
         backends.register(function, backend=Refusal)(refuser(reason_of))
 
-    ours = _fla_rule.recurrent
+    ours = rule.recurrent
 
     def recurrent(*args: object, **kwargs: object) -> object:
         results = ours(*args, **kwargs)
@@ -124,7 +124,7 @@ def _refuse_what_is_not_taken() -> None:
             raise NotImplementedError(f"gatedelta refuses: {results}")
         return results
 
-    _fla_rule.recurrent = recurrent
+    rule.recurrent = recurrent
 
 
 def _stand_in_for_flash_qla() -> None:
@@ -133,8 +133,8 @@ def _stand_in_for_flash_qla() -> None:
     from importlib.machinery import ModuleSpec
 
     from fla.ops.gated_delta_rule.backends import flash_qla as theirs
-    from gatedelta import chunk_gated_delta_rule
     from gatedelta import fla as ours
+    from gatedelta.flash_qla import chunk_gated_delta_rule
 
     module = types.ModuleType("flash_qla")
     module.__spec__ = ModuleSpec("flash_qla", None)

@@ -17,17 +17,22 @@ per token and value head for the backward on Hopper (docs/api.md has the others)
 
 from __future__ import annotations
 
-from ._conv1d import causal_conv1d
-from ._functional import (
-    chunk_gated_delta_rule,
-    chunk_gated_delta_rule_bwd,
-    chunk_gated_delta_rule_fwd,
-    cu_seqlens_from_positions,
-    fused_recurrent_gated_delta_rule,
-    recurrent_gated_delta_rule,
-)
-from ._layer_step import gated_delta_layer_step
-from ._norm import rms_norm_gated
+from .._extras import explain
+
+try:
+    from ._conv1d import causal_conv1d
+    from ._functional import (
+        chunk_gated_delta_rule,
+        chunk_gated_delta_rule_bwd,
+        chunk_gated_delta_rule_fwd,
+        cu_seqlens_from_positions,
+        fused_recurrent_gated_delta_rule,
+        recurrent_gated_delta_rule,
+    )
+    from ._layer_step import gated_delta_layer_step
+    from ._norm import rms_norm_gated
+except ModuleNotFoundError as error:
+    explain(error)
 
 __all__ = [
     "causal_conv1d",

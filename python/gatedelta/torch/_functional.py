@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from .. import _lib
-from . import _arguments, _direct, _ops
-from ._autograd import GatedDeltaRule
+from .._operators import arguments, ops
+from .._operators.autograd import GatedDeltaRule
+from . import _direct
 
 _CHUNK_TENSORS = (
     "q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "A_log", "dt_bias", "initial_state_indices", "out",
@@ -43,9 +44,7 @@ def chunk_gated_delta_rule(
     dt_bias: Tensor | None = None,
     chunk_size: int | None = None,
     transpose_state_layout: bool | None = None,
-    head_first: bool = False,
     auto_cp: bool = True,
-    enable_fwd_cp_cache: bool = True,
     recompute: bool = False,
     batch_invariant: bool = False,
     small_workspace: bool = False,
@@ -81,10 +80,9 @@ def chunk_gated_delta_rule(
         chunk_size: None or 64. The chunk size changes the result by rounding alone.
         cp_context: of ``gatedelta.context_parallel.build_context``, FLA's or FlashQLA's: the pack is shared out to
             the ranks of a group, and these are this rank's tokens (docs/context_parallel.md). Without states and
-            buffers; cu_seqlens is the context's. head_first: removed from FLA, refused.
+            buffers; cu_seqlens is the context's.
         transpose_state_layout: FLA's older name for state_v_first.
         auto_cp: whether one sequence may be cut into segments that run in parallel on one GPU.
-        enable_fwd_cp_cache: a hint of FlashQLA's that changes nothing: ``recompute`` decides what a forward saves.
 
     Beyond them:
         recompute: save the inputs alone for the backward, which then computes the rest again. Where sequences are cut
@@ -105,25 +103,23 @@ def chunk_gated_delta_rule(
         checkpoint_offsets ``[N]``: instead of checkpoint_every, one state of each sequence, the one after so many of
             its tokens (a multiple of 64; 0 or less: none). checkpoints is then ``[N, Hv, ...]``, or a pool with slots
             ``[N]``.
-        null_index: indices up to this one mean nobody, as negative ones do: engines whose block 0 is nobody's pass 0.
+        null_index: indices up to this one are null slots, as negative ones are: engines whose block 0 is null pass 0.
         key_head_order: "grouped", value head h uses key head ``h // (Hv // Hk)``, or "tiled", ``h % Hk`` as in ggml
             (not on CUDA, where only recurrent steps take it).
         Index tensors may have any strides: a column of a block table is taken as it is.
         Buffers that are written to have no gradient: with them, no other argument may require one, and neither may
         they.
     """
-    _arguments.check_tensors(
+    arguments.check_tensors(
         _CHUNK_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, initial_state_indices, out,
         final_state, final_state_indices, checkpoints, checkpoint_indices, checkpoint_offsets,
     )  # fmt: skip
-    if head_first:
-        raise NotImplementedError("head_first=True is not supported: transpose the inputs to [B, T, H, D]")
     if chunk_size is not None and chunk_size != _lib.CHUNK:
         raise ValueError(f"chunk_size is {chunk_size}, but the kernels work in chunks of {_lib.CHUNK} tokens")
     if cu_seqlens_cpu is not None or chunk_indices is not None:
-        _arguments.check_hints(cu_seqlens, cu_seqlens_cpu, chunk_indices)
+        arguments.check_hints(cu_seqlens, cu_seqlens_cpu, chunk_indices)
     if transpose_state_layout is not None:
-        state_v_first = _arguments.state_layout(state_v_first, transpose_state_layout)
+        state_v_first = arguments.state_layout(state_v_first, transpose_state_layout)
     if cp_context is not None and getattr(cp_context, "is_inter", True):  # FlashQLA's may be of one card alone
         _refuse_with_context(
             initial_state=initial_state, output_final_state=output_final_state or None, out=out,
@@ -132,7 +128,7 @@ def chunk_gated_delta_rule(
             checkpoint_every=checkpoint_every or None, checkpoint_offsets=checkpoint_offsets,
             null_index=None if null_index == -1 else null_index, small_workspace=small_workspace or None,
         )  # fmt: skip
-        from .. import context_parallel
+        from .. import context_parallel  # here, because it imports torch.distributed
 
         o = context_parallel.chunk_gated_delta_rule(
             q, k, v, g, beta, cp_context, A_log=A_log, dt_bias=dt_bias, recompute=recompute, scale=scale,
@@ -142,18 +138,18 @@ def chunk_gated_delta_rule(
         )  # fmt: skip
         return o, None
     if g is None or beta is None:
-        g, beta = _arguments.with_gates(v, g, beta, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
-    options = _arguments.pack_options(
+        g, beta = arguments.with_gates(v, g, beta, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
+    options = arguments.pack_options(
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, use_qk_l2norm_in_kernel,
         auto_cp, batch_invariant, key_head_order,
     )  # fmt: skip
     if null_index != -1:
-        options |= _arguments.first_slot_option(
+        options |= arguments.first_slot_option(
             null_index, initial_state_indices, final_state_indices, checkpoint_indices
         )
     if small_workspace and recompute:
         raise ValueError("small_workspace needs what the forward saves, and with recompute it saves nothing")
-    needs_grad = _arguments.needs_graph(q, k, v, g, beta, A_log, dt_bias, initial_state)
+    needs_grad = arguments.needs_graph(q, k, v, g, beta, A_log, dt_bias, initial_state)
 
     if (
         out is not None
@@ -165,32 +161,32 @@ def chunk_gated_delta_rule(
         or checkpoint_offsets is not None
     ):
         if needs_grad:
-            raise RuntimeError(_arguments.NO_GRADIENT)
-        _arguments.check_written(("out", "final_state", "checkpoints"), out, final_state, checkpoints)
+            raise RuntimeError(arguments.NO_GRADIENT)
+        arguments.check_written(("out", "final_state", "checkpoints"), out, final_state, checkpoints)
         if out is None:
             out = q.new_empty(v.shape)
-        final_state = _arguments.final_state_buffer(
+        final_state = arguments.final_state_buffer(
             q, v, cu_seqlens, state_v_first, output_final_state, final_state, final_state_indices
         )
         in_place = final_state is not None and final_state is initial_state
-        _ops.chunk_fwd_out(q, k, v, g, beta, options, cu_seqlens, None if in_place else initial_state, scale, A_log,
+        ops.chunk_fwd_out(q, k, v, g, beta, options, cu_seqlens, None if in_place else initial_state, scale, A_log,
                            dt_bias, initial_state_indices, out, final_state, final_state_indices, in_place,
                            checkpoints, checkpoint_indices, checkpoint_every, checkpoint_offsets)  # fmt: skip
-        _arguments.mark_written(out, final_state, checkpoints)
+        arguments.mark_written(out, final_state, checkpoints)
         return out, final_state
 
     if output_final_state:
-        options |= _ops.FINAL_STATE
+        options |= ops.FINAL_STATE
     if needs_grad:
-        _arguments.check_gradient(initial_state, initial_state_indices)
+        arguments.check_gradient(initial_state, initial_state_indices)
         if small_workspace:
-            options |= _ops.SMALL_WORKSPACE
+            options |= ops.SMALL_WORKSPACE
         o, states, _ = GatedDeltaRule.apply(q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log,
                                             dt_bias, initial_state_indices, True, recompute)  # fmt: skip
     elif scale is None and A_log is None and dt_bias is None and initial_state_indices is None:
-        o, states = _ops.chunk_fwd(q, k, v, g, beta, options, cu_seqlens, initial_state)  # faster without Nones
+        o, states = ops.chunk_fwd(q, k, v, g, beta, options, cu_seqlens, initial_state)  # faster without Nones
     else:
-        o, states = _ops.chunk_fwd(q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias,
+        o, states = ops.chunk_fwd(q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias,
                                    initial_state_indices)  # fmt: skip
     return o, states if output_final_state else None
 
@@ -274,23 +270,23 @@ def fused_recurrent_gated_delta_rule(
         )  # fmt: skip
         if results is not None:
             return results
-    _arguments.check_tensors(
+    arguments.check_tensors(
         _RECURRENT_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, initial_state_indices, out,
         final_state, final_state_indices, accept_lengths, step_states, step_indices, previous_accept_lengths,
     )  # fmt: skip
     if gk is not None or gv is not None:
         raise NotImplementedError("gk and gv (decays per key or value channel) are not supported: GDN has one per head")
     if g is None or beta is None:
-        g, beta = _arguments.with_gates(v, g, beta, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
+        g, beta = arguments.with_gates(v, g, beta, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
     if transpose_state_layout is not None:
-        state_v_first = _arguments.state_layout(state_v_first, transpose_state_layout)
-    options = _arguments.pack_options(
+        state_v_first = arguments.state_layout(state_v_first, transpose_state_layout)
+    options = arguments.pack_options(
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, use_qk_l2norm_in_kernel,
         batch_invariant=batch_invariant, key_head_order=key_head_order,
     )  # fmt: skip
     if null_index != -1:
-        options |= _arguments.first_slot_option(null_index, initial_state_indices, final_state_indices, step_indices)
-    needs_grad = _arguments.needs_graph(q, k, v, g, beta, A_log, dt_bias, initial_state)
+        options |= arguments.first_slot_option(null_index, initial_state_indices, final_state_indices, step_indices)
+    needs_grad = arguments.needs_graph(q, k, v, g, beta, A_log, dt_bias, initial_state)
     if needs_grad and previous_accept_lengths is not None:
         raise RuntimeError(
             "previous_accept_lengths picks states of a pool, which has no gradient, but an input requires one: call it "
@@ -308,8 +304,8 @@ def fused_recurrent_gated_delta_rule(
         or not output_o
     ):
         if needs_grad:
-            raise RuntimeError(_arguments.NO_GRADIENT)
-        _arguments.check_written(("out", "final_state", "step_states"), out, final_state, step_states)
+            raise RuntimeError(arguments.NO_GRADIENT)
+        arguments.check_written(("out", "final_state", "step_states"), out, final_state, step_states)
         if not output_o:
             if out is not None:
                 raise ValueError("out= is given, but output_o=False computes no o")
@@ -317,23 +313,23 @@ def fused_recurrent_gated_delta_rule(
                 raise ValueError("output_o=False leaves nothing to compute: give final_state= or step_states=")
         if out is None and output_o:
             out = q.new_empty(v.shape)
-        final_state = _arguments.final_state_buffer(
+        final_state = arguments.final_state_buffer(
             q, v, cu_seqlens, state_v_first, output_final_state, final_state, final_state_indices
         )
         in_place = final_state is not None and final_state is initial_state
-        _ops.recurrent_out(q, k, v, g, beta, options, cu_seqlens, None if in_place else initial_state, scale, A_log,
+        ops.recurrent_out(q, k, v, g, beta, options, cu_seqlens, None if in_place else initial_state, scale, A_log,
                            dt_bias, initial_state_indices, out, final_state, final_state_indices, in_place,
                            accept_lengths, step_states, step_indices, previous_accept_lengths)  # fmt: skip
-        _arguments.mark_written(out, final_state, step_states)
+        arguments.mark_written(out, final_state, step_states)
         return out, final_state
 
     if output_final_state:
-        options |= _ops.FINAL_STATE
+        options |= ops.FINAL_STATE
     if not needs_grad:
-        o, states = _ops.recurrent(q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias,
+        o, states = ops.recurrent(q, k, v, g, beta, options, cu_seqlens, initial_state, scale, A_log, dt_bias,
                                    initial_state_indices)  # fmt: skip
     else:
-        _arguments.check_gradient(initial_state, initial_state_indices)
+        arguments.check_gradient(initial_state, initial_state_indices)
         if initial_state_indices is not None and not output_final_state:
             raise ValueError(
                 "initial_state_indices marks padded rows in a call that stores no states, and the backward knows none: "
@@ -357,28 +353,21 @@ def chunk_gated_delta_rule_fwd(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = True,
-    output_h: bool = False,
     auto_cp: bool = True,
     state_v_first: bool = False,
-    enable_fwd_cp_cache: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The forward alone, called as FlashQLA's. Returns (o, final_state or None, saved).
+    """The forward alone. Returns (o, final_state or None, saved), saved being for ``chunk_gated_delta_rule_bwd``.
 
-    FlashQLA returns (g_cumsum, A, o, h, final_state, cp_cache); here ``saved``, an opaque buffer for
-    ``chunk_gated_delta_rule_bwd``, stands for g_cumsum, A and cp_cache. No gradient is recorded. Arguments are those
-    of ``chunk_gated_delta_rule``; enable_fwd_cp_cache changes nothing.
+    Arguments are those of ``chunk_gated_delta_rule``. No gradient is recorded. ``gatedelta.flash_qla`` has the function
+    with FlashQLA's arguments and results.
     """
-    _arguments.check_tensors(_FWD_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens)
-    if output_h:
-        raise NotImplementedError(
-            "output_h=True is not supported: chunk_gated_delta_rule writes the states you need with checkpoints="
-        )
-    g, beta = _arguments.with_gates(v, g, beta, False, False)
-    options = _arguments.pack_options(state_v_first=state_v_first, auto_cp=auto_cp)
+    arguments.check_tensors(_FWD_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens)
+    g, beta = arguments.with_gates(v, g, beta, False, False)
+    options = arguments.pack_options(state_v_first=state_v_first, auto_cp=auto_cp)
     if output_final_state:
-        options |= _ops.FINAL_STATE
+        options |= ops.FINAL_STATE
     with torch.no_grad():
-        o, states, saved = _ops.chunk_fwd_save(q, k, v, g, beta, options, cu_seqlens, initial_state, scale)
+        o, states, saved = ops.chunk_fwd_save(q, k, v, g, beta, options, cu_seqlens, initial_state, scale)
     return o, states if output_final_state else None, saved
 
 
@@ -399,23 +388,23 @@ def chunk_gated_delta_rule_bwd(
     *,
     small_workspace: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The backward alone, called as FlashQLA's. Returns (dq, dk, dv, dbeta, dg, dh0).
+    """The backward alone, with FlashQLA's results. Returns (dq, dk, dv, dbeta, dg, dh0).
 
     Where FlashQLA takes g_cumsum and A, this takes g itself and ``saved`` of the forward; saved None computes it again.
     Each gradient has the dtype of its input, and is None where dbeta's, dg's or dh0's input is None. small_workspace:
     less memory, more time, the same bits (CUDA, with ``saved``).
     """
-    _arguments.check_tensors(_BWD_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, saved, do, dht)
+    arguments.check_tensors(_BWD_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, saved, do, dht)
     if small_workspace and saved is None and q.is_cuda:
         raise ValueError("small_workspace needs what the forward saves, but saved is None")
     # Bits in the order of chunk_bwd's results: q, k, v, g, beta, A_log, dt_bias, initial_state.
     wanted = 0b111 | (g is not None) << 3 | (beta is not None) << 4 | (initial_state is not None) << 7
-    g, beta = _arguments.with_gates(v, g, beta, False, False)
-    options = _arguments.pack_options(state_v_first=state_v_first, auto_cp=auto_cp)
+    g, beta = arguments.with_gates(v, g, beta, False, False)
+    options = arguments.pack_options(state_v_first=state_v_first, auto_cp=auto_cp)
     if small_workspace:
-        options |= _ops.SMALL_WORKSPACE
+        options |= ops.SMALL_WORKSPACE
     with torch.no_grad():
-        results = _ops.chunk_bwd(
+        results = ops.chunk_bwd(
             q, k, v, g, beta, options, cu_seqlens, initial_state, scale, None, None, None, do, dht, saved, wanted
         )
     dq, dk, dv, dg, dbeta, _, _, dh0 = (x if wanted >> i & 1 else None for i, x in enumerate(results))

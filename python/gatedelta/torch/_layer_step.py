@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from .. import _lib
-from . import _arguments
-
-_step = torch.ops.gatedelta.layer_step.default
-
-# The bits of the operator's `options` beyond those of _ops, as in bindings/torch/layer_step.cpp (a test compares them).
-CONV_SILU = 1 << 9
-NORM_SIGMOID = 1 << 10
-NORM_ROUND_BEFORE_GATE = 1 << 11
-STEPS_IN_STATE = 1 << 12
+from .._operators import arguments, layer_step
 
 _TENSORS = (
     "mixed_qkv", "z", "a", "b", "conv_weight", "conv_bias", "conv_state", "A_log", "dt_bias", "state", "norm_weight",
@@ -70,7 +60,7 @@ def gated_delta_layer_step(
     state: ``[N, Hv, K, V]``, or ``[N, Hv, V, K]`` with state_v_first.
     norm_weight ``[V]``, norm_activation, norm_eps, round_before_gate: as in ``rms_norm_gated``.
     state_indices ``[N]``: both states are pools ``[slots, ...]``, and these are the sequences' slots; one up to
-        null_index is nobody. A sequence that is nobody's is a padded row: its inputs are not read but for z, and no
+        null_index is a null slot. A sequence in a null slot is a padded row: its inputs are not read but for z, and no
         state of it is written. final_state_indices ``[N]``: the slots that are written, where they are others.
     step_indices: the state after each token goes to its slot of ``state`` (or of step_states), ``[B, T]`` or, of packed
         sequences, ``[N, S]`` also; ``step_states [B, T, Hv, ...]`` takes them without indices. There is then no final
@@ -82,46 +72,46 @@ def gated_delta_layer_step(
     out: buffer for the result; otherwise it has mixed_qkv's dtype.
     There is no gradient: no argument may require one.
     """
-    _arguments.check_tensors(
+    arguments.check_tensors(
         _TENSORS, mixed_qkv, z, a, b, conv_weight, conv_bias, conv_state, A_log, dt_bias, state, norm_weight,
         state_indices, final_state_indices, cu_seqlens, previous_accept_lengths, step_states, step_indices, out,
     )  # fmt: skip
-    options = _arguments.pack_options(
+    options = arguments.pack_options(
         False, True, allow_neg_eigval, state_v_first, use_qk_l2norm_in_kernel, key_head_order=key_head_order
     )
     if conv_activation is not None:
         if conv_activation not in ("silu", "swish"):
             raise ValueError(f"conv_activation is {conv_activation!r}, must be 'silu', 'swish' or None")
-        options |= CONV_SILU
+        options |= layer_step.CONV_SILU
     if norm_activation not in ("silu", "swish"):
         if norm_activation != "sigmoid":
             raise ValueError(f"norm_activation is {norm_activation!r}, must be 'silu', 'swish' or 'sigmoid'")
         if z is None:
             raise ValueError("norm_activation is 'sigmoid', but z is None: there is nothing it would act on")
-        options |= NORM_SIGMOID
+        options |= layer_step.NORM_SIGMOID
     if round_before_gate:
-        options |= NORM_ROUND_BEFORE_GATE
+        options |= layer_step.NORM_ROUND_BEFORE_GATE
     if step_indices is not None and step_states is None:
-        options |= STEPS_IN_STATE
+        options |= layer_step.STEPS_IN_STATE
     if (step_states is not None or step_indices is not None) and final_state_indices is not None:
         raise ValueError("final_state_indices is given, but with step_states or step_indices there is no final state")
     if null_index != -1:
-        options |= _arguments.first_slot_option(null_index, state_indices, final_state_indices, step_indices)
-    if _arguments.needs_graph(
+        options |= arguments.first_slot_option(null_index, state_indices, final_state_indices, step_indices)
+    if arguments.needs_graph(
         mixed_qkv, z, a, b, conv_weight, conv_bias, conv_state, A_log, dt_bias, state, norm_weight
     ):
         raise RuntimeError(_NO_GRADIENT)
-    _arguments.check_written(("conv_state", "state", "step_states", "out"), conv_state, state, step_states, out)
+    arguments.check_written(("conv_state", "state", "step_states", "out"), conv_state, state, step_states, out)
     if out is None:
         if z is None:
             raise ValueError("give out= where z is None: one of them says Hv and V")
         out = mixed_qkv.new_empty(z.shape)
-    _step(
+    layer_step.step(
         mixed_qkv, z, a, b, conv_weight, conv_bias, conv_state, A_log, dt_bias, state, norm_weight, key_heads, options,
         state_indices, final_state_indices, cu_seqlens, previous_accept_lengths, step_states, step_indices, scale,
         norm_eps, out,
     )  # fmt: skip
-    _arguments.mark_written(conv_state, state, step_states, out)
+    arguments.mark_written(conv_state, state, step_states, out)
     return out
 
 
@@ -129,15 +119,3 @@ _NO_GRADIENT = (
     "gated_delta_layer_step updates states in place and has no gradient, but an input requires one: call it under "
     "torch.no_grad()"
 )
-
-
-@torch.library.register_fake("gatedelta::layer_step")
-def _(
-    mixed_qkv, z, a, b, conv_weight, conv_bias, conv_state, A_log, dt_bias, state, norm_weight, key_heads, options,
-    state_indices, final_indices, cu_seqlens, previous_accept_lengths, step_states, step_indices, scale, eps, out,
-):  # fmt: skip
-    # torch also calls this where a single tensor is on `meta`: the call would write nothing.
-    for name, tensor in locals().items():
-        if isinstance(tensor, Tensor) and tensor.device != mixed_qkv.device:
-            name = _lib.in_python_names(name)
-            raise RuntimeError(f"gatedelta: {name} is on {tensor.device}, but mixed_qkv is on {mixed_qkv.device}")

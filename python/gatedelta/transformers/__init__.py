@@ -3,7 +3,7 @@
     import gatedelta.transformers
     gatedelta.transformers.patch()       # every model of this process, from now on
 
-or, for the models that are told so, with the ``kernels`` package:
+or, for single models, with the ``kernels`` package:
 
     gatedelta.transformers.register()
     model.use_kernels = True
@@ -102,7 +102,7 @@ def unfuse_projections(model: nn.Module) -> int:
 
 def _require_transformers() -> None:
     if find_spec("transformers") is None:
-        raise ImportError("gatedelta.transformers needs transformers: pip install 'gatedelta[transformers]'")
+        raise ImportError("gatedelta.transformers needs transformers: pip install '.[transformers]' in a clone")
 
 
 def _require_kernels() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .. import _served
+from .._plugins import limits
 from ..torch import (
     causal_conv1d,
     chunk_gated_delta_rule,
@@ -20,7 +20,7 @@ from ._packs import exporting, offsets_of
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the library cannot run tensors like these, or None."""
-    return _served.dtype_refusal(dtype) or _served.device_refusal(device)
+    return limits.dtype_refusal(dtype) or limits.device_refusal(device)
 
 
 def chunk_rule(
@@ -150,7 +150,7 @@ def choose_norm(original: Callable, module: nn.Module, hidden_states: Tensor, ga
 def _runs_rule(query: Tensor, value: Tensor) -> bool:
     if exporting() or query.dtype != value.dtype:
         return False
-    return why_not(query.device, query.dtype) is None and _served.head_refusal(query.shape[-1], value.shape[-1]) is None
+    return why_not(query.device, query.dtype) is None and limits.head_refusal(query.shape[-1], value.shape[-1]) is None
 
 
 def _runs_conv1d(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.integrations.accelerate import force_accelerate_hooks
 
-from .. import _served
+from .._plugins import limits
 from ..torch import causal_conv1d, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, gated_delta_layer_step
 from ._families import Family
 from ._functions import why_not
@@ -66,7 +66,7 @@ def layer_forward(family: Family, original: Callable[[nn.Module], Callable]) -> 
 
 
 def _can_run(layer: nn.Module, family: Family, hidden: Tensor) -> bool:
-    reason = why_not(hidden.device, product_dtype(hidden)) or _served.head_refusal(layer.head_k_dim, layer.head_v_dim)
+    reason = why_not(hidden.device, product_dtype(hidden)) or limits.head_refusal(layer.head_k_dim, layer.head_v_dim)
     if reason is None and not 2 <= layer.conv_kernel_size <= 4:
         reason = f"a convolution of {layer.conv_kernel_size} taps (2 to 4 can be run)"
     if reason is None and layer.activation not in _SILU:

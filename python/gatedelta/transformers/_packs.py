@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._plugins.replace import Places
+
 
 def offsets_of(kwargs: Mapping[str, Any]) -> Tensor | None:
     """Offsets ``[N + 1]`` from a layer's keyword arguments; None where the batch is not packed.
@@ -25,23 +27,21 @@ def offsets_of(kwargs: Mapping[str, Any]) -> Tensor | None:
 
 # Who wants the boundaries found, and for which models.
 _watchers: dict[str, Callable[[nn.Module], bool]] = {}
-_watched: list[tuple[type[nn.Module], Callable]] = []
+_places = Places("transformers")
 
 
 def watch(owner: str, classes: Iterable[type[nn.Module]], uses_gatedelta: Callable[[nn.Module], bool]) -> None:
     """From now on text models of these classes find their boundaries, if their layers run on this library."""
     if not _watchers:
         for kind in classes:
-            _watched.append((kind, kind.forward))
-            kind.forward = _with_offsets(kind.forward)
+            _places.set(kind, "forward", _with_offsets(kind.forward))
     _watchers[owner] = uses_gatedelta
 
 
 def unwatch(owner: str) -> None:
     _watchers.pop(owner, None)
-    while not _watchers and _watched:
-        kind, forward = _watched.pop()
-        kind.forward = forward
+    if not _watchers:
+        _places.restore()
 
 
 def _with_offsets(forward: Callable) -> Callable:

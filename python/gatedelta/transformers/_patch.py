@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import wraps
 from inspect import signature
 from types import ModuleType
-from typing import Any
 
+from .._plugins.replace import Places
 from . import _functions
 from ._families import FAMILIES, Family
 from ._layer import layer_forward
@@ -21,13 +21,12 @@ FUNCTIONS = {
     "causal_conv1d_update": _functions.choose_conv1d_update,
 }
 
-# (object, name, what was there), in the order of replacement.
-_replaced: list[tuple[Any, str, Any]] = []
+_places = Places("transformers")
 
 
 def patch() -> tuple[str, ...]:
     modules = load()
-    if not _replaced:
+    if not _places:
         for family, module in modules.items():
             _patch_module(family, module)
         watch("patch", text_models(modules), lambda _: True)
@@ -36,9 +35,7 @@ def patch() -> tuple[str, ...]:
 
 def unpatch() -> None:
     unwatch("patch")
-    while _replaced:
-        place, name, value = _replaced.pop()
-        setattr(place, name, value)
+    _places.restore()
 
 
 def text_models(modules: dict[Family, ModuleType]) -> list[type]:
@@ -82,15 +79,10 @@ def _differences(family: Family, module: ModuleType) -> list[str]:
 def _patch_module(family: Family, module: ModuleType) -> None:
     layer, norm = getattr(module, family.layer_class), getattr(module, family.norm_class)
     original = layer.forward
-    _replace(layer, "forward", layer_forward(family, lambda _: original))
-    _replace(norm, "forward", _choosing(_functions.choose_norm, norm.forward))
+    _places.set(layer, "forward", layer_forward(family, lambda _: original))
+    _places.set(norm, "forward", _choosing(_functions.choose_norm, norm.forward))
     for name, choose in FUNCTIONS.items():
-        _replace(module, name, _choosing(choose, getattr(module, name)))
-
-
-def _replace(place: Any, name: str, value: Callable) -> None:
-    _replaced.append((place, name, getattr(place, name)))
-    setattr(place, name, value)
+        _places.set(module, name, _choosing(choose, getattr(module, name)))
 
 
 def _choosing(choose: Callable, original: Callable) -> Callable:

@@ -13,7 +13,7 @@ from kernels import CUDAProperties, Device, register_kernel_mapping
 from kernels.layer import globals as kernels_globals
 from torch import nn
 
-from .. import _served
+from .._plugins import limits
 from . import _functions
 from ._families import FAMILIES
 from ._layer import layer_forward
@@ -93,8 +93,8 @@ _ENTRIES = {name: _Entry(kind) for name, kind in _CLASSES.items()}
 def mapping() -> dict[str, dict]:
     """transformers enters its own kernels for GPUs of all capabilities: the narrower range of these wins."""
     devices: list[str | Device] = ["cpu"]
-    if _served.build_refusal() is None:
-        major, minor = _served.LEAST_CAPABILITY
+    if limits.build_refusal() is None:
+        major, minor = limits.LEAST_CAPABILITY
         devices.append(Device("cuda", CUDAProperties(10 * major + minor, sys.maxsize)))
     return {name: dict.fromkeys(devices, entry) for name, entry in _ENTRIES.items()}
 

@@ -102,7 +102,8 @@ gd_status Checker::rows(const char* name, const gd_tensor& t, const Shape& shape
 gd_status Checker::gate_vector(const char* name, const gd_tensor& t, const Layer& layer, Need need, Role role,
                                HeadVector& out) {
   if (layer.gate != GD_GATE_RAW)
-    return is_absent(t) ? GD_OK : invalid("%s is given, but gate is not raw: leave it out", name);
+    return is_absent(t) ? GD_OK
+                        : invalid("%s is given, but it acts only on a raw g (use_gate_in_kernel): leave it out", name);
   if (is_absent(t)) return missing(name, need);
   GD_TRY(tensor(name, t, {"[Hv]", 1, {layer.value_heads}}, kFloats, 0, role));
   out = {address(t), static_cast<gd_dtype>(t.dtype), stride_of(t, 0)};

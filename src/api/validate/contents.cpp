@@ -90,9 +90,9 @@ IndexPlace series_place(const RecurrentProblem& p, int64_t n, int64_t before, in
   return {"step_indices", n, i};
 }
 
-IndexPlace read_place(const ForwardProblem&, int64_t n) { return {"initial_indices", n, -1}; }
+IndexPlace read_place(const ForwardProblem&, int64_t n) { return {"initial_state_indices", n, -1}; }
 IndexPlace read_place(const RecurrentProblem& p, int64_t n) {
-  return {"initial_indices", n, p.previous_accept_lengths ? p.read_column(n) : -1};
+  return {"initial_state_indices", n, p.previous_accept_lengths ? p.read_column(n) : -1};
 }
 
 template <class Problem>
@@ -116,7 +116,7 @@ gd_status each_of_series(const Problem& p, int64_t n, int64_t before, Visit&& vi
   const StateRows& states = series_of(p).states;
   for (int64_t i = 0, length = series_length(p, n); i < length; ++i) {
     const IndexPlace place = series_place(p, n, before, i);
-    const int64_t slot = states.named(states.indices(place.row, place.column < 0 ? 0 : place.column));
+    const int64_t slot = states.resolve(states.indices(place.row, place.column < 0 ? 0 : place.column));
     if (slot >= 0) GD_TRY(visit(place, slot));
   }
   return GD_OK;
@@ -134,7 +134,7 @@ gd_status check_slots(const Problem& p, const StateRows& pool, uint64_t* bitmap)
 
   // visit(place, slot) for every slot sequence n writes in this pool.
   const auto each_write = [&](int64_t n, int64_t before, auto&& visit) -> gd_status {
-    if (finals && p.final.slot(n) >= 0) GD_TRY(visit({"final_indices", n, -1}, p.final.slot(n)));
+    if (finals && p.final.slot(n) >= 0) GD_TRY(visit({"final_state_indices", n, -1}, p.final.slot(n)));
     return series ? each_of_series(p, n, before, visit) : GD_OK;
   };
 
@@ -168,7 +168,7 @@ gd_status check_states(const Problem& p, uint64_t* bitmap) {
   for (int64_t n = 0; p.in.initial.indices && n < p.in.sequences.count; ++n)
     GD_TRY(check_range(read_place(p, n), p.read_slot(n), "initial_state", p.in.initial.slots));
   for (int64_t n = 0; p.final.indices && n < p.in.sequences.count; ++n)
-    GD_TRY(check_range({"final_indices", n, -1}, p.final.slot(n), "final_state", p.final.slots));
+    GD_TRY(check_range({"final_state_indices", n, -1}, p.final.slot(n), "final_state", p.final.slots));
   if (series.states.indices)
     GD_TRY(each_sequence(p, [&](int64_t n, int64_t before) {
       return each_of_series(p, n, before, [&](const IndexPlace& place, int64_t slot) {
@@ -217,8 +217,7 @@ gd_status validate_contents(const ForwardProblem& p, uint64_t* bitmap) {
   // A backward could not tell which parts of `saved` the forward left out.
   for (int64_t n = 0; p.saved && n < p.in.sequences.count; ++n)
     if (p.is_padding(n))
-      return invalid("saved is given, but sequence %" PRId64 " is a padded row (its read and write slots are nobody)",
-                     n);
+      return invalid("saved is given, but sequence %" PRId64 " is a padded row (its read and write slots are null)", n);
   return GD_OK;
 }
 
@@ -226,13 +225,13 @@ gd_status validate_contents(const BackwardProblem& p, uint64_t* bitmap) {
   GD_TRY(check_offsets(p.in.sequences));
   const int64_t count = p.in.sequences.count;
   for (int64_t n = 0; p.in.initial.indices && n < count; ++n)
-    GD_TRY(check_range({"initial_indices", n, -1}, p.in.initial.slot(n), "initial_state", p.in.initial.slots));
+    GD_TRY(check_range({"initial_state_indices", n, -1}, p.in.initial.slot(n), "initial_state", p.in.initial.slots));
   for (int64_t n = 0; p.d_final.indices && n < count; ++n)
-    GD_TRY(check_range({"d_final_indices", n, -1}, p.d_final.slot(n), "d_final_state", p.d_final.slots));
+    GD_TRY(check_range({"dht_indices", n, -1}, p.d_final.slot(n), "dht", p.d_final.slots));
   if (!p.d_initial.indices) return GD_OK;
   for (int64_t n = 0; n < count; ++n) {
     const int64_t row = p.d_initial.slot(n);
-    GD_TRY(check_range({"d_initial_indices", n, -1}, row, "d_initial_state", p.d_initial.slots));
+    GD_TRY(check_range({"d_initial_state_indices", n, -1}, row, "d_initial_state", p.d_initial.slots));
     if (row >= 0) bitmap[row / 64] = 0;
   }
   for (int64_t n = 0; n < count; ++n) {
@@ -240,7 +239,7 @@ gd_status validate_contents(const BackwardProblem& p, uint64_t* bitmap) {
     if (row < 0) continue;
     const uint64_t bit = uint64_t{1} << (static_cast<uint64_t>(row) % 64);
     if (bitmap[row / 64] & bit)
-      return invalid("d_initial_indices[%" PRId64 "]: slot %" PRId64 " is written more than once", n, row);
+      return invalid("d_initial_state_indices[%" PRId64 "]: slot %" PRId64 " is written more than once", n, row);
     bitmap[row / 64] |= bit;
   }
   return GD_OK;
@@ -249,7 +248,7 @@ gd_status validate_contents(const BackwardProblem& p, uint64_t* bitmap) {
 gd_status validate_contents(const SummaryProblem& p, uint64_t*) { return check_offsets(p.in.sequences); }
 gd_status validate_contents(const BackwardSummaryProblem& p, uint64_t*) { return check_offsets(p.in.sequences); }
 
-gd_status validate_contents(const FoldProblem& p, uint64_t*) {
+gd_status validate_contents(const MergeProblem& p, uint64_t*) {
   for (int64_t r = 0; r < p.results; ++r) {
     const int64_t first = p.first[r], count = p.count[r];
     if (count > 0 && (first < 0 || first > p.segments - count))

@@ -92,8 +92,8 @@ gd_status validate_inputs(Checker& check, const gd_conv1d_inputs& args, Conv1dIn
                    " channels are too many to compute",
                    sequences.count, sequences.batch, sequences.tokens, in.channels);
   if (args.first_slot < 0) return invalid("first_slot is %" PRId64 ", must not be negative", args.first_slot);
-  return check_indexed_states(check, "initial_state", args.initial_state, "initial_indices", args.initial_indices, in,
-                              args.first_slot, Role::input, in.initial);
+  return check_indexed_states(check, "initial_state", args.initial_state, "initial_state_indices",
+                              args.initial_state_indices, in, args.first_slot, Role::input, in.initial);
 }
 
 gd_status check_first_slot(int64_t first_slot, bool indexed) {
@@ -122,7 +122,7 @@ gd_status check_slots(const Conv1dProblem& p, uint64_t* bitmap) {
     const int64_t slot = written.slot(n);
     if (slot < 0) continue;
     if (word(slot) & bit(slot))
-      return invalid("final_indices[%" PRId64 "]: slot %" PRId64 " is written more than once", n, slot);
+      return invalid("final_state_indices[%" PRId64 "]: slot %" PRId64 " is written more than once", n, slot);
     word(slot) |= bit(slot);
   }
   for (int64_t n = 0; in_place && n < count; ++n) {
@@ -150,9 +150,9 @@ gd_status validate_shapes(const gd_conv1d_args& args, Stage stage, Conv1dProblem
   const Conv1dInputs& in = p.in;
   GD_TRY(check_reserved("gd_conv1d_args", args.reserved));
   GD_TRY(validate_inputs(check, args.in, p.in));
-  GD_TRY(check.rows("y", args.y, token_rows(in), Need::optional, Role::output, p.y));
-  GD_TRY(check_indexed_states(check, "final_state", args.final_state, "final_indices", args.final_indices, in,
-                              args.in.first_slot, Role::output, p.final));
+  GD_TRY(check.rows("out", args.out, token_rows(in), Need::optional, Role::output, p.y));
+  GD_TRY(check_indexed_states(check, "final_state", args.final_state, "final_state_indices", args.final_state_indices,
+                              in, args.in.first_slot, Role::output, p.final));
   GD_TRY(check_first_slot(args.in.first_slot, in.initial.indices || p.final.indices));
   if (!in.initial && !is_absent(args.previous_accept_lengths))
     return invalid("previous_accept_lengths is given without initial_state");
@@ -166,7 +166,7 @@ gd_status validate_shapes(const gd_conv1d_args& args, Stage stage, Conv1dProblem
                stride_of(steps, 0),  stride_of(steps, 1),
                stride_of(steps, 2),  stride_of(steps, 3)};
   }
-  if (!p.y && !p.final && !p.steps) return invalid("nothing to compute: y, final_state and step_states are absent");
+  if (!p.y && !p.final && !p.steps) return invalid("nothing to compute: out, final_state and step_states are absent");
   return check.finish(args.exec);
 }
 
@@ -176,8 +176,8 @@ gd_status validate_shapes(const gd_conv1d_backward_args& args, Stage stage, Conv
   GD_TRY(check_reserved("gd_conv1d_backward_args", args.reserved));
   GD_TRY(validate_inputs(check, args.in, p.in));
   GD_TRY(check_first_slot(args.in.first_slot, static_cast<bool>(in.initial.indices)));
-  GD_TRY(check.rows("d_y", args.d_y, token_rows(in), Need::required, Role::input, p.d_y));
-  GD_TRY(check_states(check, "d_final_state", args.d_final_state, in, Role::input, p.d_final));
+  GD_TRY(check.rows("dy", args.dy, token_rows(in), Need::required, Role::input, p.d_y));
+  GD_TRY(check_states(check, "dht", args.dht, in, Role::input, p.d_final));
   GD_TRY(check.rows("dx", args.dx, token_rows(in), Need::optional, Role::output, p.dx));
   GD_TRY(check_taps(check, "dweight", args.dweight, {"[D, W]", 2, {in.channels, in.taps}}, Role::output, p.dweight));
   GD_TRY(check_bias(check, "dbias", args.dbias, in, Role::output, p.dbias));
@@ -200,8 +200,8 @@ gd_status validate_contents(const Conv1dProblem& p, uint64_t* bitmap) {
   const Conv1dInputs& in = p.in;
   const int64_t count = in.sequences.count;
   GD_TRY(check_offsets(in.sequences));
-  GD_TRY(check_range("initial_indices", in.initial.indices, count, "initial_state", in.initial.slots));
-  GD_TRY(check_range("final_indices", p.final.indices, count, "final_state", p.final.slots));
+  GD_TRY(check_range("initial_state_indices", in.initial.indices, count, "initial_state", in.initial.slots));
+  GD_TRY(check_range("final_state_indices", p.final.indices, count, "final_state", p.final.slots));
   for (int64_t n = 0; p.previous_accept_lengths && n < count; ++n) {
     const int64_t accepted = p.previous_accept_lengths[n], most = in.initial.columns - in.taps + 2;
     if (p.is_padding(n)) continue;
@@ -215,7 +215,7 @@ gd_status validate_contents(const Conv1dProblem& p, uint64_t* bitmap) {
 
 gd_status validate_contents(const Conv1dBackwardProblem& p, uint64_t*) {
   GD_TRY(check_offsets(p.in.sequences));
-  return check_range("initial_indices", p.in.initial.indices, p.in.sequences.count, "initial_state",
+  return check_range("initial_state_indices", p.in.initial.indices, p.in.sequences.count, "initial_state",
                      p.in.initial.slots);
 }
 

@@ -8,12 +8,12 @@ namespace gatedelta::api {
 
 gd_status validate_exec(const gd_exec& exec) {
   GD_TRY(check_enum("device", exec.device, GD_CUDA));
-  GD_TRY(check_reserved("exec", exec.reserved));
+  GD_TRY(check_reserved("exec", exec.reserved, exec.reserved_flags));
   if (exec.device == GD_CUDA) {
     if (exec.device_index < 0) return invalid("device_index is %" PRId32 ", must not be negative", exec.device_index);
-    if (exec.isa != GD_ISA_AUTO && exec.isa != GD_ISA_CUDA_PORTABLE)
-      return invalid("isa is %" PRId32 ", must be 0 (auto) or %d (portable) on CUDA: others select CPU instructions",
-                     exec.isa, GD_ISA_CUDA_PORTABLE);
+    if (exec.isa != GD_ISA_AUTO)
+      return invalid("isa is %" PRId32 ", must be 0 (auto) on CUDA: it selects CPU instructions", exec.isa);
+    GD_TRY(check_enum("kernels", exec.kernels, GD_KERNELS_PORTABLE));
     if (exec.num_threads != 0 || exec.parallel_for || exec.parallel_for_context)
       return invalid(
           "num_threads, parallel_for and parallel_for_context must not be set on CUDA: they control CPU threads");
@@ -21,6 +21,8 @@ gd_status validate_exec(const gd_exec& exec) {
   }
   if (exec.device_index != 0) return invalid("device_index is %" PRId32 ", must be 0 on the CPU", exec.device_index);
   if (exec.stream) return invalid("stream must be null on the CPU");
+  if (exec.kernels != GD_KERNELS_AUTO)
+    return invalid("kernels is %" PRId32 ", must be 0 (auto) on the CPU: it selects CUDA kernels", exec.kernels);
   GD_TRY(check_enum("isa", exec.isa, GD_ISA_COUNT - 1));
   if (exec.num_threads < 0 || exec.num_threads > kMaxThreads)
     return invalid("num_threads is %" PRId32 ", must be from 0 to %d", exec.num_threads, kMaxThreads);
@@ -33,6 +35,21 @@ gd_status validate_exec(const gd_exec& exec) {
                    "gd_thread_pool_parallel_for",
                    exec.num_threads);
   if (exec.parallel_for_context) return invalid("parallel_for_context is given, but parallel_for is null");
+  return GD_OK;
+}
+
+gd_status validate_tuning(const gd_exec& exec, gd_tuning& tuning) {
+  tuning = {};
+  if (!exec.tuning) return GD_OK;
+  GD_TRY(check_struct(exec.tuning, "gd_tuning"));
+  tuning = *exec.tuning;
+  GD_TRY(check_reserved("gd_tuning", tuning.reserved, tuning.reserved_flags));
+  const int32_t chunks = tuning.segment_chunks, persistent = tuning.persistent_segment_chunks;
+  if (chunks < 0) return invalid("segment_chunks is %" PRId32 ", must not be negative", chunks);
+  if (persistent < 0) return invalid("persistent_segment_chunks is %" PRId32 ", must not be negative", persistent);
+  if (chunks == 0 && persistent != 0)
+    return invalid("persistent_segment_chunks is %" PRId32 ", but segment_chunks is 0", persistent);
+  if (chunks == 0 && tuning.segment_halves) return invalid("segment_halves is set, but segment_chunks is 0");
   return GD_OK;
 }
 

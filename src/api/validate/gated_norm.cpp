@@ -38,10 +38,10 @@ gd_status validate_inputs(Checker& check, const Args& args, GatedNorm& in) {
       rows > kMaxSize)
     return invalid("B * T * H is %" PRId64 " * %" PRId64 " * %" PRId64 ", too many rows to compute", in.batch,
                    in.tokens, in.heads);
-  GD_TRY(check.rows("z", args.z, rows_of(in), Need::optional, Role::input, in.z));
+  GD_TRY(check.rows("gate", args.gate, rows_of(in), Need::optional, Role::input, in.z));
   GD_TRY(channel_vector(check, "weight", args.weight, in, Role::input, in.weight));
   if (!in.z && args.activation != GD_NORM_SILU)
-    return invalid("activation is %" PRId32 ", but there is no z it would act on: leave it 0", args.activation);
+    return invalid("activation is %" PRId32 ", but there is no gate it would act on: leave it 0", args.activation);
   in.activation = static_cast<gd_norm_activation>(args.activation);
   in.round_before_gate = args.round_before_gate != 0;
 
@@ -58,7 +58,7 @@ gd_status validate_shapes(const gd_gated_norm_args& args, Stage stage, GatedNorm
   Checker check(stage);
   GD_TRY(check_reserved("gd_gated_norm_args", args.reserved));
   GD_TRY(validate_inputs(check, args, p.in));
-  GD_TRY(check.rows("y", args.y, rows_of(p.in), Need::required, Role::output, p.y));
+  GD_TRY(check.rows("out", args.out, rows_of(p.in), Need::required, Role::output, p.y));
   return check.finish(args.exec);
 }
 
@@ -66,13 +66,13 @@ gd_status validate_shapes(const gd_gated_norm_backward_args& args, Stage stage, 
   Checker check(stage);
   GD_TRY(check_reserved("gd_gated_norm_backward_args", args.reserved));
   GD_TRY(validate_inputs(check, args, p.in));
-  GD_TRY(check.rows("d_y", args.d_y, rows_of(p.in), Need::required, Role::input, p.d_y));
+  GD_TRY(check.rows("dy", args.dy, rows_of(p.in), Need::required, Role::input, p.d_y));
   GD_TRY(check.rows("dx", args.dx, rows_of(p.in), Need::optional, Role::output, p.dx));
-  if (!p.in.z && !is_absent(args.dz)) return invalid("dz is given, but there is no z");
-  GD_TRY(check.rows("dz", args.dz, rows_of(p.in), Need::optional, Role::output, p.dz));
+  if (!p.in.z && !is_absent(args.dgate)) return invalid("dgate is given, but there is no gate");
+  GD_TRY(check.rows("dgate", args.dgate, rows_of(p.in), Need::optional, Role::output, p.dz));
   if (!p.in.weight && !is_absent(args.dweight)) return invalid("dweight is given, but there is no weight");
   GD_TRY(channel_vector(check, "dweight", args.dweight, p.in, Role::output, p.dweight));
-  if (!p.dx && !p.dz && !p.dweight) return invalid("no gradient is asked for: dx, dz and dweight are absent");
+  if (!p.dx && !p.dz && !p.dweight) return invalid("no gradient is asked for: dx, dgate and dweight are absent");
   return check.finish(args.exec);
 }
 

@@ -82,10 +82,10 @@ gd_status validate_layer(Checker& check, const gd_inputs& in, Layer& layer, bool
                    sequences.count, sequences.batch, sequences.tokens, layer.value_heads);
 
   const Shape rows_of_slots = {"[N, S]", 2, {sequences.count, kAny}};
-  GD_TRY(check.indexed_states("initial_state", in.initial_state, "initial_indices", in.initial_indices,
+  GD_TRY(check.indexed_states("initial_state", in.initial_state, "initial_state_indices", in.initial_state_indices,
                               picked ? rows_of_slots : per_sequence(layer), layer, Role::input, layer.initial));
-  if (picked && in.initial_indices.shape[1] == 0)
-    return invalid("initial_indices is [N, S] with S = 0, must have a slot for each sequence");
+  if (picked && in.initial_state_indices.shape[1] == 0)
+    return invalid("initial_state_indices is [N, S] with S = 0, must have a slot for each sequence");
 
   if (!in.has_scale && in.scale != 0) return invalid("scale is %g, but has_scale is 0", static_cast<double>(in.scale));
   if (!std::isfinite(in.scale)) return invalid("scale is %g, must be finite", static_cast<double>(in.scale));

@@ -9,10 +9,10 @@ namespace gatedelta::api {
 namespace {
 
 template <class Args>
-gd_status check_segments(const Args& args) {
-  const int32_t chunks = args.segment_chunks;
+gd_status check_segments(const Args& args, gd_tuning& tuning) {
   GD_TRY(check_enum("context_parallel", args.context_parallel, GD_CP_OFF));
-  if (chunks < 0) return invalid("segment_chunks is %" PRId32 ", must not be negative", chunks);
+  GD_TRY(validate_tuning(args.exec, tuning));
+  const int32_t chunks = tuning.segment_chunks;
   if (chunks == 0) return GD_OK;
   if (args.context_parallel == GD_CP_OFF)
     return invalid("segment_chunks is %" PRId32 ", but context_parallel is off", chunks);
@@ -21,25 +21,17 @@ gd_status check_segments(const Args& args) {
   return GD_OK;
 }
 
-gd_status check_forced_cut(const gd_forward_args& args) {
-  if (args.persistent_segment_chunks < 0)
-    return invalid("persistent_segment_chunks is %" PRId32 ", must not be negative", args.persistent_segment_chunks);
-  if (args.segment_chunks == 0 && args.persistent_segment_chunks != 0)
-    return invalid("persistent_segment_chunks is %" PRId32 ", but segment_chunks is 0", args.persistent_segment_chunks);
-  if (args.segment_chunks == 0 && args.segment_halves != 0)
-    return invalid("segment_halves is set, but segment_chunks is 0");
-  return check_segments(args);
-}
-
 // Rows of slots and what picks from them go together.
-gd_status check_picked(const gd_tensor& initial_indices, bool picked) {
-  if (!picked && !is_absent(initial_indices) && initial_indices.rank == 2)
-    return invalid("initial_indices: rank is 2, must be 1: [N]; rows of slots [N, S] need previous_accept_lengths");
-  if (picked && is_absent(initial_indices)) return invalid("previous_accept_lengths is given without initial_indices");
-  if (picked && initial_indices.rank != 2)
-    return invalid("previous_accept_lengths is given, but initial_indices has rank %" PRId32
+gd_status check_picked(const gd_tensor& initial_state_indices, bool picked) {
+  if (!picked && !is_absent(initial_state_indices) && initial_state_indices.rank == 2)
+    return invalid(
+        "initial_state_indices: rank is 2, must be 1: [N]; rows of slots [N, S] need previous_accept_lengths");
+  if (picked && is_absent(initial_state_indices))
+    return invalid("previous_accept_lengths is given without initial_state_indices");
+  if (picked && initial_state_indices.rank != 2)
+    return invalid("previous_accept_lengths is given, but initial_state_indices has rank %" PRId32
                    ", must have 2: rows of slots [N, S]",
-                   initial_indices.rank);
+                   initial_state_indices.rank);
   return GD_OK;
 }
 
@@ -61,12 +53,13 @@ gd_status check_step_indices(Checker& check, const gd_tensor& indices, Recurrent
 gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProblem& p) {
   Checker check(stage);
   const Layer& in = p.in;
-  GD_TRY(check_reserved("gd_forward_args", args.reserved));
-  GD_TRY(check_forced_cut(args));
+  GD_TRY(check_reserved("gd_forward_args", args.reserved, args.reserved_flags));
+  gd_tuning tuning;
+  GD_TRY(check_segments(args, tuning));
   GD_TRY(validate_layer(check, args.in, p.in));
-  GD_TRY(check.rows("o", args.o, value_rows(in), Need::required, Role::output, p.o));
-  GD_TRY(check.indexed_states("final_state", args.final_state, "final_indices", args.final_indices, per_sequence(in),
-                              in, Role::output, p.final));
+  GD_TRY(check.rows("out", args.out, value_rows(in), Need::required, Role::output, p.o));
+  GD_TRY(check.indexed_states("final_state", args.final_state, "final_state_indices", args.final_state_indices,
+                              per_sequence(in), in, Role::output, p.final));
 
   if (is_absent(args.checkpoints)) {
     if (!is_absent(args.checkpoint_indices)) return invalid("checkpoint_indices is given without checkpoints");
@@ -97,9 +90,9 @@ gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProbl
 
   p.context_parallel = args.context_parallel == GD_CP_AUTO;
   p.batch_invariant = args.batch_invariant != 0;
-  p.segment_chunks = args.segment_chunks;
-  p.persistent_segment_chunks = args.persistent_segment_chunks;
-  p.segment_halves = args.segment_halves != 0;
+  p.segment_chunks = tuning.segment_chunks;
+  p.persistent_segment_chunks = tuning.persistent_segment_chunks;
+  p.segment_halves = tuning.segment_halves != 0;
   GD_TRY(check.saved(args.saved, args.saved_bytes, Role::output, p.saved));
   p.prepared = args.prepared != 0;
   if (p.prepared && !p.saved) return invalid("prepared is set, but saved is null: give it gd_summary's");
@@ -109,12 +102,16 @@ gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProbl
 gd_status validate_shapes(const gd_backward_args& args, Stage stage, BackwardProblem& p) {
   Checker check(stage);
   const Layer& in = p.in;
-  GD_TRY(check_reserved("gd_backward_args", args.reserved));
-  GD_TRY(check_segments(args));
+  GD_TRY(check_reserved("gd_backward_args", args.reserved, args.reserved_flags));
+  gd_tuning tuning;
+  GD_TRY(check_segments(args, tuning));
+  if (tuning.persistent_segment_chunks || tuning.segment_halves)
+    return refuse(GD_UNSUPPORTED, "%s is set, but a backward cuts all heads alike",
+                  tuning.persistent_segment_chunks ? "persistent_segment_chunks" : "segment_halves");
   GD_TRY(validate_layer(check, args.in, p.in));
-  GD_TRY(check.rows("d_o", args.d_o, value_rows(in), Need::required, Role::input, p.d_o));
-  GD_TRY(check.indexed_states("d_final_state", args.d_final_state, "d_final_indices", args.d_final_indices,
-                              per_sequence(in), in, Role::input, p.d_final, false));
+  GD_TRY(check.rows("do", args.do_, value_rows(in), Need::required, Role::input, p.d_o));
+  GD_TRY(check.indexed_states("dht", args.dht, "dht_indices", args.dht_indices, per_sequence(in), in, Role::input,
+                              p.d_final, false));
 
   GD_TRY(check.rows("dq", args.dq, key_rows(in), Need::optional, Role::output, p.dq));
   GD_TRY(check.rows("dk", args.dk, key_rows(in), Need::optional, Role::output, p.dk));
@@ -123,15 +120,15 @@ gd_status validate_shapes(const gd_backward_args& args, Stage stage, BackwardPro
   GD_TRY(check.rows("dbeta", args.dbeta, value_scalars(in), Need::optional, Role::output, p.dbeta));
   GD_TRY(check.gate_vector("dA_log", args.dA_log, in, Need::optional, Role::output, p.dA_log));
   GD_TRY(check.gate_vector("d_dt_bias", args.d_dt_bias, in, Need::optional, Role::output, p.d_dt_bias));
-  GD_TRY(check.indexed_states("d_initial_state", args.d_initial_state, "d_initial_indices", args.d_initial_indices,
-                              per_sequence(in), in, Role::output, p.d_initial, false));
+  GD_TRY(check.indexed_states("d_initial_state", args.d_initial_state, "d_initial_state_indices",
+                              args.d_initial_state_indices, per_sequence(in), in, Role::output, p.d_initial, false));
   GD_TRY(check_first_slot(in, {&p.d_final, &p.d_initial}));
   if (!p.dq && !p.dk && !p.dv && !p.dg && !p.dbeta && !p.dA_log && !p.d_dt_bias && !p.d_initial)
     return invalid("no gradient is asked for: dq, dk, dv, dg, dbeta, dA_log, d_dt_bias and d_initial_state are absent");
 
   p.context_parallel = args.context_parallel == GD_CP_AUTO;
   p.batch_invariant = args.batch_invariant != 0;
-  p.segment_chunks = args.segment_chunks;
+  p.segment_chunks = tuning.segment_chunks;
   p.small_workspace = args.small_workspace != 0;
   GD_TRY(check.saved(args.saved, args.saved_bytes, Role::input, p.saved));
   return check.finish(args.exec);
@@ -142,14 +139,14 @@ gd_status validate_shapes(const gd_recurrent_args& args, Stage stage, RecurrentP
   const Layer& in = p.in;
   GD_TRY(check_reserved("gd_recurrent_args", args.reserved, args.reserved_flags));
   const bool picked = !is_absent(args.previous_accept_lengths);
-  GD_TRY(check_picked(args.in.initial_indices, picked));
+  GD_TRY(check_picked(args.in.initial_state_indices, picked));
   GD_TRY(validate_layer(check, args.in, p.in, picked));
   GD_TRY(check.indices("previous_accept_lengths", args.previous_accept_lengths, per_sequence(in), Role::input,
                        p.previous_accept_lengths));
   const int64_t B = in.sequences.batch, T = in.sequences.tokens;
-  GD_TRY(check.rows("o", args.o, value_rows(in), Need::optional, Role::output, p.o));
-  GD_TRY(check.indexed_states("final_state", args.final_state, "final_indices", args.final_indices, per_sequence(in),
-                              in, Role::output, p.final));
+  GD_TRY(check.rows("out", args.out, value_rows(in), Need::optional, Role::output, p.o));
+  GD_TRY(check.indexed_states("final_state", args.final_state, "final_state_indices", args.final_state_indices,
+                              per_sequence(in), in, Role::output, p.final));
   if (!p.final && !is_absent(args.accept_lengths)) return invalid("accept_lengths is given without final_state");
   GD_TRY(check.indices("accept_lengths", args.accept_lengths, per_sequence(in), Role::input, p.accept_lengths));
 
@@ -169,7 +166,7 @@ gd_status validate_shapes(const gd_recurrent_args& args, Stage stage, RecurrentP
     p.step_token_stride = stride_of(steps, 1);
   }
   if (!p.o && !p.final && !p.step_states)
-    return invalid("nothing to compute: o, final_state and step_states are absent");
+    return invalid("nothing to compute: out, final_state and step_states are absent");
   // A call that stores no state has no write slots: padded rows show in the read slots alone.
   p.pads_by_read_index = !p.final && !p.step_states;
   GD_TRY(check_first_slot(in, {&p.final, &p.step_states}));

@@ -1,4 +1,4 @@
-// The stages of context parallelism: summaries of sequences, forwards and backwards, and the fold.
+// The stages of context parallelism: summaries of sequences, forwards and backwards, and the merge.
 #include <cinttypes>
 
 #include "api/validate/inputs.hpp"
@@ -20,7 +20,7 @@ gd_status check_range(int64_t first, int64_t& count, const Sequences& all) {
 }
 
 gd_status refuse_initial_state(const gd_inputs& in) {
-  if (is_absent(in.initial_state) && is_absent(in.initial_indices)) return GD_OK;
+  if (is_absent(in.initial_state) && is_absent(in.initial_state_indices)) return GD_OK;
   return invalid("initial_state is given, but a summary is of what happens without one: leave it out");
 }
 
@@ -91,11 +91,11 @@ gd_status validate_shapes(const gd_backward_summary_args& args, Stage stage, Bac
   gd_inputs in = args.in;
   const Shape any = {"[B, T, Hv, V]", 4, {kAny, kAny, kAny, kAny}};
   GD_TRY(check.rows("q", in.q, {"[B, T, Hk, K]", 4, {kAny, kAny, kAny, kAny}}, Need::required, Role::input, p.in.q));
-  GD_TRY(check.rows("d_o", args.d_o, any, Need::required, Role::input, p.d_o));
-  if (args.d_o.shape[0] != in.q.shape[0] || args.d_o.shape[1] != in.q.shape[1])
-    return invalid("d_o has B, T = %" PRId64 ", %" PRId64 ", must have those of q, %" PRId64 ", %" PRId64,
-                   args.d_o.shape[0], args.d_o.shape[1], in.q.shape[0], in.q.shape[1]);
-  in.v = args.d_o;  // v has its shape, and is not read
+  GD_TRY(check.rows("do", args.do_, any, Need::required, Role::input, p.d_o));
+  if (args.do_.shape[0] != in.q.shape[0] || args.do_.shape[1] != in.q.shape[1])
+    return invalid("do has B, T = %" PRId64 ", %" PRId64 ", must have those of q, %" PRId64 ", %" PRId64,
+                   args.do_.shape[0], args.do_.shape[1], in.q.shape[0], in.q.shape[1]);
+  in.v = args.do_;  // v has its shape, and is not read
   in.v.dtype = in.q.dtype;
   GD_TRY(validate_layer(check, in, p.in));
   GD_TRY(check_first_slot(p.in, {}));
@@ -109,9 +109,9 @@ gd_status validate_shapes(const gd_backward_summary_args& args, Stage stage, Bac
   return check.finish(args.exec);
 }
 
-gd_status validate_shapes(const gd_fold_args& args, Stage stage, FoldProblem& p) {
+gd_status validate_shapes(const gd_merge_args& args, Stage stage, MergeProblem& p) {
   Checker check(stage);
-  GD_TRY(check_reserved("gd_fold_args", args.reserved));
+  GD_TRY(check_reserved("gd_merge_args", args.reserved));
   GD_TRY(check_enum("state_layout", args.state_layout, GD_STATE_VK));
   p.layout = static_cast<gd_state_layout>(args.state_layout);
   p.transposed = args.transposed != 0;
@@ -127,10 +127,10 @@ gd_status validate_shapes(const gd_fold_args& args, Stage stage, FoldProblem& p)
   GD_TRY(check_head_dim("V", V));
   p.key_dim = static_cast<int>(K);
   p.value_dim = static_cast<int>(V);
-  if (is_absent(args.maps)) return invalid("maps is missing");
-  GD_TRY(check_float32("maps", args.maps));
-  const Shape maps = {"[P, Hv, K, K]", 4, {p.segments, p.heads, K, K}};
-  GD_TRY(check.tensor("maps", args.maps, maps, kFloats, 2, Role::input));
+  if (is_absent(args.transitions)) return invalid("transitions is missing");
+  GD_TRY(check_float32("transitions", args.transitions));
+  const Shape transitions = {"[P, Hv, K, K]", 4, {p.segments, p.heads, K, K}};
+  GD_TRY(check.tensor("transitions", args.transitions, transitions, kFloats, 2, Role::input));
   if (is_absent(args.first) || is_absent(args.count))
     return invalid("%s is missing", is_absent(args.first) ? "first" : "count");
   GD_TRY(check.indices("first", args.first, {"[R]", 1, {kAny}}, Role::input, p.first));
@@ -143,7 +143,7 @@ gd_status validate_shapes(const gd_fold_args& args, Stage stage, FoldProblem& p)
     return {check.address(t), static_cast<gd_dtype>(t.dtype), t.shape[0], stride_of(t, 0), stride_of(t, 1), {}};
   };
   p.values = rows(args.values);
-  p.maps = rows(args.maps);
+  p.transitions = rows(args.transitions);
   p.state = rows(args.state);
   return check.finish(args.exec);
 }

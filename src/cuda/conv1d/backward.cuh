@@ -7,7 +7,7 @@
 
 #include "cuda/conv1d/access.cuh"
 #include "cuda/conv1d/segments.cuh"
-#include "cuda/pdl.cuh"
+#include "cuda/device/pdl.cuh"
 
 namespace gatedelta::cuda {
 

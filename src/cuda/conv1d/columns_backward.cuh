@@ -164,7 +164,7 @@ struct ConvColumnsUsualBackward : ConvColumnsBackward<kType> {
       copy_async_or_zero(&ring.x[stage][lane], x_from, has_dy || (piece == -1 && chunk.begin > 0));
       copy_async_or_zero(&ring.dy[stage][lane], dy_from, has_dy);
       x_from -= kBytes, dy_from -= kBytes;
-      end_copies();
+      copy_commit();
     };
 #pragma unroll
     for (int stage = 0; stage + 1 < Ring::kStages; ++stage) request(pieces - 1 - stage, stage);
@@ -176,7 +176,7 @@ struct ConvColumnsUsualBackward : ConvColumnsBackward<kType> {
 #pragma unroll 1
     for (int piece = pieces - 1; piece >= 0; --piece) {
       const int below_stage = (stage + 1) % Ring::kStages;
-      wait_for_copies_but<Ring::kStages - 3>();  // this piece and the one below are there
+      copy_wait<Ring::kStages - 3>();  // this piece and the one below are there
       request(piece - (Ring::kStages - 1), (stage + Ring::kStages - 1) % Ring::kStages);
       float below[kVector], previous[kMaxTaps - 1];
       ring.x[below_stage][lane].widen(below, kType);
@@ -208,7 +208,7 @@ struct ConvColumnsUsualBackward : ConvColumnsBackward<kType> {
       is_there = true;
       stage = below_stage;
     }
-    wait_for_copies_but<0>();  // the next chunk copies to the same places
+    copy_wait<0>();  // the next chunk copies to the same places
   }
 };
 

@@ -13,7 +13,7 @@
 
 #include "core/conv1d.hpp"
 #include "cuda/conv1d/update_near.hpp"
-#include "cuda/host_device.hpp"
+#include "cuda/device/host_device.hpp"
 
 namespace gatedelta::cuda {
 

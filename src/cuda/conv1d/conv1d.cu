@@ -1,6 +1,6 @@
 // The convolution on CUDA: a validated problem becomes one kernel, a backward with dweight or dbias two, on the
 // caller's stream. No instruction here is newer than compute capability 8.0.
-#include "cuda/backend.hpp"
+#include "cuda/kernels.hpp"
 #include "cuda/conv1d/columns_backward.cuh"
 #include "cuda/conv1d/rows_backward.cuh"
 #include "cuda/conv1d/update.cuh"
@@ -117,7 +117,7 @@ cudaError_t launch(const Conv1dBackwardProblem& problem, bool early, cudaStream_
 
 }  // namespace
 
-Outcome conv1d(const Conv1dProblem& problem, const Context& context) {
+Outcome launch(const Conv1dProblem& problem, const Context& context) {
   return with_device(context.device, kConvDevices, [&](const DeviceFacts&) -> Outcome {
     if (const cudaError_t error = launch(problem, static_cast<cudaStream_t>(context.stream)))
       return failure(error, "launch the convolution's kernel");
@@ -125,7 +125,7 @@ Outcome conv1d(const Conv1dProblem& problem, const Context& context) {
   });
 }
 
-Outcome conv1d_backward(const Conv1dBackwardProblem& problem, const Context& context) {
+Outcome launch(const Conv1dBackwardProblem& problem, const Context& context) {
   return with_device(context.device, kConvDevices, [&](const DeviceFacts&) -> Outcome {
     DeviceFacts facts{};
     if (Outcome outcome = find_facts(context.device, facts); outcome.status != GD_OK) return outcome;

@@ -71,7 +71,7 @@ struct ConvBackwardRows {
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) copy(j, first + j < there);
     }
-    end_copies();
+    copy_commit();
   }
 
   // Token j of a batch. Its dz completes the dx of the token three before it.
@@ -112,13 +112,13 @@ struct ConvBackwardRows {
     int stage = 0, first = 0;
 #pragma unroll 1
     for (; first < own; first += kBatch) {
-      wait_for_copies_but<Ring::kStages - 2>();
+      copy_wait<Ring::kStages - 2>();
       request(first + (Ring::kStages - 1) * kBatch, stage == 0 ? Ring::kStages - 1 : stage - 1);
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) step<kSilu, kBias>(j, stage, true, has_dx && (j >= kBefore || first > 0));
       stage = stage + 1 == Ring::kStages ? 0 : stage + 1;
     }
-    wait_for_copies_but<0>();
+    copy_wait<0>();
 #pragma unroll
     for (int j = 0; j < kBefore; ++j) step<kSilu, kBias>(j, stage, false, has_dx && first + j - kBefore < own);
   }
@@ -157,11 +157,11 @@ __global__ void __launch_bounds__(kConvThreads, kConvRowBackwardCtas)
                                  left < reached ? static_cast<int>(left) : reached);
     const bool is_plain = plain_ends || sequence_of(in.sequences, batch, before, after) >= 0;
     if (!is_plain) {
-      wait_for_copies_but<0>();
+      copy_wait<0>();
       return false;
     }
     if (!is_live) {
-      wait_for_copies_but<0>();
+      copy_wait<0>();
       return true;
     }
     if (!in.silu) {

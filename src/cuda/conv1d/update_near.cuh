@@ -9,7 +9,7 @@
 
 #include "cuda/conv1d/access.cuh"
 #include "cuda/conv1d/update_near.hpp"
-#include "cuda/pdl.cuh"
+#include "cuda/device/pdl.cuh"
 
 namespace gatedelta::cuda {
 

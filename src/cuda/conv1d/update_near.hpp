@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "core/conv1d.hpp"
-#include "cuda/host_device.hpp"
+#include "cuda/device/host_device.hpp"
 
 namespace gatedelta::cuda {
 

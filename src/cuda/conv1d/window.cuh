@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/conv1d.hpp"
-#include "cuda/decode/numbers.cuh"
+#include "cuda/device/packets.cuh"
 
 namespace gatedelta::cuda {
 

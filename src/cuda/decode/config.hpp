@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "core/problem.hpp"
-#include "cuda/host_device.hpp"
+#include "cuda/device/host_device.hpp"
 
 namespace gatedelta::cuda {
 

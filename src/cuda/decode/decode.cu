@@ -1,6 +1,6 @@
 // Recurrent steps on CUDA: a validated problem becomes one kernel on the caller's stream. No instruction here is newer
 // than compute capability 8.0.
-#include "cuda/backend.hpp"
+#include "cuda/kernels.hpp"
 #include "cuda/decode/fold.cuh"
 #include "cuda/decode/march.cuh"
 #include "cuda/decode/step_kv.cuh"
@@ -138,8 +138,8 @@ cudaError_t launch(const RecurrentProblem& problem, bool early, cudaStream_t str
 
 }  // namespace
 
-Outcome recurrent(const RecurrentProblem& problem, const Context& context) {
-  return with_device(context.device, kDecodeDevices, [&](const DeviceFacts&) -> Outcome {
+Outcome launch(const RecurrentProblem& problem, const Context& context) {
+  return with_device(context.device, kAllDevices, [&](const DeviceFacts&) -> Outcome {
     if (const cudaError_t error = launch(problem, context.early, static_cast<cudaStream_t>(context.stream)))
       return failure(error, "launch the recurrent kernel");
     return {};

@@ -73,7 +73,7 @@ struct March {
     if (!rows) return nullptr;
     int64_t at = batch * p.step_batch_stride + (begin + token) * p.step_token_stride + place.head * rows.head_stride;
     if (rows.indices) {
-      const int64_t slot = rows.named(step_slot.value());
+      const int64_t slot = rows.resolve(step_slot.value());
       if (slot < 0) return nullptr;
       at = rows.offset(slot, place.head);
     }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/decode/config.hpp"
-#include "cuda/decode/ptx.cuh"
+#include "cuda/device/ptx.cuh"
 
 namespace gatedelta::cuda {
 

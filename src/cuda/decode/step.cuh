@@ -8,7 +8,7 @@
 #include "cuda/decode/slots.cuh"
 #include "cuda/decode/tile.cuh"
 #include "cuda/decode/token.cuh"
-#include "cuda/pdl.cuh"
+#include "cuda/device/pdl.cuh"
 
 namespace gatedelta::cuda {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/decode/config.hpp"
-#include "cuda/decode/numbers.cuh"
+#include "cuda/device/packets.cuh"
 
 namespace gatedelta::cuda {
 

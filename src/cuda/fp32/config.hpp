@@ -2,13 +2,14 @@
 // launches, the kernels and the tests that run the kernels on a CPU.
 #pragma once
 
+#include <climits>
 #include <cstddef>
 #include <cstdint>
 
 #include "core/problem.hpp"
-#include "cuda/host_device.hpp"
-#include "cuda/portable/config.hpp"
-#include "cuda/tensors.hpp"
+#include "cuda/device/host_device.hpp"
+#include "cuda/device/instances.hpp"
+#include "cuda/device/sequences.hpp"
 
 namespace gatedelta::cuda::fp32 {
 
@@ -28,7 +29,7 @@ constexpr int kStages = 2;
 constexpr int kSpanTokens = 32, kSpansPerChunk = kChunkTokens / kSpanTokens;
 static_assert(kStageTokens % kSumTokens == 0 && kSpanTokens % kStageTokens == 0 && kChunkTokens % kSpanTokens == 0);
 
-// kKeys: as portable::compiled_keys has it. A smaller K is padded with zeros inside the kernel.
+// kKeys: as compiled_keys has it. A smaller K is padded with zeros inside the kernel.
 template <int kKeysOf>
 struct Shape {
   static constexpr int kKeys = kKeysOf;
@@ -39,7 +40,7 @@ struct Shape {
   static constexpr int kCtaColumns = kWarps * kWarpColumns;          // 128, 64 or 32
   static constexpr int kSumBytes = kSumTokens * kWarps * kKeys * 4;  // [token][warp][K], one sum over columns
 };
-inline int cta_columns(int key_dim) { return 8192 / portable::compiled_keys(key_dim); }
+inline int cta_columns(int key_dim) { return 8192 / compiled_keys(key_dim); }
 static_assert(Shape<64>::kCtaColumns == 8192 / 64 && Shape<256>::kCtaColumns == 8192 / 256);
 inline int parts_of(const Layer& in) {  // CTAs of a head
   return (in.value_dim + cta_columns(in.key_dim) - 1) / cta_columns(in.key_dim);
@@ -51,7 +52,7 @@ struct Factors {
   float qk;  // s times the product of q and k, both normalised
   float unused[3];
 };
-static_assert(sizeof(Factors) == 2 * portable::kPacketBytes);
+static_assert(sizeof(Factors) == 2 * kPacketBytes);
 
 // An inner product: the sum of its terms and the sum of their squares, by which rounding errors are apportioned.
 struct Product {
@@ -154,7 +155,9 @@ struct Params {
 
 inline bool counts_checkpoints(const ForwardProblem& p) { return p.checkpoint_every && p.in.sequences.offsets; }
 // CTAs of prepare, and of the last kernels of the backward: a chunk and key head each.
-inline int64_t chunk_ctas(const Layer& in) { return portable::sequences_of(in).workspace_chunks() * in.key_heads; }
+constexpr int64_t kMaxCtas = INT_MAX;           // of one launch
+constexpr int64_t kMaxSeqHeads = INT_MAX / 16;  // N * Hv: the narrowest CTAs are 8 a head
+inline int64_t chunk_ctas(const Layer& in) { return sequences_of(in.sequences).workspace_chunks() * in.key_heads; }
 inline int64_t token_heads(const Layer& in) { return in.sequences.batch * in.sequences.tokens * in.value_heads; }
 
 struct Memory {
@@ -197,7 +200,7 @@ struct BackwardWorkspace {
 };
 inline BackwardWorkspace backward_layout(const BackwardProblem& p) {
   const Layer& in = p.in;
-  const int64_t entries = token_heads(in), chunks = portable::sequences_of(in).workspace_chunks() * in.value_heads;
+  const int64_t entries = token_heads(in), chunks = sequences_of(in.sequences).workspace_chunks() * in.value_heads;
   Memory memory;
   BackwardWorkspace w;
   w.recomputed = saved_layout(in);
@@ -219,7 +222,7 @@ inline Params params_of(const Layer& in) {
   Params p{};
   p.q = in.q, p.k = in.k, p.v = in.v, p.g = in.g, p.beta = in.beta;
   p.A_log = in.A_log, p.dt_bias = in.dt_bias;
-  p.sequences = portable::sequences_of(in);
+  p.sequences = sequences_of(in.sequences);
   p.key_heads = static_cast<int>(in.key_heads), p.value_heads = static_cast<int>(in.value_heads);
   p.group = static_cast<int>(in.group);
   p.key_dim = in.key_dim, p.value_dim = in.value_dim, p.parts = parts_of(in);

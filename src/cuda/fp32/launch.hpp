@@ -9,7 +9,6 @@
 
 namespace gatedelta::cuda::fp32 {
 
-constexpr Capabilities kDevices = {8, 1 << 15, "float32 sequences support 8.0 and later"};
 
 // A loop over tokens. CTAs: one per sequence, value head and part of its columns.
 template <class Config, template <class> class Loop>

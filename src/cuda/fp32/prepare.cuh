@@ -2,15 +2,10 @@
 #pragma once
 
 #include "cuda/fp32/config.hpp"
-#include "cuda/portable/lengths.cuh"
-#include "cuda/portable/numbers.cuh"
+#include "cuda/device/chunks.cuh"
+#include "cuda/device/numbers.cuh"
 
 namespace gatedelta::cuda::fp32 {
-
-using portable::compiled_keys, portable::copy_async, portable::copy_commit, portable::copy_wait, portable::load_number,
-    portable::load_shared, portable::load_shared2, portable::load_shared4, portable::locate_chunk, portable::opaque,
-    portable::shared_base, portable::shuffle, portable::shuffle_xor, portable::store_shared, portable::store_shared4,
-    portable::sync_cta, portable::with_stored;
 
 GD_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 

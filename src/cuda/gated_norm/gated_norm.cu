@@ -1,6 +1,6 @@
 // The gated norm on CUDA: a validated problem becomes one kernel on the caller's stream, a backward with dweight two.
 // No instruction here is newer than compute capability 8.0. From 9.0 on the second kernel is launched early.
-#include "cuda/backend.hpp"
+#include "cuda/kernels.hpp"
 #include "cuda/gated_norm/near.cuh"
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
@@ -68,7 +68,7 @@ cudaError_t launch_backward(const GatedNormBackwardProblem& problem, char* works
 
 }  // namespace
 
-Outcome gated_norm(const GatedNormProblem& problem, const Context& context) {
+Outcome launch(const GatedNormProblem& problem, const Context& context) {
   return with_device(context.device, kNormDevices, [&](const DeviceFacts&) -> Outcome {
     if (problem.in.rows() == 0) return {};
     const auto stream = static_cast<cudaStream_t>(context.stream);
@@ -79,7 +79,7 @@ Outcome gated_norm(const GatedNormProblem& problem, const Context& context) {
   });
 }
 
-Outcome gated_norm_backward(const GatedNormBackwardProblem& problem, const Context& context) {
+Outcome launch(const GatedNormBackwardProblem& problem, const Context& context) {
   return with_device(context.device, kNormDevices, [&](const DeviceFacts&) -> Outcome {
     DeviceFacts facts{};
     if (Outcome outcome = find_facts(context.device, facts); outcome.status != GD_OK) return outcome;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/gated_norm/row.cuh"
-#include "cuda/pdl.cuh"
+#include "cuda/device/pdl.cuh"
 
 namespace gatedelta::cuda {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/gated_norm/kernels.cuh"
-#include "cuda/pdl.cuh"
+#include "cuda/device/pdl.cuh"
 
 namespace gatedelta::cuda {
 

@@ -3,7 +3,7 @@
 // Lanes hold zeros past the end of the row.
 #pragma once
 
-#include "cuda/decode/numbers.cuh"
+#include "cuda/device/packets.cuh"
 #include "cuda/gated_norm/config.hpp"
 
 namespace gatedelta::cuda {

@@ -16,9 +16,7 @@ struct Capabilities {
   int lowest_major, highest_major;
   const char* supported;
 };
-constexpr Capabilities kHopperDevices = {9, 9, "Hopper's kernels support 9.0"};
-constexpr Capabilities kPortableDevices = {8, 1 << 15, "the library supports 8.0 and later"};
-constexpr Capabilities kDecodeDevices = {8, 1 << 15, "recurrent steps support 8.0 and later"};
+constexpr Capabilities kAllDevices = {8, 1 << 15, "the library supports 8.0 and later"};
 
 [[gnu::format(printf, 2, 3)]] inline Outcome failure(gd_status status, const char* format, ...) {
   Outcome outcome{status};
@@ -111,14 +109,6 @@ class RelaxedCapture {
  private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
-
-// Whether Hopper's kernels run on a device. Others have the portable ones.
-inline Outcome find_hopper(int device, bool& is_hopper) {
-  DeviceFacts facts{};
-  const Outcome outcome = find_facts(device, facts);
-  is_hopper = facts.major == kHopperDevices.lowest_major;
-  return outcome;
-}
 
 // Calls f with the facts of a supported device, while that is the current one.
 template <class F>

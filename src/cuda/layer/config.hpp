@@ -42,7 +42,7 @@ inline bool takes_two_kernels(const LayerStepProblem& p) {
 
 // Whether the call is a usual one: the two kernels, or three of which the second and third are launched early. Others
 // run as three operations. All have the same results.
-inline bool takes_layer_step(const LayerStepProblem& p) {
+inline bool supports_layer_step(const LayerStepProblem& p) {
   const Conv1dProblem& conv = p.conv;
   const ConvStates &initial = conv.in.initial, &final = conv.final;
   const TapWeights& weight = conv.in.weight;

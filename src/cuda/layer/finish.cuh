@@ -4,7 +4,7 @@
 
 #include "cuda/gated_norm/row.cuh"
 #include "cuda/layer/config.hpp"
-#include "cuda/pdl.cuh"
+#include "cuda/device/pdl.cuh"
 
 namespace gatedelta::cuda {
 

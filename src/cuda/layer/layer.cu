@@ -1,6 +1,6 @@
 // The layer's step on CUDA: two or three kernels on the caller's stream, all but the first launched early where the
 // device can.
-#include "cuda/backend.hpp"
+#include "cuda/kernels.hpp"
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
 #include "cuda/layer/finish.cuh"
@@ -34,7 +34,7 @@ cudaError_t launch_layer(const LayerStepProblem& problem, bool early, cudaStream
 
 Outcome layer_step(const Conv1dProblem& conv, const RecurrentProblem& rule, const GatedNormProblem& norm,
                    const Context& context) {
-  return with_device(context.device, kDecodeDevices, [&](const DeviceFacts&) -> Outcome {
+  return with_device(context.device, kAllDevices, [&](const DeviceFacts&) -> Outcome {
     DeviceFacts facts{};
     if (Outcome outcome = find_facts(context.device, facts); outcome.status != GD_OK) return outcome;
     const LayerStepProblem problem = {conv, rule, norm};
@@ -44,9 +44,9 @@ Outcome layer_step(const Conv1dProblem& conv, const RecurrentProblem& rule, cons
     if (!takes_two_kernels(problem)) {
       Context next = context;
       next.early = early;
-      if (Outcome outcome = conv1d(conv, context); outcome.status != GD_OK) return outcome;
-      if (Outcome outcome = recurrent(rule, next); outcome.status != GD_OK) return outcome;
-      return gated_norm(norm, next);
+      if (Outcome outcome = launch(conv, context); outcome.status != GD_OK) return outcome;
+      if (Outcome outcome = launch(rule, next); outcome.status != GD_OK) return outcome;
+      return launch(norm, next);
     }
     cudaError_t error;
     switch (state_dtype(rule)) {

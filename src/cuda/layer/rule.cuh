@@ -5,7 +5,7 @@
 #include "cuda/conv1d/window.cuh"
 #include "cuda/decode/step.cuh"
 #include "cuda/layer/config.hpp"
-#include "cuda/pdl.cuh"
+#include "cuda/device/pdl.cuh"
 
 namespace gatedelta::cuda {
 

@@ -7,15 +7,13 @@
 #include <cstdint>
 
 #include "core/problem.hpp"
-#include "cuda/host_device.hpp"
-#include "cuda/portable/prices.hpp"
-#include "cuda/schedule/warmup.hpp"
-#include "cuda/tensors.hpp"
+#include "cuda/device/host_device.hpp"
+#include "cuda/device/instances.hpp"
+#include "cuda/portable/cut/cost.hpp"
+#include "cuda/device/decay.hpp"
+#include "cuda/device/sequences.hpp"
 
 namespace gatedelta::cuda::portable {
-
-struct Bf16 {};
-struct Fp16 {};
 
 constexpr int kStep = 32;  // tokens of a step of the forward kernel; a chunk is two of them
 constexpr int kStepsPerChunk = kChunkTokens / kStep;
@@ -26,7 +24,6 @@ constexpr int kStepsPerChunk = kChunkTokens / kStep;
 // lowest three bits: ldmatrix meets no bank twice, transposed or not.
 constexpr int kTileColumns = 64;
 constexpr int kTileRowBytes = 128;
-constexpr int kPacketBytes = 16, kPacketColumns = 8;
 GD_HOST_DEVICE constexpr uint32_t tile_offset(int row, int packet) {
   return static_cast<uint32_t>(row * kTileRowBytes + ((packet ^ (row & 7)) * kPacketBytes));
 }
@@ -68,9 +65,6 @@ struct Prepared {
 };
 
 // ---- instances -----------------------------------------------------------------------------------------------------
-
-// Head sizes the kernels are compiled for. A smaller K is padded with zeros inside the kernel.
-GD_HOST_DEVICE constexpr int compiled_keys(int key_dim) { return key_dim <= 64 ? 64 : key_dim <= 128 ? 128 : 256; }
 
 template <class ElemOf, int kKeysOf>
 struct PrepareConfig {
@@ -332,10 +326,6 @@ constexpr int64_t kMaxChunkHeads = UINT32_MAX / (kStepsPerChunk * Prepared::kByt
 constexpr int64_t kMaxTokenStride = (int64_t{1} << 31) / kChunkTokens;  // elements: a chunk's rows are 32 bits apart
 constexpr int64_t kMaxSorted = 1024;  // sequences that are sorted by length; more of them balance themselves
 
-inline ChunkedSequences sequences_of(const Layer& in) {
-  const Sequences& s = in.sequences;
-  return {static_cast<int>(s.count), static_cast<int>(s.batch), s.tokens, s.offsets};
-}
 inline bool is_sorted(const Layer& in) { return in.sequences.offsets && in.sequences.count <= kMaxSorted; }
 inline bool counts_checkpoints(const ForwardProblem& p) { return p.checkpoint_every && p.in.sequences.offsets; }
 // The first CTAs of prepare look at the lengths of packed sequences; the others have a chunk and key head each.
@@ -346,7 +336,7 @@ inline int64_t prepare_helpers(const ForwardProblem& p) {
 }
 inline int64_t prepare_ctas(const ForwardProblem& p) {
   if (p.prepared && !p.in.sequences.offsets) return 0;
-  return sequences_of(p.in).workspace_chunks() * p.in.key_heads + prepare_helpers(p);
+  return sequences_of(p.in.sequences).workspace_chunks() * p.in.key_heads + prepare_helpers(p);
 }
 
 // Whether the sequences of a call may be cut on some device. The cut itself is chosen where the device is known
@@ -362,7 +352,7 @@ inline bool may_cut(const ForwardProblem& p) {
 // Slots of the shortest segments that are chosen.
 inline int64_t most_slots(const ForwardProblem& p) {
   const int64_t chunks = p.segment_chunks ? p.segment_chunks : kLeastSegment;
-  return SegmentSlots{chunks * kChunkTokens}.count(sequences_of(p.in));
+  return SegmentSlots{chunks * kChunkTokens}.count(sequences_of(p.in.sequences));
 }
 
 // Documented bound of a forward's workspace: bytes per token and value head, plus a constant. States and transitions of
@@ -390,12 +380,12 @@ struct PreparedLayout {
   size_t prepared = 0, order = 0, vectors = 0, norms = 0, decays = 0, bytes = 0;
 };
 inline int64_t decay_bytes(const Layer& in) {
-  return sequences_of(in).workspace_chunks() * in.value_heads * kStepsPerChunk * int64_t{sizeof(ChunkDecay)};
+  return sequences_of(in.sequences).workspace_chunks() * in.value_heads * kStepsPerChunk * int64_t{sizeof(ChunkDecay)};
 }
 inline PreparedLayout prepared_layout(const Layer& in, bool for_backward) {
   PreparedLayout w;
   const auto take = [&](int64_t bytes) { return take_bytes(w.bytes, bytes); };
-  const int64_t chunks = sequences_of(in).workspace_chunks();
+  const int64_t chunks = sequences_of(in.sequences).workspace_chunks();
   w.prepared = take(chunks * in.value_heads * kStepsPerChunk * int64_t{Prepared::kBytes});
   w.order = take(is_sorted(in) ? in.sequences.count * int64_t{sizeof(int)} : 0);
   if (!for_backward) return w;
@@ -482,7 +472,7 @@ inline Params params_of(const ForwardProblem& problem, const ForwardWorkspace& l
   p.q = in.q, p.k = in.k, p.v = in.v, p.o = problem.o;
   p.g = in.g, p.beta = in.beta;
   p.A_log = in.A_log, p.dt_bias = in.dt_bias;
-  p.sequences = sequences_of(in);
+  p.sequences = sequences_of(in.sequences);
   p.key_heads = static_cast<int>(in.key_heads);
   p.value_heads = static_cast<int>(in.value_heads);
   p.group = static_cast<int>(in.group);

@@ -4,8 +4,8 @@
 #include <cuda_runtime.h>
 
 #include "cuda/host/device.cuh"
-#include "cuda/portable/backward_config.hpp"
-#include "cuda/portable/cut.hpp"
+#include "cuda/portable/backward/config.hpp"
+#include "cuda/portable/cut/search.hpp"
 
 namespace gatedelta::cuda::portable {
 

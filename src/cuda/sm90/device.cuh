@@ -4,10 +4,10 @@
 #include <type_traits>
 
 #include "cuda/sm90/ptx.cuh"
-#include "cuda/tensors.hpp"
+#include "cuda/device/sequences.hpp"
 #include "gatedelta/gatedelta.h"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 GD_DEVICE float load_number(const void* data, int dtype, int64_t i) {
   if (dtype == GD_F32) return static_cast<const float*>(data)[i];
@@ -92,4 +92,4 @@ GD_DEVICE ChunkPlace locate_chunk(const ChunkedSequences& s, int chunk_index, in
   return {low, 0, token, min(end - token, kChunkTokens), chunk};
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

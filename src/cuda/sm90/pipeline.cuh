@@ -4,7 +4,7 @@
 #include "cuda/sm90/pipeline_state.hpp"
 #include "cuda/sm90/ptx.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 // kAt is part of the type so that it becomes an immediate offset.
 template <int kStages, int kAt>
@@ -23,4 +23,4 @@ struct Pipeline {
   GD_DEVICE void wait_empty(const PipelineState<kStages>& at) const { barrier_wait(empty(at.stage), at.phase ^ 1); }
 };
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

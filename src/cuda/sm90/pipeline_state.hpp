@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "cuda/host_device.hpp"
+#include "cuda/device/host_device.hpp"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 // A stage of a pipeline and the mbarrier phase a consumer waits for there; a producer waits for the other phase.
 template <int kStages>
@@ -21,4 +21,4 @@ struct PipelineState {
   GD_HOST_DEVICE int previous_stage() const { return stage == 0 ? kStages - 1 : stage - 1; }
 };
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

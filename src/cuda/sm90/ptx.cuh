@@ -7,47 +7,15 @@
 
 #include <cstdint>
 
+#include "cuda/device/ptx.cuh"
 #include "cuda/sm90/tiles.hpp"
 
-#define GD_DEVICE __device__ __forceinline__
-
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 // ---- shared memory addresses, loads and stores ---------------------------------------------------------------------
 
 GD_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-GD_DEVICE float load_shared(uint32_t p) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(p));
-  return v;
-}
-GD_DEVICE float2 load_shared2(uint32_t p) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(p));
-  return v;
-}
-GD_DEVICE float4 load_shared4(uint32_t p) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(p));
-  return v;
-}
-GD_DEVICE uint4 load_shared_words(uint32_t p) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
-  return v;
-}
-GD_DEVICE uint32_t load_shared_word(uint32_t p) {
-  uint32_t v;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p));
-  return v;
-}
-GD_DEVICE void store_shared(uint32_t p, float v) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(p), "f"(v) : "memory");
-}
-GD_DEVICE void store_shared4(uint32_t p, float a, float b, float c, float d) {
-  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
 GD_DEVICE void store_shared_words(uint32_t p, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -106,19 +74,8 @@ GD_DEVICE void mma_k8(float* c, uint32_t a0, uint32_t a1, uint32_t b0) {
                : "r"(a0), "r"(a1), "r"(b0));
 }
 
-// Returns x, hidden from the compiler: what depends on it is recomputed instead of kept in registers.
-GD_DEVICE int opaque(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
 // ---- numbers -------------------------------------------------------------------------------------------------------
 
-GD_DEVICE float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // Two 16-bit numbers in one register; the first is the lower half.
 template <class Elem>
@@ -279,4 +236,4 @@ GD_DEVICE void store_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

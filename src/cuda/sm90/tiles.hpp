@@ -4,9 +4,11 @@
 
 #include <cstdint>
 
-#include "cuda/host_device.hpp"
+#include "cuda/device/host_device.hpp"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
+
+constexpr int kHeadDim = 128;  // K = V
 
 // A tile is rows of 128 bytes (64 elements of 16 bits), 1024-byte aligned, with the 128-byte swizzle of TMA and wgmma:
 // the 16-byte chunk index is XORed with the row's lowest three bits.
@@ -76,4 +78,4 @@ GD_HOST_DEVICE constexpr int block_column(int lane) { return (lane >> 4) * 8; }
 GD_HOST_DEVICE constexpr int transposed_row(int lane) { return (lane & 7) + (lane >> 4) * 8; }
 GD_HOST_DEVICE constexpr int transposed_column(int lane) { return (lane >> 3 & 1) * 8; }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -6,7 +6,7 @@
 
 #include "cuda/sm90/ptx.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 GD_DEVICE void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 GD_DEVICE void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -99,4 +99,4 @@ GD_WGMMA_SHAPES(__half, "f16")
 #undef GD_16
 #undef GD_8
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

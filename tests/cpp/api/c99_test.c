@@ -76,7 +76,7 @@ int main(void) {
   forward.in.beta = view(beta, 3, 1, T, H, 0);
   backward.in = recurrent.in = forward.in;
 
-  forward.o = view(o, 4, 1, T, H, D);
+  forward.out = view(o, 4, 1, T, H, D);
   forward.final_state = view(final_state, 4, 1, H, D, D);
   expect(gd_forward(&forward) == GD_WORKSPACE_TOO_SMALL && strlen(gd_last_error()) > 0, "a workspace is asked for");
   expect(gd_forward_workspace(&forward, &bytes) == GD_OK, "gd_forward_workspace");
@@ -85,7 +85,7 @@ int main(void) {
   expect(gd_forward(&forward) == GD_OK, "gd_forward");
   free(block);
 
-  backward.d_o = view(o, 4, 1, T, H, D);
+  backward.do_ = view(o, 4, 1, T, H, D);
   backward.dv = view(dv, 4, 1, T, H, D);
   expect(gd_backward_workspace(&backward, &bytes) == GD_OK, "gd_backward_workspace");
   backward.exec.workspace = aligned(bytes, &block);
@@ -95,7 +95,7 @@ int main(void) {
   for (i = 0; i < ROWS && dv[i] == 0; ++i) continue;
   expect(i < ROWS, "dv is written");
 
-  recurrent.o = view(o_steps, 4, 1, T, H, D);
+  recurrent.out = view(o_steps, 4, 1, T, H, D);
   recurrent.final_state = view(pool_state, 4, 1, H, D, D);
   expect(gd_recurrent_workspace(&recurrent, &bytes) == GD_OK, "gd_recurrent_workspace");
   recurrent.exec.workspace = aligned(bytes, &block);

@@ -116,7 +116,7 @@ TEST(CppFace, OperationsAgree) {
   ForwardArgs chunked;
   layer.give(chunked.in);
   pool.apply(chunked.exec);
-  chunked.o = tensor(o.data(), {1, Layer::kT, Layer::kH, Layer::kD});
+  chunked.out = tensor(o.data(), {1, Layer::kT, Layer::kH, Layer::kD});
   const Workspace saved(saved_size(chunked));
   chunked.saved = saved.data();
   chunked.saved_bytes = saved.size();
@@ -124,14 +124,14 @@ TEST(CppFace, OperationsAgree) {
 
   RecurrentArgs stepwise;
   layer.give(stepwise.in);
-  stepwise.o = tensor(steps.data(), {1, Layer::kT, Layer::kH, Layer::kD});
+  stepwise.out = tensor(steps.data(), {1, Layer::kT, Layer::kH, Layer::kD});
   recurrent(stepwise, workspace);
   for (std::size_t i = 0; i < o.size(); ++i) ASSERT_NEAR(o[i], steps[i], 1e-5f * (1 + std::fabs(o[i])));
 
   BackwardArgs gradient;
   layer.give(gradient.in);
   pool.apply(gradient.exec);
-  gradient.d_o = tensor(layer.v.data(), {1, Layer::kT, Layer::kH, Layer::kD});
+  gradient.do_ = tensor(layer.v.data(), {1, Layer::kT, Layer::kH, Layer::kD});
   gradient.dv = tensor(dv.data(), {1, Layer::kT, Layer::kH, Layer::kD});
   gradient.saved = saved.data();
   gradient.saved_bytes = saved.size();
@@ -151,26 +151,26 @@ TEST(CppFace, GatedNorm) {
   Workspace workspace;
   GatedNormArgs args;
   args.x = tensor(x.data(), {1, kT, kH, kD});
-  args.z = tensor(z.data(), {1, kT, kH, kD});
+  args.gate = tensor(z.data(), {1, kT, kH, kD});
   args.weight = tensor(weight.data(), {kD});
-  args.y = tensor(y.data(), {1, kT, kH, kD});
+  args.out = tensor(y.data(), {1, kT, kH, kD});
   args.activation = GD_NORM_SIGMOID;
   gated_norm(args, workspace);
   for (const float value : y) ASSERT_NEAR(value, 3.0f, 1e-5f);
 
   GatedNormBackwardArgs gradient;
   gradient.x = args.x;
-  gradient.z = args.z;
+  gradient.gate = args.gate;
   gradient.weight = args.weight;
   gradient.activation = args.activation;
-  gradient.d_y = args.x;
-  gradient.dz = tensor(dz.data(), {1, kT, kH, kD});
+  gradient.dy = args.x;
+  gradient.dgate = tensor(dz.data(), {1, kT, kH, kD});
   gradient.dweight = tensor(dweight.data(), {kD});
   gated_norm_backward(gradient, workspace);
   EXPECT_GT(workspace.size(), 0u);
   for (const float value : dz) ASSERT_NEAR(value, 4.0f * 6.0f * 0.25f, 1e-4f);
   for (const float value : dweight) ASSERT_NEAR(value, 4.0f * 0.5f * (kT * kH), 1e-4f);
-  gradient.d_y.shape[1] = kT + 1;
+  gradient.dy.shape[1] = kT + 1;
   EXPECT_THROW(gated_norm_backward(gradient), Error);
 }
 
@@ -190,8 +190,8 @@ TEST(CppFace, LayerStep) {
   args.rule.in.g = tensor(zero.data(), {1, 1, kHeads});
   args.rule.in.beta = tensor(one.data(), {1, 1, kHeads});
   args.rule.in.initial_state = args.rule.final_state = tensor(state.data(), {1, kHeads, kDim, kDim});
-  args.norm.z = tensor(z.data(), {1, 1, kHeads, kDim});
-  args.norm.y = tensor(y.data(), {1, 1, kHeads, kDim});
+  args.norm.gate = tensor(z.data(), {1, 1, kHeads, kDim});
+  args.norm.out = tensor(y.data(), {1, 1, kHeads, kDim});
   args.norm.activation = GD_NORM_SIGMOID;
   layer_step(args, workspace);
   EXPECT_GE(workspace.size(), workspace_size(args));

@@ -82,13 +82,13 @@ struct CudaCall : Args {
 struct CudaForward : CudaCall<gd_forward_args> {
   CudaForward() { set_heads(kHk, kHv); }
 
-  std::vector<NamedTensor> rows() { return {{"q", &in.q}, {"k", &in.k}, {"v", &in.v}, {"o", &o}}; }
+  std::vector<NamedTensor> rows() { return {{"q", &in.q}, {"k", &in.k}, {"v", &in.v}, {"out", &out}}; }
   std::vector<gd_tensor*> scalars() { return {&in.g, &in.beta}; }
-  std::vector<NamedTensor> typed_as_q() { return {{"o", &o}}; }
-  gd_tensor& output() { return o; }
+  std::vector<NamedTensor> typed_as_q() { return {{"out", &out}}; }
+  gd_tensor& output() { return out; }
   void set_heads(int64_t key_heads, int64_t value_heads) {
     set_inputs(key_heads, value_heads);
-    o = made_up(GD_BF16, {kB, kT, value_heads, kD});
+    out = made_up(GD_BF16, {kB, kT, value_heads, kD});
   }
 };
 
@@ -96,14 +96,14 @@ struct CudaBackward : CudaCall<gd_backward_args> {
   CudaBackward() { set_heads(kHk, kHv); }
 
   std::vector<NamedTensor> rows() {
-    return {{"q", &in.q}, {"k", &in.k}, {"v", &in.v}, {"d_o", &d_o}, {"dq", &dq}, {"dk", &dk}, {"dv", &dv}};
+    return {{"q", &in.q}, {"k", &in.k}, {"v", &in.v}, {"do", &do_}, {"dq", &dq}, {"dk", &dk}, {"dv", &dv}};
   }
   std::vector<gd_tensor*> scalars() { return {&in.g, &in.beta, &dg, &dbeta}; }
-  std::vector<NamedTensor> typed_as_q() { return {{"d_o", &d_o}, {"dq", &dq}, {"dk", &dk}, {"dv", &dv}}; }
+  std::vector<NamedTensor> typed_as_q() { return {{"do", &do_}, {"dq", &dq}, {"dk", &dk}, {"dv", &dv}}; }
   gd_tensor& output() { return dv; }
   void set_heads(int64_t key_heads, int64_t value_heads) {
     set_inputs(key_heads, value_heads);
-    d_o = made_up(GD_BF16, {kB, kT, value_heads, kD});
+    do_ = made_up(GD_BF16, {kB, kT, value_heads, kD});
     dq = made_up(GD_BF16, {kB, kT, key_heads, kD});
     dk = made_up(GD_BF16, {kB, kT, key_heads, kD});
     dv = made_up(GD_BF16, {kB, kT, value_heads, kD});
@@ -200,7 +200,7 @@ class CudaRecurrent : public testing::Test {
     c.in.v = c.made_up(dtype, {kB, kT, kHv, V});
     c.in.g = c.made_up(GD_F32, {kB, kT, kHv});
     c.in.beta = c.made_up(GD_F32, {kB, kT, kHv});
-    c.o = c.made_up(dtype, {kB, kT, kHv, V});
+    c.out = c.made_up(dtype, {kB, kT, kHv, V});
   }
   void SetUp() override { set(GD_BF16, kD, kD); }
 
@@ -221,7 +221,7 @@ TEST_F(CudaRecurrent, RightArgumentsFailForWantOfADeviceOnly) {
       set(dtype, K, V);
       EXPECT_TRUE(fails_for_want_of_a_device()) << K << " " << V;
     }
-  for (gd_tensor* t : {&c.in.q, &c.in.k, &c.in.v, &c.o}) t->data = static_cast<char*>(t->data) + 2;
+  for (gd_tensor* t : {&c.in.q, &c.in.k, &c.in.v, &c.out}) t->data = static_cast<char*>(t->data) + 2;
   EXPECT_TRUE(fails_for_want_of_a_device());
 }
 
@@ -236,16 +236,16 @@ TEST_F(CudaRecurrent, NeedsNoWorkspace) {
 }
 
 TEST_F(CudaRecurrent, SharesTheRulesAboutArguments) {
-  c.o.rank = 3;
-  EXPECT_TRUE(c.invalid("o: rank is 3"));
-  c.o = {};
-  EXPECT_TRUE(c.invalid("nothing to compute: o, final_state and step_states are absent"));
+  c.out.rank = 3;
+  EXPECT_TRUE(c.invalid("out: rank is 3"));
+  c.out = {};
+  EXPECT_TRUE(c.invalid("nothing to compute: out, final_state and step_states are absent"));
   c.exec.isa = GD_ISA_GENERIC;
-  EXPECT_TRUE(c.invalid("isa is 1, must be 0 (auto) or 64 (portable) on CUDA"));
+  EXPECT_TRUE(c.invalid("isa is 1, must be 0 (auto) on CUDA: it selects CPU instructions"));
 }
 
 TEST_F(CudaRecurrent, SequencesTimesHeads) {
-  for (gd_tensor* t : {&c.in.q, &c.in.k, &c.in.v, &c.in.g, &c.in.beta, &c.o}) c.set_tokens_of(*t, 1, 64);
+  for (gd_tensor* t : {&c.in.q, &c.in.k, &c.in.v, &c.in.g, &c.in.beta, &c.out}) c.set_tokens_of(*t, 1, 64);
   const int64_t most = ((int64_t{1} << 27) - 1) / kHv;
   c.in.cu_seqlens = c.made_up(GD_I32, {most});  // N = most - 1, and one more for the tokens past the last offset
   size_t bytes = 7;
@@ -263,7 +263,7 @@ TEST_F(Cuda, SavedSize) {
   // Two numbers per sequence, in 64 bytes each, the costs of 80 cuts, and a work list.
   EXPECT_EQ(bytes, kHv * (2 * 33 * (6912 + 8) + 2 * 2 * size_t{65536}) + 2 * 64 + 80 * 8 + 65536);
   EXPECT_EQ(gd_forward_saved_size(&c, nullptr), GD_INVALID_ARGUMENT);
-  c.exec.isa = GD_ISA_CUDA_PORTABLE;
+  c.exec.kernels = GD_KERNELS_PORTABLE;
   EXPECT_EQ(gd_forward_saved_size(&c, &bytes), GD_OK) << gd_last_error();
   EXPECT_EQ(bytes, size_t{2 * 33} * (kHv * (7200 + 2 * 64 * 4 + 16) + kHk * 2 * 64 * 4));
 }
@@ -290,17 +290,21 @@ TEST_F(Cuda, SavedIsNotForEverything) {
   c.checkpoint_every = 0;
   c.in.initial_state = c.made_up(GD_F32, {5, kHv, kD, kD});
   c.final_state = c.made_up(GD_F32, {5, kHv, kD, kD});
-  c.in.initial_indices = c.made_up(GD_I32, {kB});
-  c.final_indices = c.made_up(GD_I32, {kB});
-  EXPECT_TRUE(c.unsupported("saved is given, but on CUDA not together with initial_indices and final_indices"));
+  c.in.initial_state_indices = c.made_up(GD_I32, {kB});
+  c.final_state_indices = c.made_up(GD_I32, {kB});
+  EXPECT_TRUE(
+      c.unsupported("saved is given, but on CUDA not together with initial_state_indices and final_state_indices"));
 }
 
 TYPED_TEST(CudaRules, ThingsOfTheCpu) {
   auto& c = this->c;
   constexpr char kThreads[] = "num_threads, parallel_for and parallel_for_context must not be set on CUDA";
   c.exec.isa = GD_ISA_GENERIC;
-  EXPECT_TRUE(c.invalid("isa is 1, must be 0 (auto) or 64 (portable) on CUDA"));
+  EXPECT_TRUE(c.invalid("isa is 1, must be 0 (auto) on CUDA: it selects CPU instructions"));
   c.exec.isa = GD_ISA_AUTO;
+  c.exec.kernels = 2;
+  EXPECT_TRUE(c.invalid("kernels is 2, must be from 0 to 1"));
+  c.exec.kernels = GD_KERNELS_AUTO;
   c.exec.num_threads = 1;
   EXPECT_TRUE(c.invalid(kThreads));
   c.exec.num_threads = 0;
@@ -331,7 +335,7 @@ TEST_F(CudaGradients, SharesTheRulesAboutOutputs) {
   EXPECT_TRUE(c.invalid("dk: shape is [2, 300, 4, 128], must be [B, T, Hk, K] = [2, 300, 2, 128]"));
   c.dk = c.made_up(GD_BF16, {kB, kT, kHk, kD});
   c.dA_log = c.made_up(GD_F32, {kHv});
-  EXPECT_TRUE(c.invalid("dA_log is given, but gate is not raw: leave it out"));
+  EXPECT_TRUE(c.invalid("dA_log is given, but it acts only on a raw g (use_gate_in_kernel): leave it out"));
   c.dA_log = {};
   c.dv.data = c.in.v.data;
   EXPECT_TRUE(said(call(c), GD_INVALID_ARGUMENT, "v and dv overlap in memory"));
@@ -341,9 +345,11 @@ TEST_F(CudaGradients, SharesTheRulesAboutOutputs) {
 
 TYPED_TEST(CudaRules, Segments) {
   auto& c = this->c;
-  c.segment_chunks = -1;
+  gd_tuning tuning = GD_TUNING_INIT;
+  c.exec.tuning = &tuning;
+  tuning.segment_chunks = -1;
   EXPECT_TRUE(c.invalid("segment_chunks is -1, must not be negative"));
-  c.segment_chunks = 2;
+  tuning.segment_chunks = 2;
   c.context_parallel = GD_CP_OFF;
   EXPECT_TRUE(c.invalid("segment_chunks is 2, but context_parallel is off"));
   c.context_parallel = GD_CP_AUTO;
@@ -355,9 +361,9 @@ TYPED_TEST(CudaRules, Segments) {
       c.unsupported("segment_chunks is 2: sequences are cut on CUDA where there are at most 64, with at most 1024 "
                     "heads all together"));
   this->set_tokens(1, 64 * 2000);
-  c.segment_chunks = 1;
+  tuning.segment_chunks = 1;
   EXPECT_TRUE(c.unsupported("segment_chunks is 1, which may make 24012 work items, more than 6144 on CUDA"));
-  c.segment_chunks = 0;
+  tuning.segment_chunks = 0;
   c.context_parallel = 2;
   EXPECT_TRUE(c.invalid("context_parallel is 2, must be from 0 to 1"));
 }
@@ -392,7 +398,9 @@ TYPED_TEST(CudaRules, HeadSizes) {
     EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
   }
   c.saved_bytes = 0;
-  c.segment_chunks = 1;
+  gd_tuning tuning = GD_TUNING_INIT;
+  c.exec.tuning = &tuning;
+  tuning.segment_chunks = 1;
   EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
 }
 
@@ -406,9 +414,9 @@ TEST_F(CudaGradients, SmallWorkspaceOfThePortableKernels) {
   set_tokens(1, 32768);
   c.saved_bytes = 1;
   for (const int64_t K : {64, 128})
-    for (const gd_isa isa : {GD_ISA_AUTO, GD_ISA_CUDA_PORTABLE}) {
+    for (const gd_kernels kernels : {GD_KERNELS_AUTO, GD_KERNELS_PORTABLE}) {
       for (gd_tensor* t : {&c.in.q, &c.in.k, &c.dq, &c.dk}) *t = tensor(t->data, GD_BF16, {1, 32768, kHk, K});
-      c.exec.isa = isa;
+      c.exec.kernels = kernels;
       c.small_workspace = 0;
       const size_t whole = bytes();
       c.small_workspace = 1;
@@ -435,21 +443,21 @@ TEST(CudaSummary, HeadSizesAndTypes) {
       in->beta = c.made_up(GD_F32, {kB, kT, kHv});
     }
     c.in.v = c.made_up(dtype, {kB, kT, kHv, V});
-    d.d_o = c.made_up(dtype, {kB, kT, kHv, V});
+    d.do_ = c.made_up(dtype, {kB, kT, kHv, V});
     c.local_state = d.d_local = c.made_up(GD_F32, {kB, kHv, K, V});
     c.transition = c.made_up(GD_F32, {kB, kHv, K, K});
   };
   for (const auto& [K, V] : {std::pair(16, 256), {256, 16}, {128, 128}, {144, 208}}) {
     set(GD_F16, K, V);
     size_t any = 0, portable = 0;
-    c.exec.isa = d.exec.isa = GD_ISA_AUTO;
+    c.exec.kernels = d.exec.kernels = GD_KERNELS_AUTO;
     ASSERT_EQ(query(c, &any), GD_OK) << gd_last_error();
-    c.exec.isa = GD_ISA_CUDA_PORTABLE;
+    c.exec.kernels = GD_KERNELS_PORTABLE;
     ASSERT_EQ(query(c, &portable), GD_OK) << gd_last_error();
     EXPECT_GE(any, portable);
     EXPECT_GT(portable, 0u);
     ASSERT_EQ(query(d, &any), GD_OK) << gd_last_error();
-    d.exec.isa = GD_ISA_CUDA_PORTABLE;
+    d.exec.kernels = GD_KERNELS_PORTABLE;
     ASSERT_EQ(query(d, &portable), GD_OK) << gd_last_error();
     EXPECT_GE(any, portable);
     // What is prepared has a place of its own.
@@ -465,8 +473,8 @@ TEST(CudaSummary, HeadSizesAndTypes) {
   EXPECT_TRUE(c.unsupported("q, k and v are float32, must be bfloat16 or float16 in a summary on CUDA"));
   EXPECT_TRUE(d.unsupported("q, k and v are float32, must be bfloat16 or float16 in a summary on CUDA"));
   set(GD_BF16, 64, 64);
-  d.d_o.dtype = GD_F16;
-  EXPECT_TRUE(d.unsupported("d_o: dtype is float16, must be bfloat16 as that of q on CUDA"));
+  d.do_.dtype = GD_F16;
+  EXPECT_TRUE(d.unsupported("do: dtype is float16, must be bfloat16 as that of q on CUDA"));
   c.in.key_head_order = GD_KEY_HEADS_TILED;
   EXPECT_TRUE(c.unsupported("key_head_order is tiled with Hk = 2 and Hv = 4"));
 }
@@ -476,27 +484,29 @@ TYPED_TEST(CudaRules, WorkspaceDoesNotDependOnTheDevice) {
   auto& c = this->c;
   size_t any = 0, portable = 0;
   ASSERT_EQ(query(c, &any), GD_OK) << gd_last_error();
-  c.exec.isa = GD_ISA_CUDA_PORTABLE;
+  c.exec.kernels = GD_KERNELS_PORTABLE;
   ASSERT_EQ(query(c, &portable), GD_OK) << gd_last_error();
   EXPECT_GE(any, portable);
   EXPECT_GT(portable, 0u);
 }
 
 TEST_F(Cuda, PortableKernelsCanBeForced) {
-  c.exec.isa = GD_ISA_CUDA_PORTABLE;
+  c.exec.kernels = GD_KERNELS_PORTABLE;
   c.exec.device_index = 1000;  // whatever devices there are
   const gd_status status = call(c);
   EXPECT_TRUE(status == GD_INVALID_ARGUMENT || status == GD_UNSUPPORTED) << gd_last_error();
   size_t bytes = 0, cut = 0;
   EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
-  c.segment_chunks = 2;
+  gd_tuning tuning = GD_TUNING_INIT;
+  c.exec.tuning = &tuning;
+  tuning.segment_chunks = 2;
   EXPECT_EQ(query(c, &cut), GD_OK) << gd_last_error();
   EXPECT_GT(cut, bytes);
-  c.segment_halves = 1;
+  tuning.segment_halves = 1;
   EXPECT_TRUE(c.unsupported("segment_halves is set, but the portable CUDA kernels cut all heads alike"));
-  c.persistent_segment_chunks = 2;
+  tuning.persistent_segment_chunks = 2;
   EXPECT_TRUE(c.unsupported("persistent_segment_chunks is set, but the portable CUDA kernels cut all heads alike"));
-  c.segment_chunks = c.persistent_segment_chunks = c.segment_halves = 0;
+  c.exec.tuning = nullptr;
   c.in.q.stride[1] = int64_t{1} << 25;
   c.in.q.stride[0] = c.in.q.stride[1] * kT;
   EXPECT_TRUE(c.unsupported("q: stride[1] is 33554432, must be less than 33554432 on CUDA"));
@@ -505,21 +515,24 @@ TEST_F(Cuda, PortableKernelsCanBeForced) {
   c.saved_bytes = 1;
   EXPECT_TRUE(said(call(c), GD_WORKSPACE_TOO_SMALL, "saved has 1 bytes, needs "));
   c.in.initial_state = c.final_state = c.made_up(GD_F32, {5, kHv, kD, kD});
-  c.in.initial_indices = c.final_indices = c.made_up(GD_I32, {kB});
-  EXPECT_TRUE(c.unsupported("saved is given, but on CUDA not together with initial_indices and final_indices"));
+  c.in.initial_state_indices = c.final_state_indices = c.made_up(GD_I32, {kB});
+  EXPECT_TRUE(
+      c.unsupported("saved is given, but on CUDA not together with initial_state_indices and final_state_indices"));
 }
 
 TEST_F(CudaGradients, PortableKernelsCanBeForced) {
-  c.exec.isa = GD_ISA_CUDA_PORTABLE;
+  c.exec.kernels = GD_KERNELS_PORTABLE;
   c.exec.device_index = 1000;  // whatever devices there are
   const gd_status status = call(c);
   EXPECT_TRUE(status == GD_INVALID_ARGUMENT || status == GD_UNSUPPORTED) << gd_last_error();
   size_t bytes = 0, cut = 0;
   EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
-  c.segment_chunks = 2;
+  gd_tuning tuning = GD_TUNING_INIT;
+  c.exec.tuning = &tuning;
+  tuning.segment_chunks = 2;
   EXPECT_EQ(query(c, &cut), GD_OK) << gd_last_error();
   EXPECT_GT(cut, bytes);
-  c.segment_chunks = 0;
+  tuning.segment_chunks = 0;
   c.dv.stride[1] = int64_t{1} << 25;
   c.dv.stride[0] = c.dv.stride[1] * kT;
   EXPECT_TRUE(c.unsupported("dv: stride[1] is 33554432, must be less than 33554432 on CUDA"));
@@ -553,15 +566,17 @@ TYPED_TEST(CudaRules, Float32) {
   auto& c = this->c;
   this->set_type(GD_F32);
   size_t bytes = 0;
-  for (const int isa : {GD_ISA_AUTO, GD_ISA_CUDA_PORTABLE}) {
-    c.exec.isa = isa;
+  for (const gd_kernels kernels : {GD_KERNELS_AUTO, GD_KERNELS_PORTABLE}) {
+    c.exec.kernels = kernels;
     EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
     EXPECT_GT(bytes, 0u);
   }
-  c.exec.isa = GD_ISA_AUTO;
-  c.segment_chunks = 2;
+  c.exec.kernels = GD_KERNELS_AUTO;
+  gd_tuning tuning = GD_TUNING_INIT;
+  c.exec.tuning = &tuning;
+  tuning.segment_chunks = 2;
   EXPECT_TRUE(c.unsupported("segment_chunks is 2: the CUDA kernels for float32 cut no sequence"));
-  c.segment_chunks = 0;
+  tuning.segment_chunks = 0;
   c.in.key_head_order = GD_KEY_HEADS_TILED;
   EXPECT_TRUE(c.unsupported("key_head_order is tiled with Hk = "));
   c.in.key_head_order = GD_KEY_HEADS_GROUPED;
@@ -573,7 +588,7 @@ TYPED_TEST(CudaRules, Float32) {
   EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
 }
 TEST_F(Cuda, Float32IsSaved) {
-  for (gd_tensor* t : {&c.in.q, &c.in.k, &c.in.v, &c.o}) t->dtype = GD_F32;
+  for (gd_tensor* t : {&c.in.q, &c.in.k, &c.in.v, &c.out}) t->dtype = GD_F32;
   size_t bytes = 0;
   ASSERT_EQ(gd_forward_saved_size(&c, &bytes), GD_OK) << gd_last_error();
   EXPECT_EQ(bytes, size_t{kB * kT * kHv * (kD * 4 + 32)});
@@ -583,8 +598,9 @@ TEST_F(Cuda, Float32IsSaved) {
   EXPECT_TRUE(c.unsupported("prepared is set, but there is no summary of float32 q, k and v on CUDA"));
   c.prepared = 0;
   c.in.initial_state = c.made_up(GD_F32, {kB, kHv, kD, kD}), c.final_state = c.made_up(GD_F32, {kB, kHv, kD, kD});
-  c.in.initial_indices = c.made_up(GD_I32, {kB}), c.final_indices = c.made_up(GD_I32, {kB});
-  EXPECT_TRUE(c.unsupported("saved is given, but on CUDA not together with initial_indices and final_indices"));
+  c.in.initial_state_indices = c.made_up(GD_I32, {kB}), c.final_state_indices = c.made_up(GD_I32, {kB});
+  EXPECT_TRUE(
+      c.unsupported("saved is given, but on CUDA not together with initial_state_indices and final_state_indices"));
 }
 TEST_F(CudaGradients, Float32HasOneSizeOfWorkspace) {
   for (const NamedTensor& each : c.rows()) each.tensor->dtype = GD_F32;
@@ -598,7 +614,9 @@ TYPED_TEST(CudaRules, Groups) {
   size_t bytes = 0;
   c.set_heads(1, 257);
   EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
-  c.segment_chunks = 1;
+  gd_tuning tuning = GD_TUNING_INIT;
+  c.exec.tuning = &tuning;
+  tuning.segment_chunks = 1;
   EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
 }
 TEST_F(Cuda, LimitsOfHopperAreNotThoseOfAForward) {
@@ -608,7 +626,7 @@ TEST_F(Cuda, LimitsOfHopperAreNotThoseOfAForward) {
   EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
   c.set_heads(kHk, kHv);
   c.in.initial_state = c.made_up(GD_F32, {int64_t{1} << 31, kHv, kD, kD});
-  c.in.initial_indices = c.made_up(GD_I32, {kB});
+  c.in.initial_state_indices = c.made_up(GD_I32, {kB});
   EXPECT_EQ(query(c, &bytes), GD_OK) << gd_last_error();
   c.saved_bytes = 1;
   EXPECT_TRUE(said(query(c, &bytes), GD_UNSUPPORTED,
@@ -650,7 +668,7 @@ TYPED_TEST(CudaRules, ChunksTimesHeads) {
 }
 TYPED_TEST(CudaRules, ChunksTimesValueHeads) {
   this->c.set_heads(1, 128);
-  this->c.exec.isa = GD_ISA_CUDA_PORTABLE;
+  this->c.exec.kernels = GD_KERNELS_PORTABLE;
   this->set_tokens(1, int64_t{1} << 23);
   EXPECT_TRUE(this->c.unsupported(
       "the call has 16777216 chunks times value heads, must have at most 9544371 for the portable CUDA kernels"));

@@ -20,28 +20,47 @@ void in_turn(void*, int64_t count, gd_task_fn run, void* task) {
   for (int64_t i = 0; i < count; ++i) run(task, i);
 }
 
-RULE(UnknownDevice) {
-  CALL;
-  c.exec.device = 2;
-  EXPECT_TRUE(c.invalid("device is 2, must be from 0 to 1"));
+RULE(Rules) {
+  check_rules<TypeParam>({
+      {"UnknownDevice", [](auto& c) { c.exec.device = 2; }, "device is 2, must be from 0 to 1"},
+      {"DeviceIndex", [](auto& c) { c.exec.device_index = 1; }, "device_index is 1, must be 0 on the CPU"},
+      {"Stream", [](auto& c) { c.exec.stream = &c; }, "stream must be null on the CPU"},
+      {"KernelsAreOfCuda", [](auto& c) { c.exec.kernels = GD_KERNELS_PORTABLE; },
+       "kernels is 1, must be 0 (auto) on the CPU: it selects CUDA kernels"},
+      {"UnknownIsa", [](auto& c) { c.exec.isa = GD_ISA_COUNT; }, "isa is 8, must be from 0 to 7"},
+      {"ThreadCountRange", [](auto& c) { c.exec.parallel_for = in_turn, c.exec.num_threads = -1; },
+       "num_threads is -1, must be from 0 to 1024"},
+      {"", [](auto& c) { c.exec.num_threads = 1025; }, "num_threads is 1025, must be from 0 to 1024"},
+      {"ThreadsWithoutParallelFor", [](auto& c) { c.exec.num_threads = 2; },
+       "num_threads is 2, but parallel_for is null: make a gd_thread_pool"},
+      {"", [](auto& c) { c.exec.num_threads = 1; }},
+      {"ContextWithoutParallelFor", [](auto& c) { c.exec.parallel_for_context = &c; },
+       "parallel_for_context is given, but parallel_for is null"},
+      {"PoolFunctionWithoutPool", [](auto& c) { c.exec.parallel_for = gd_thread_pool_parallel_for; },
+       "parallel_for_context is null: pass the pool"},
+      {"ReservedExec", [](auto& c) { c.exec.reserved[1] = 1; }, "exec: reserved fields must be zero"},
+      {"ReservedArguments", [](auto& c) { c.reserved[0] = 1; }, "_args: reserved fields must be zero"},
+      {"WorkspaceNull", [](auto& c) { c.exec.workspace = nullptr; }, "workspace is null, but workspace_bytes is "},
+      {"WorkspaceMisaligned",
+       [](auto& c) { c.exec.workspace = static_cast<char*>(c.exec.workspace) + 32, c.exec.workspace_bytes -= 32; },
+       "is not 64-byte aligned"},
+      {"WorkspaceOverInput", [](auto& c) { c.in.q.data = c.exec.workspace; }, "q and workspace overlap in memory"},
+      {"StructOfOlderAbi", [](auto& c) { c.struct_size -= 8; }, "not set, or a struct from an older ABI",
+       GD_ABI_MISMATCH},
+      {"", [](auto& c) { c.struct_size = 0; }, "_args.struct_size is 0, must be ", GD_ABI_MISMATCH},
+      {"StructSizeGarbage", [](auto& c) { c.struct_size = ~size_t{0}; }, "not set", GD_ABI_MISMATCH},
+  });
 }
 
-RULE(DeviceIndex) {
+RULE(Tuning) {
   CALL;
-  c.exec.device_index = 1;
-  EXPECT_TRUE(c.invalid("device_index is 1, must be 0 on the CPU"));
-}
-
-RULE(Stream) {
-  CALL;
-  c.exec.stream = &c;
-  EXPECT_TRUE(c.invalid("stream must be null on the CPU"));
-}
-
-RULE(UnknownIsa) {
-  CALL;
-  c.exec.isa = GD_ISA_COUNT;
-  EXPECT_TRUE(c.invalid("isa is 8, must be from 0 to 7"));
+  gd_tuning tuning = GD_TUNING_INIT;
+  c.exec.tuning = &tuning;
+  EXPECT_TRUE(c.accepts());
+  tuning.reserved_flags = 1;
+  EXPECT_TRUE(c.invalid("gd_tuning: reserved fields must be zero"));
+  tuning.struct_size = 0;
+  EXPECT_TRUE(c.refuses(GD_ABI_MISMATCH, "gd_tuning.struct_size is 0, must be 40"));
 }
 
 RULE(IsaOfAnotherArchitecture) {
@@ -67,47 +86,6 @@ RULE(IsaTheMachineHasNot) {
   }
 }
 
-RULE(ThreadCountRange) {
-  CALL;
-  c.exec.parallel_for = in_turn;
-  c.exec.num_threads = -1;
-  EXPECT_TRUE(c.invalid("num_threads is -1, must be from 0 to 1024"));
-  c.exec.num_threads = 1025;
-  EXPECT_TRUE(c.invalid("num_threads is 1025, must be from 0 to 1024"));
-}
-
-RULE(ThreadsWithoutParallelFor) {
-  CALL;
-  c.exec.num_threads = 2;
-  EXPECT_TRUE(c.invalid("num_threads is 2, but parallel_for is null: make a gd_thread_pool"));
-  c.exec.num_threads = 1;
-  EXPECT_TRUE(c.accepts());
-}
-
-RULE(ContextWithoutParallelFor) {
-  CALL;
-  c.exec.parallel_for_context = &c;
-  EXPECT_TRUE(c.invalid("parallel_for_context is given, but parallel_for is null"));
-}
-
-RULE(PoolFunctionWithoutPool) {
-  CALL;
-  c.exec.parallel_for = gd_thread_pool_parallel_for;
-  EXPECT_TRUE(c.invalid("parallel_for_context is null: pass the pool"));
-}
-
-RULE(ReservedExec) {
-  CALL;
-  c.exec.reserved[3] = 1;
-  EXPECT_TRUE(c.invalid("exec: reserved fields must be zero"));
-}
-
-RULE(ReservedArguments) {
-  CALL;
-  c.reserved[0] = 1;
-  EXPECT_TRUE(c.invalid("_args: reserved fields must be zero"));
-}
-
 RULE(WorkspaceTooSmall) {
   CALL;
   size_t needed = 0;
@@ -119,25 +97,6 @@ RULE(WorkspaceTooSmall) {
   c.exec.workspace_bytes = 0;
   c.exec.workspace = nullptr;
   EXPECT_TRUE(c.refuses(GD_WORKSPACE_TOO_SMALL, "workspace has 0 bytes"));
-}
-
-RULE(WorkspaceNull) {
-  CALL;
-  c.exec.workspace = nullptr;
-  EXPECT_TRUE(c.invalid("workspace is null, but workspace_bytes is "));
-}
-
-RULE(WorkspaceMisaligned) {
-  CALL;
-  c.exec.workspace = static_cast<char*>(c.exec.workspace) + 32;
-  c.exec.workspace_bytes -= 32;
-  EXPECT_TRUE(c.invalid("is not 64-byte aligned"));
-}
-
-RULE(WorkspaceOverInput) {
-  CALL;
-  c.in.q.data = c.exec.workspace;
-  EXPECT_TRUE(c.invalid("q and workspace overlap in memory"));
 }
 
 RULE(NullArguments) {
@@ -159,20 +118,6 @@ RULE(NullAnswer) {
   CALL;
   EXPECT_EQ(c.query(nullptr), GD_INVALID_ARGUMENT);
   EXPECT_STREQ(gd_last_error(), "bytes is null: there is nowhere to put the answer");
-}
-
-RULE(StructOfOlderAbi) {
-  CALL;
-  c.struct_size -= 8;
-  EXPECT_TRUE(c.refuses(GD_ABI_MISMATCH, "not set, or a struct from an older ABI"));
-  c.struct_size = 0;
-  EXPECT_TRUE(c.refuses(GD_ABI_MISMATCH, "_args.struct_size is 0, must be "));
-}
-
-RULE(StructSizeGarbage) {
-  CALL;
-  c.struct_size = ~size_t{0};
-  EXPECT_TRUE(c.refuses(GD_ABI_MISMATCH, "not set"));
 }
 
 // What a program built with a later header passes: our struct, then fields we do not know.
@@ -211,14 +156,14 @@ RULE(ThrowingParallelFor) {
   CALL;
   c.exec.parallel_for = [](void*, int64_t, gd_task_fn, void*) { throw std::runtime_error("from outside"); };
   c.exec.num_threads = 2;
-  EXPECT_EQ(c.call(), GD_INTERNAL);
+  EXPECT_EQ(call(c), GD_INTERNAL);
   EXPECT_STREQ(gd_last_error(), "exception during the call: from outside");
 }
 
 TEST(Message, BelongsToItsThread) {
   ForwardCase c;
   c.in.gate = 9;
-  EXPECT_NE(c.call(), GD_OK);
+  EXPECT_NE(call(c), GD_OK);
   std::string elsewhere = "unset";
   std::thread([&] { elsewhere = gd_last_error(); }).join();
   EXPECT_EQ(elsewhere, "");

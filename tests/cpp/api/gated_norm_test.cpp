@@ -10,40 +10,11 @@ namespace {
 constexpr int64_t kRows = 3, kHeads = 2, kD = 48;
 
 template <class Args>
-struct NormCall : Args {
-  Memory memory;
-  Workspace workspace{size_t{1} << 20};
-
-  NormCall() : Args{} {
-    this->struct_size = sizeof(Args);
-    this->exec.workspace = workspace.data();
-    this->exec.workspace_bytes = workspace.size();
-    this->x = input({kB, kRows, kHeads, kD});
-    this->z = input({kB, kRows, kHeads, kD});
-    this->weight = input({kD});
-  }
-  gd_tensor input(std::initializer_list<int64_t> shape) {
-    const auto count = static_cast<size_t>(elements(shape));
-    auto* data = static_cast<float*>(memory.take(count * sizeof(float), 0));
-    std::fill(data, data + count, 0.5f);
-    return tensor(data, shape);
-  }
-  gd_tensor output(std::initializer_list<int64_t> shape) {
-    return dense(memory.take(static_cast<size_t>(elements(shape)) * sizeof(float), 0xa5), GD_F32, shape);
-  }
-  testing::AssertionResult refuses(gd_status expected, const std::string& text) {
-    memory.remember();
-    const gd_status status = call(*this);
-    if (status != expected || std::string(gd_last_error()).find(text) == std::string::npos)
-      return testing::AssertionFailure() << gd_status_name(status) << ": " << gd_last_error();
-    if (!memory.untouched()) return testing::AssertionFailure() << "the refused call wrote to the caller's memory";
-    return testing::AssertionSuccess();
-  }
-  testing::AssertionResult invalid(const std::string& text) { return refuses(GD_INVALID_ARGUMENT, text); }
-  testing::AssertionResult accepts() {
-    const gd_status status = call(*this);
-    if (status == GD_OK) return testing::AssertionSuccess();
-    return testing::AssertionFailure() << gd_status_name(status) << ": " << gd_last_error();
+struct NormCall : Call<Args> {
+  NormCall() {
+    this->x = this->input({kB, kRows, kHeads, kD});
+    this->gate = this->input({kB, kRows, kHeads, kD});
+    this->weight = this->input({kD});
   }
   // Sizes no memory holds, on CUDA, where nothing is read before the device is looked for.
   void move_to_cuda() {
@@ -54,16 +25,14 @@ struct NormCall : Args {
     this->exec.workspace = reinterpret_cast<void*>(next + (uintptr_t{1} << 46));
   }
 
-  static gd_status call(const gd_gated_norm_args& args) { return gd_gated_norm(&args); }
-  static gd_status call(const gd_gated_norm_backward_args& args) { return gd_gated_norm_backward(&args); }
-  static std::vector<gd_tensor*> all(gd_gated_norm_args& a) { return {&a.x, &a.z, &a.weight, &a.y}; }
+  static std::vector<gd_tensor*> all(gd_gated_norm_args& a) { return {&a.x, &a.gate, &a.weight, &a.out}; }
   static std::vector<gd_tensor*> all(gd_gated_norm_backward_args& a) {
-    return {&a.x, &a.z, &a.weight, &a.d_y, &a.dx, &a.dz, &a.dweight};
+    return {&a.x, &a.gate, &a.weight, &a.dy, &a.dx, &a.dgate, &a.dweight};
   }
 };
 
 struct Forward : NormCall<gd_gated_norm_args> {
-  Forward() { y = output({kB, kRows, kHeads, kD}); }
+  Forward() { out = output({kB, kRows, kHeads, kD}); }
   size_t needed() const {
     size_t bytes = ~size_t{0};
     EXPECT_EQ(gd_gated_norm_workspace(this, &bytes), GD_OK) << gd_last_error();
@@ -72,9 +41,9 @@ struct Forward : NormCall<gd_gated_norm_args> {
 };
 struct Backward : NormCall<gd_gated_norm_backward_args> {
   Backward() {
-    d_y = input({kB, kRows, kHeads, kD});
+    dy = input({kB, kRows, kHeads, kD});
     dx = output({kB, kRows, kHeads, kD});
-    dz = output({kB, kRows, kHeads, kD});
+    dgate = output({kB, kRows, kHeads, kD});
     dweight = output({kD});
   }
   size_t needed() const {
@@ -95,22 +64,48 @@ TYPED_TEST_SUITE(GatedNorm, NormOperations);
 #define RULE(name) TYPED_TEST(GatedNorm, name)
 #define CALL auto& c = this->c
 
-RULE(IsAccepted) {
-  CALL;
-  EXPECT_TRUE(c.accepts());
-  c.weight = {};
-  c.z = {};
-  if constexpr (std::is_same_v<TypeParam, Backward>) c.dz = c.dweight = {};
-  EXPECT_TRUE(c.accepts());
-}
-
-RULE(Struct) {
-  CALL;
-  c.struct_size -= 8;
-  EXPECT_TRUE(c.refuses(GD_ABI_MISMATCH, "not set, or a struct from an older ABI"));
-  c.struct_size += 8;
-  c.reserved[3] = 1;
-  EXPECT_TRUE(c.invalid("reserved fields must be zero"));
+RULE(Rules) {
+  check_rules<TypeParam>({
+      {"IsAccepted", [](auto&) {}},
+      {"",
+       [](auto& c) {
+         c.weight = {};
+         c.gate = {};
+         if constexpr (std::is_same_v<TypeParam, Backward>) c.dgate = c.dweight = {};
+       }},
+      {"Struct", [](auto& c) { c.struct_size -= 8; }, "not set, or a struct from an older ABI", GD_ABI_MISMATCH},
+      {"", [](auto& c) { c.struct_size += 8, c.reserved[3] = 1; }, "reserved fields must be zero"},
+      {"MissingX", [](auto& c) { c.x = {}; }, "x is missing"},
+      {"TooManyRows",
+       [](auto& c) {
+         for (gd_tensor* t : c.all(c)) {
+           if (t->rank != 4) continue;
+           t->shape[0] = t->shape[1] = t->shape[2] = int64_t{1} << 16;
+           t->stride[0] = t->stride[1] = t->stride[2] = 0;
+         }
+       },
+       "B * T * H is 65536 * 65536 * 65536, too many rows to compute"},
+      {"Activation", [](auto& c) { c.activation = 2; }, "activation is 2, must be from 0 to 1"},
+      {"", [](auto& c) { c.activation = GD_NORM_SIGMOID; }},
+      {"",
+       [](auto& c) {
+         c.gate = {};
+         if constexpr (std::is_same_v<TypeParam, Backward>) c.dgate = {};
+       },
+       "activation is 1, but there is no gate it would act on: leave it 0"},
+      {"CudaRows",
+       [](auto& c) {
+         c.move_to_cuda();
+         for (gd_tensor* t : c.all(c)) {
+           if (t->rank != 4) continue;
+           t->shape[0] = 1;
+           t->shape[1] = (int64_t{1} << 31) - 4095;
+           t->shape[2] = 1;
+           t->stride[1] = kD;
+         }
+       },
+       "B * T * H is 2147479553, must be at most 2147479552 on CUDA", GD_UNSUPPORTED},
+  });
 }
 
 RULE(Exec) {
@@ -127,12 +122,6 @@ RULE(Exec) {
     c.exec.isa = isa;
     EXPECT_TRUE(c.refuses(GD_UNSUPPORTED, std::string("isa is ") + gd_isa_name(isa) + ", which is not in this build"));
   }
-}
-
-RULE(MissingX) {
-  CALL;
-  c.x = {};
-  EXPECT_TRUE(c.invalid("x is missing"));
 }
 
 RULE(Dtypes) {
@@ -176,27 +165,6 @@ RULE(Strides) {
   }
 }
 
-RULE(TooManyRows) {
-  CALL;
-  for (gd_tensor* t : c.all(c)) {
-    if (t->rank != 4) continue;
-    t->shape[0] = t->shape[1] = t->shape[2] = int64_t{1} << 16;
-    t->stride[0] = t->stride[1] = t->stride[2] = 0;
-  }
-  EXPECT_TRUE(c.invalid("B * T * H is 65536 * 65536 * 65536, too many rows to compute"));
-}
-
-RULE(Activation) {
-  CALL;
-  c.activation = 2;
-  EXPECT_TRUE(c.invalid("activation is 2, must be from 0 to 1"));
-  c.activation = GD_NORM_SIGMOID;
-  EXPECT_TRUE(c.accepts());
-  c.z = {};
-  if constexpr (std::is_same_v<TypeParam, Backward>) c.dz = {};
-  EXPECT_TRUE(c.invalid("activation is 1, but there is no z it would act on: leave it 0"));
-}
-
 RULE(Eps) {
   CALL;
   c.eps = 0.5f;
@@ -219,26 +187,13 @@ RULE(NullData) {
   }
 }
 
-RULE(CudaRows) {
-  CALL;
-  c.move_to_cuda();
-  for (gd_tensor* t : c.all(c)) {
-    if (t->rank != 4) continue;
-    t->shape[0] = 1;
-    t->shape[1] = (int64_t{1} << 31) - 4095;
-    t->shape[2] = 1;
-    t->stride[1] = kD;
-  }
-  EXPECT_TRUE(c.refuses(GD_UNSUPPORTED, "B * T * H is 2147479553, must be at most 2147479552 on CUDA"));
-}
-
 // Judged as far as it can be without a GPU: what stops the call is the build or the machine, not an argument.
 RULE(CudaTakesEveryTypeAndStride) {
   CALL;
   c.move_to_cuda();
   c.x.dtype = GD_BF16;
   c.weight.dtype = GD_F16;
-  c.z.stride[0] += 1;
+  c.gate.stride[0] += 1;
   if (info().cuda_devices > 0) GTEST_SKIP() << "the addresses are made up";
   const std::string reason = info().cuda_compiled ? "no CUDA device can be used" : "this build has no CUDA backend";
   c.memory = {};
@@ -247,10 +202,10 @@ RULE(CudaTakesEveryTypeAndStride) {
 
 TEST(GatedNormForward, Output) {
   Forward c;
-  c.y = {};
-  EXPECT_TRUE(c.invalid("y is missing"));
-  c.y = c.x;
-  EXPECT_TRUE(c.invalid("x and y overlap in memory"));
+  c.out = {};
+  EXPECT_TRUE(c.invalid("out is missing"));
+  c.out = c.x;
+  EXPECT_TRUE(c.invalid("x and out overlap in memory"));
 }
 
 TEST(GatedNormForward, NeedsNoWorkspace) {
@@ -265,24 +220,24 @@ TEST(GatedNormForward, NeedsNoWorkspace) {
 
 TEST(GatedNormBackward, GradientsOfWhatIsNotThere) {
   Backward c;
-  const gd_tensor z = c.z;
-  c.z = {};
-  EXPECT_TRUE(c.invalid("dz is given, but there is no z"));
-  c.z = z;
+  const gd_tensor z = c.gate;
+  c.gate = {};
+  EXPECT_TRUE(c.invalid("dgate is given, but there is no gate"));
+  c.gate = z;
   c.weight = {};
   EXPECT_TRUE(c.invalid("dweight is given, but there is no weight"));
-  c.dx = c.dz = c.dweight = {};
-  EXPECT_TRUE(c.invalid("no gradient is asked for: dx, dz and dweight are absent"));
-  c.d_y = {};
-  EXPECT_TRUE(c.invalid("d_y is missing"));
+  c.dx = c.dgate = c.dweight = {};
+  EXPECT_TRUE(c.invalid("no gradient is asked for: dx, dgate and dweight are absent"));
+  c.dy = {};
+  EXPECT_TRUE(c.invalid("dy is missing"));
 }
 
 TEST(GatedNormBackward, OverlappingGradients) {
   Backward c;
-  c.dz = c.dx;
-  EXPECT_TRUE(c.invalid("dx and dz overlap in memory"));
-  c.dz = c.d_y;
-  EXPECT_TRUE(c.invalid("d_y and dz overlap in memory"));
+  c.dgate = c.dx;
+  EXPECT_TRUE(c.invalid("dx and dgate overlap in memory"));
+  c.dgate = c.dy;
+  EXPECT_TRUE(c.invalid("dy and dgate overlap in memory"));
 }
 
 TEST(GatedNormBackward, Workspace) {

@@ -7,156 +7,152 @@ namespace gatedelta::test {
 
 // Forward.
 
-TEST(Forward, OutputMissing) {
-  ForwardCase c;
-  c.o = {};
-  EXPECT_TRUE(c.invalid("o is missing"));
-}
-
-TEST(Forward, OutputShape) {
-  ForwardCase c;
-  c.o.shape[2] = kHk;
-  EXPECT_TRUE(c.invalid("o: shape is [2, 70, 2, 32], must be [B, T, Hv, V] = [2, 70, 4, 32]"));
-}
-
-TEST(Forward, OutputDtype) {
-  ForwardCase c;
-  c.o.dtype = GD_I32;
-  EXPECT_TRUE(c.invalid("o: dtype is 4 (int32)"));
+TEST(Forward, Rules) {
+  check_rules<ForwardCase>({
+      {"OutputMissing", [](auto& c) { c.out = {}; }, "out is missing"},
+      {"OutputShape", [](auto& c) { c.out.shape[2] = kHk; },
+       "out: shape is [2, 70, 2, 32], must be [B, T, Hv, V] = [2, 70, 4, 32]"},
+      {"OutputDtype", [](auto& c) { c.out.dtype = GD_I32; }, "out: dtype is 4 (int32)"},
+      {"OutputNull", [](auto& c) { c.out.data = nullptr; }, "out: data is null, but shape is [2, 70, 4, 32]"},
+      {"OutputBroadcast", [](auto& c) { c.out.stride[0] = 0; },
+       "out is an output, but its strides [0, 128, 32, 1] put several elements in one place"},
+      {"OutputStridesOverlap", [](auto& c) { c.out.stride[2] = 31; },
+       "out is an output, but its strides [8960, 128, 31, 1] put several elements in one place"},
+      {"OutputPermuted",
+       [](auto& c) {
+         c.out = tensor(static_cast<float*>(c.out.data), {kB, kT, kHv, kV}, {kHv * kT * kV, kV, kT * kV, 1});
+       }},
+      {"OutputIsValues", [](auto& c) { c.out = c.in.v; }, "v and out overlap in memory"},
+      {"NumberOfFinalStates", [](auto& c) { c.final_state = c.state_output(3); },
+       "final_state: shape is [3, 4, 16, 32], must be [N, Hv, K, V] = [2, 4, 16, 32]"},
+      {"FinalStateMatrices",
+       [](auto& c) {
+         c.final_state = c.state_output(2);
+         std::swap(c.final_state.stride[2], c.final_state.stride[3]);
+       },
+       "final_state: stride[3] is 32, must be 1 (each state matrix must be contiguous)"},
+      {"FinalIndicesWithoutState", [](auto& c) { c.final_state_indices = c.indices(0, 1); },
+       "final_state_indices is given without final_state"},
+      {"FinalIndexPastPool",
+       [](auto& c) { c.final_state = c.state_output(5), c.final_state_indices = c.indices(4, 7); },
+       "final_state_indices[1] is 7, but final_state has 5 slots"},
+      {"FinalSlotTwice", [](auto& c) { c.final_state = c.state_output(5), c.final_state_indices = c.indices32(3, 3); },
+       "final_state_indices[1]: slot 3 is written more than once"},
+      {"", [](auto& c) { c.final_state_indices = c.indices(-1, -1); }},
+      {"InPlace", [](auto& c) { c.final_state = c.in.initial_state = c.state(2); }},
+      {"StatesOverlap",
+       [](auto& c) {
+         const gd_tensor pool = c.state(3);
+         c.in.initial_state = c.final_state = pool;
+         c.in.initial_state.shape[0] = c.final_state.shape[0] = 2;
+         c.final_state.data = static_cast<float*>(pool.data) + pool.stride[0];
+       },
+       "initial_state and final_state overlap in memory"},
+      {"InPlacePool",
+       [](auto& c) {
+         c.final_state = c.in.initial_state = c.state(200);
+         c.in.initial_state_indices = c.indices(130, 199);
+         c.final_state_indices = c.indices(130, 65);
+       }},
+      {"SlotReadByAnotherSequenceWithoutFinalIndices",
+       [](auto& c) {
+         c.final_state = c.in.initial_state = c.state(2);
+         c.in.initial_state_indices = c.indices(1, 0);
+       },
+       "sequence 0 starts from slot 1, which another sequence writes in place"},
+      {"", [](auto& c) { c.in.initial_state_indices = c.indices(0, -1); }},
+      {"IntervalWithoutCheckpoints", [](auto& c) { c.checkpoint_every = 64; },
+       "checkpoint_every is 64, but there are no checkpoints"},
+      {"CheckpointIndicesWithoutCheckpoints", [](auto& c) { c.checkpoint_indices = c.indices(0, 1); },
+       "checkpoint_indices is given without checkpoints"},
+      {"CheckpointShape",
+       [](auto& c) {
+         c.checkpoints = c.output({2, kHv, kV, kK}), c.checkpoint_every = 64;
+       },
+       "checkpoints: shape is [2, 4, 32, 16], must be [slots, Hv, K, V]"},
+      {"TooFewCheckpoints", [](auto& c) { c.checkpoints = c.state_output(1), c.checkpoint_every = 64; },
+       "checkpoints has 1 entries, but the sequences have 2 checkpoints"},
+      {"TooFewCheckpointsOfPackedSequences",
+       [](auto& c) { c.pack(0, 128, 138), c.checkpoints = c.state_output(1), c.checkpoint_every = 64; },
+       "checkpoints has 1 entries, but the sequences have 2 checkpoints"},
+      {"", [](auto& c) { c.in.cu_seqlens = c.indices(0, 65, 128); }},
+      {"TooFewCheckpointIndices",
+       [](auto& c) {
+         c.checkpoints = c.state_output(8);
+         c.checkpoint_every = 64;
+         c.checkpoint_indices = c.indices(7);
+       },
+       "checkpoint_indices has 1 entries, but the sequences have 2 checkpoints"},
+      {"CheckpointIndexPastPool",
+       [](auto& c) {
+         c.checkpoints = c.state_output(8);
+         c.checkpoint_every = 64;
+         c.checkpoint_indices = c.indices(8, 0);
+       },
+       "checkpoint_indices[0] is 8, but checkpoints has 8 slots"},
+      {"CheckpointsInTheStatePool",
+       [](auto& c) {
+         c.in.initial_state = c.final_state = c.checkpoints = c.state(8);
+         c.checkpoint_every = 64;
+         c.in.initial_state_indices = c.indices(0, 1);
+         c.final_state_indices = c.indices(0, 1);
+         c.checkpoint_indices = c.indices(2, 3);
+       }},
+      {"", [](auto& c) { c.checkpoint_indices = c.indices(2, 1); }, "slot 1 is written more than once"},
+      {"", [](auto& c) { c.final_state_indices = c.indices(5, 6), c.checkpoint_indices = c.indices(1, 4); },
+       "sequence 1 starts from slot 1, which another sequence writes in place"},
+      {"", [](auto& c) { c.checkpoint_indices = {}; }, "initial_state and checkpoints overlap in memory"},
+      {"SavedNull", [](auto& c) { c.saved_bytes = 64; }, "saved is null, but saved_bytes is 64"},
+      {"SavedMisaligned",
+       [](auto& c) {
+         c.saved_bytes = size_t{1} << 20;
+         c.saved = static_cast<char*>(c.memory.take(c.saved_bytes + 16, 0xa5)) + 16;
+       },
+       "is not 64-byte aligned"},
+      {"SavedOverOutput", [](auto& c) { c.saved_bytes = 64, c.saved = c.out.data; }, "out and saved overlap in memory"},
+      {"ContextParallelRange", [](auto& c) { c.context_parallel = 2; }, "context_parallel is 2, must be from 0 to 1"},
+      {"", [](auto& c) { c.context_parallel = GD_CP_OFF, c.batch_invariant = 1; }},
+      {"ReservedFields", [](auto& c) { c.reserved[2] = 1; }, "gd_forward_args: reserved fields must be zero"},
+      {"PreparedNeedsSaved", [](auto& c) { c.prepared = 1; },
+       "prepared is set, but saved is null: give it gd_summary's"},
+  });
 }
 
 TEST(Forward, OutputOfAnotherFloat) {
   ForwardCase c;
   for (const gd_dtype dtype : {GD_BF16, GD_F16}) {
-    c.o = c.output({kB, kT, kHv, kV}, dtype);
+    c.out = c.output({kB, kT, kHv, kV}, dtype);
     EXPECT_TRUE(c.accepts());
   }
 }
 
-TEST(Forward, OutputNull) {
-  ForwardCase c;
-  c.o.data = nullptr;
-  EXPECT_TRUE(c.invalid("o: data is null, but shape is [2, 70, 4, 32]"));
-}
-
-TEST(Forward, OutputBroadcast) {
-  ForwardCase c;
-  c.o.stride[0] = 0;
-  EXPECT_TRUE(c.invalid("o is an output, but its strides [0, 128, 32, 1] put several elements in one place"));
-}
-
-TEST(Forward, OutputStridesOverlap) {
-  ForwardCase c;
-  c.o.stride[2] = 31;
-  EXPECT_TRUE(c.invalid("o is an output, but its strides [8960, 128, 31, 1] put several elements in one place"));
-}
-
-TEST(Forward, OutputPermuted) {
-  ForwardCase c;
-  c.o = tensor(static_cast<float*>(c.o.data), {kB, kT, kHv, kV}, {kHv * kT * kV, kV, kT * kV, 1});
-  EXPECT_TRUE(c.accepts());
-}
-
-TEST(Forward, OutputIsValues) {
-  ForwardCase c;
-  c.o = c.in.v;
-  EXPECT_TRUE(c.invalid("v and o overlap in memory"));
-}
-
 TEST(Forward, OutputOverlapsInput) {
   ForwardCase c;
-  c.o.data = static_cast<float*>(c.in.v.data) + 4;  // refused before the end of v's memory could matter
-  EXPECT_TRUE(c.invalid("v and o overlap in memory"));
+  c.out.data = static_cast<float*>(c.in.v.data) + 4;  // refused before the end of v's memory could matter
+  EXPECT_TRUE(c.invalid("v and out overlap in memory"));
 }
 
 TEST(Forward, OutputBesideValuesInOneBuffer) {
   ForwardCase c;
   float* both = static_cast<float*>(c.input({kB, kT, kHv, 2 * kV}).data);
   c.in.v = tensor(both, {kB, kT, kHv, kV}, {kT * kHv * 2 * kV, kHv * 2 * kV, 2 * kV, 1});
-  c.o = c.in.v;
-  c.o.data = both + kV;
+  c.out = c.in.v;
+  c.out.data = both + kV;
   EXPECT_TRUE(c.accepts());
-  c.o.data = both;
-  EXPECT_TRUE(c.invalid("v and o overlap in memory"));
-}
-
-TEST(Forward, NumberOfFinalStates) {
-  ForwardCase c;
-  c.final_state = c.state_output(3);
-  EXPECT_TRUE(c.invalid("final_state: shape is [3, 4, 16, 32], must be [N, Hv, K, V] = [2, 4, 16, 32]"));
-}
-
-TEST(Forward, FinalStateMatrices) {
-  ForwardCase c;
-  c.final_state = c.state_output(2);
-  std::swap(c.final_state.stride[2], c.final_state.stride[3]);
-  EXPECT_TRUE(c.invalid("final_state: stride[3] is 32, must be 1 (each state matrix must be contiguous)"));
-}
-
-TEST(Forward, FinalIndicesWithoutState) {
-  ForwardCase c;
-  c.final_indices = c.indices({0, 1});
-  EXPECT_TRUE(c.invalid("final_indices is given without final_state"));
-}
-
-TEST(Forward, FinalIndexPastPool) {
-  ForwardCase c;
-  c.final_state = c.state_output(5);
-  c.final_indices = c.indices({4, 7});
-  EXPECT_TRUE(c.invalid("final_indices[1] is 7, but final_state has 5 slots"));
-}
-
-TEST(Forward, FinalSlotTwice) {
-  ForwardCase c;
-  c.final_state = c.state_output(5);
-  c.final_indices = c.indices32({3, 3});
-  EXPECT_TRUE(c.invalid("final_indices[1]: slot 3 is written more than once"));
-  c.final_indices = c.indices({-1, -1});
-  EXPECT_TRUE(c.accepts());
-}
-
-TEST(Forward, InPlace) {
-  ForwardCase c;
-  c.final_state = c.in.initial_state = c.state(2);
-  EXPECT_TRUE(c.accepts());
-}
-
-TEST(Forward, StatesOverlap) {
-  ForwardCase c;
-  const gd_tensor pool = c.state(3);
-  c.in.initial_state = c.final_state = pool;
-  c.in.initial_state.shape[0] = c.final_state.shape[0] = 2;
-  c.final_state.data = static_cast<float*>(pool.data) + pool.stride[0];
-  EXPECT_TRUE(c.invalid("initial_state and final_state overlap in memory"));
-}
-
-TEST(Forward, InPlacePool) {
-  ForwardCase c;
-  c.final_state = c.in.initial_state = c.state(200);
-  c.in.initial_indices = c.indices({130, 199});
-  c.final_indices = c.indices({130, 65});
-  EXPECT_TRUE(c.accepts());
+  c.out.data = both;
+  EXPECT_TRUE(c.invalid("v and out overlap in memory"));
 }
 
 TEST(Forward, SlotReadByAnotherSequence) {
   ForwardCase c;
   c.final_state = c.in.initial_state = c.state(200);
-  c.in.initial_indices = c.indices({130, 131});
-  c.final_indices = c.indices({131, 130});
+  c.in.initial_state_indices = c.indices(130, 131);
+  c.final_state_indices = c.indices(131, 130);
   EXPECT_TRUE(c.invalid("sequence 0 starts from slot 130, which another sequence writes in place"));
-  c.in.initial_indices = c.indices({130, 130});
-  c.final_indices = c.indices({130, 5});
+  c.in.initial_state_indices = c.indices(130, 130);
+  c.final_state_indices = c.indices(130, 5);
   EXPECT_TRUE(c.invalid("sequence 1 starts from slot 130, which another sequence writes in place"));
   c.final_state = c.state_output(200);  // not in place: no conflict
-  EXPECT_TRUE(c.accepts());
-}
-
-TEST(Forward, SlotReadByAnotherSequenceWithoutFinalIndices) {
-  ForwardCase c;
-  c.final_state = c.in.initial_state = c.state(2);
-  c.in.initial_indices = c.indices({1, 0});
-  EXPECT_TRUE(c.invalid("sequence 0 starts from slot 1, which another sequence writes in place"));
-  c.in.initial_indices = c.indices({0, -1});
   EXPECT_TRUE(c.accepts());
 }
 
@@ -171,83 +167,14 @@ TEST(Forward, CheckpointsNeedInterval) {
   EXPECT_TRUE(c.accepts());
 }
 
-TEST(Forward, IntervalWithoutCheckpoints) {
-  ForwardCase c;
-  c.checkpoint_every = 64;
-  EXPECT_TRUE(c.invalid("checkpoint_every is 64, but there are no checkpoints"));
-}
-
-TEST(Forward, CheckpointIndicesWithoutCheckpoints) {
-  ForwardCase c;
-  c.checkpoint_indices = c.indices({0, 1});
-  EXPECT_TRUE(c.invalid("checkpoint_indices is given without checkpoints"));
-}
-
-TEST(Forward, CheckpointShape) {
-  ForwardCase c;
-  c.checkpoints = c.output({2, kHv, kV, kK});
-  c.checkpoint_every = 64;
-  EXPECT_TRUE(c.invalid("checkpoints: shape is [2, 4, 32, 16], must be [slots, Hv, K, V]"));
-}
-
-TEST(Forward, TooFewCheckpoints) {
-  ForwardCase c;
-  c.checkpoints = c.state_output(1);
-  c.checkpoint_every = 64;
-  EXPECT_TRUE(c.invalid("checkpoints has 1 entries, but the sequences have 2 checkpoints"));
-}
-
-TEST(Forward, TooFewCheckpointsOfPackedSequences) {
-  ForwardCase c;
-  c.pack({0, 128, 138});
-  c.checkpoints = c.state_output(1);
-  c.checkpoint_every = 64;
-  EXPECT_TRUE(c.invalid("checkpoints has 1 entries, but the sequences have 2 checkpoints"));
-  c.in.cu_seqlens = c.indices({0, 65, 128});
-  EXPECT_TRUE(c.accepts());
-}
-
-TEST(Forward, TooFewCheckpointIndices) {
-  ForwardCase c;
-  c.checkpoints = c.state_output(8);
-  c.checkpoint_every = 64;
-  c.checkpoint_indices = c.indices({7});
-  EXPECT_TRUE(c.invalid("checkpoint_indices has 1 entries, but the sequences have 2 checkpoints"));
-}
-
-TEST(Forward, CheckpointIndexPastPool) {
-  ForwardCase c;
-  c.checkpoints = c.state_output(8);
-  c.checkpoint_every = 64;
-  c.checkpoint_indices = c.indices({8, 0});
-  EXPECT_TRUE(c.invalid("checkpoint_indices[0] is 8, but checkpoints has 8 slots"));
-}
-
 TEST(Forward, CheckpointSlotTwice) {
   ForwardCase c;
   c.checkpoints = c.state_output(8);
   c.checkpoint_every = 64;
-  c.checkpoint_indices = c.indices({6, 6, 6});  // the third belongs to no checkpoint
+  c.checkpoint_indices = c.indices(6, 6, 6);  // the third belongs to no checkpoint
   EXPECT_TRUE(c.invalid("checkpoint_indices[1]: slot 6 is written more than once"));
-  c.checkpoint_indices = c.indices({6, -1, 6});
+  c.checkpoint_indices = c.indices(6, -1, 6);
   EXPECT_TRUE(c.accepts());
-}
-
-TEST(Forward, CheckpointsInTheStatePool) {
-  ForwardCase c;
-  c.in.initial_state = c.final_state = c.checkpoints = c.state(8);
-  c.checkpoint_every = 64;
-  c.in.initial_indices = c.indices({0, 1});
-  c.final_indices = c.indices({0, 1});
-  c.checkpoint_indices = c.indices({2, 3});
-  EXPECT_TRUE(c.accepts());
-  c.checkpoint_indices = c.indices({2, 1});
-  EXPECT_TRUE(c.invalid("slot 1 is written more than once"));
-  c.final_indices = c.indices({5, 6});
-  c.checkpoint_indices = c.indices({1, 4});
-  EXPECT_TRUE(c.invalid("sequence 1 starts from slot 1, which another sequence writes in place"));
-  c.checkpoint_indices = {};
-  EXPECT_TRUE(c.invalid("initial_state and checkpoints overlap in memory"));
 }
 
 TEST(Forward, StatesInOnePoolAreTheSame) {
@@ -255,9 +182,9 @@ TEST(Forward, StatesInOnePoolAreTheSame) {
   for (ForwardCase* c : {&shared, &apart}) {
     c->in.initial_state = c->final_state = c->checkpoints = c->state(8);
     c->checkpoint_every = 64;
-    c->in.initial_indices = c->indices({4, 6});
-    c->final_indices = c->indices({4, 5});
-    c->checkpoint_indices = c->indices({7, 6});  // the second over the slot its sequence starts from
+    c->in.initial_state_indices = c->indices(4, 6);
+    c->final_state_indices = c->indices(4, 5);
+    c->checkpoint_indices = c->indices(7, 6);  // the second over the slot its sequence starts from
   }
   apart.final_state = apart.state_output(8);
   apart.checkpoints = apart.state_output(8);
@@ -285,70 +212,34 @@ TEST(Forward, SavedTooSmall) {
   EXPECT_TRUE(c.accepts());
 }
 
-TEST(Forward, SavedNull) {
-  ForwardCase c;
-  c.saved_bytes = 64;
-  EXPECT_TRUE(c.invalid("saved is null, but saved_bytes is 64"));
-}
-
-TEST(Forward, SavedMisaligned) {
-  ForwardCase c;
-  c.saved_bytes = size_t{1} << 20;
-  c.saved = static_cast<char*>(c.memory.take(c.saved_bytes + 16, 0xa5)) + 16;
-  EXPECT_TRUE(c.invalid("is not 64-byte aligned"));
-}
-
-TEST(Forward, SavedOverOutput) {
-  ForwardCase c;
-  c.saved_bytes = 64;
-  c.saved = c.o.data;
-  EXPECT_TRUE(c.invalid("o and saved overlap in memory"));
-}
-
-TEST(Forward, ContextParallelRange) {
-  ForwardCase c;
-  c.context_parallel = 2;
-  EXPECT_TRUE(c.invalid("context_parallel is 2, must be from 0 to 1"));
-  c.context_parallel = GD_CP_OFF;
-  c.batch_invariant = 1;
-  EXPECT_TRUE(c.accepts());
-}
-
 TEST(Forward, SegmentsAreForOtherBackends) {
   ForwardCase c;
-  c.segment_chunks = 2;
+  gd_tuning tuning = GD_TUNING_INIT;
+  c.exec.tuning = &tuning;
+  EXPECT_TRUE(c.accepts());
+  tuning.segment_chunks = 2;
   EXPECT_TRUE(c.refuses(GD_UNSUPPORTED, "segment_chunks is 2: sequences are cut on CUDA only, it must be 0"));
-  c.segment_chunks = -2;
+  tuning.segment_chunks = -2;
   EXPECT_TRUE(c.invalid("segment_chunks is -2, must not be negative"));
 }
 
 TEST(Forward, CutsByKindOfHeadNeedALength) {
   ForwardCase c;
-  c.persistent_segment_chunks = -1;
+  gd_tuning tuning = GD_TUNING_INIT;
+  c.exec.tuning = &tuning;
+  tuning.persistent_segment_chunks = -1;
   EXPECT_TRUE(c.invalid("persistent_segment_chunks is -1, must not be negative"));
-  c.persistent_segment_chunks = 3;
+  tuning.persistent_segment_chunks = 3;
   EXPECT_TRUE(c.invalid("persistent_segment_chunks is 3, but segment_chunks is 0"));
-  c.persistent_segment_chunks = 0;
-  c.segment_halves = 1;
+  tuning.persistent_segment_chunks = 0;
+  tuning.segment_halves = 1;
   EXPECT_TRUE(c.invalid("segment_halves is set, but segment_chunks is 0"));
-}
-
-TEST(Forward, ReservedFields) {
-  ForwardCase c;
-  c.reserved[2] = 1;
-  EXPECT_TRUE(c.invalid("gd_forward_args: reserved fields must be zero"));
-}
-
-TEST(Forward, PreparedNeedsSaved) {
-  ForwardCase c;
-  c.prepared = 1;
-  EXPECT_TRUE(c.invalid("prepared is set, but saved is null: give it gd_summary's"));
 }
 
 TEST(Forward, EmptyBatchAndEmptySequences) {
   for (const int dimension : {0, 1}) {
     ForwardCase c;
-    for (gd_tensor* t : {&c.in.q, &c.in.k, &c.in.v, &c.in.g, &c.in.beta, &c.o}) {
+    for (gd_tensor* t : {&c.in.q, &c.in.k, &c.in.v, &c.in.g, &c.in.beta, &c.out}) {
       t->shape[dimension] = 0;
       t->data = nullptr;
     }
@@ -358,22 +249,41 @@ TEST(Forward, EmptyBatchAndEmptySequences) {
 
 // Backward.
 
-TEST(Backward, OutputGradientMissing) {
-  BackwardCase c;
-  c.d_o = {};
-  EXPECT_TRUE(c.invalid("d_o is missing"));
-}
-
-TEST(Backward, OutputGradientShape) {
-  BackwardCase c;
-  c.d_o.shape[3] = kK;
-  EXPECT_TRUE(c.invalid("d_o: shape is [2, 70, 4, 16], must be [B, T, Hv, V] = [2, 70, 4, 32]"));
-}
-
-TEST(Backward, NoGradientWanted) {
-  BackwardCase c;
-  c.dq = c.dk = c.dv = c.dg = c.dbeta = {};
-  EXPECT_TRUE(c.invalid("no gradient is asked for"));
+TEST(Backward, Rules) {
+  check_rules<BackwardCase>({
+      {"OutputGradientMissing", [](auto& c) { c.do_ = {}; }, "do is missing"},
+      {"OutputGradientShape", [](auto& c) { c.do_.shape[3] = kK; },
+       "do: shape is [2, 70, 4, 16], must be [B, T, Hv, V] = [2, 70, 4, 32]"},
+      {"NoGradientWanted", [](auto& c) { c.dq = c.dk = c.dv = c.dg = c.dbeta = {}; }, "no gradient is asked for"},
+      {"GradientsOfTheGateNeedRawGate", [](auto& c) { c.dA_log = c.output({kHv}); },
+       "dA_log is given, but it acts only on a raw g (use_gate_in_kernel)"},
+      {"", [](auto& c) { c.dA_log = {}, c.d_dt_bias = c.output({kHv}); },
+       "d_dt_bias is given, but it acts only on a raw g (use_gate_in_kernel)"},
+      {"", [](auto& c) { c.in.gate = GD_GATE_RAW, c.in.A_log = c.input({kHv}), c.dA_log = c.output({kHv}); }},
+      {"GateGradientBroadcast",
+       [](auto& c) {
+         c.in.gate = GD_GATE_RAW;
+         c.in.A_log = c.input({kHv});
+         c.dA_log = c.output({kHv});
+         c.dA_log.stride[0] = 0;
+       },
+       "dA_log is an output, but its strides [0] put several elements in one place"},
+      {"GradientsOverlap", [](auto& c) { c.dk = c.dq; }, "dq and dk overlap in memory"},
+      {"GradientIsOutputGradient", [](auto& c) { c.dv = c.do_; }, "do and dv overlap in memory"},
+      {"StateGradients", [](auto& c) { c.dht = c.state(3); },
+       "dht: shape is [3, 4, 16, 32], must be [N, Hv, K, V] = [2, 4, 16, 32]"},
+      {"", [](auto& c) { c.dht = c.state(2), c.d_initial_state = c.state_output(5); },
+       "d_initial_state: shape is [5, 4, 16, 32], must be [N, Hv, K, V] = [2, 4, 16, 32]"},
+      {"", [](auto& c) { c.d_initial_state = c.dht; }, "dht and d_initial_state overlap in memory"},
+      {"", [](auto& c) { c.d_initial_state = c.state_output(2); }},
+      {"InitialStateFromPool",
+       [](auto& c) {
+         c.in.initial_state = c.state(9);
+         c.in.initial_state_indices = c.indices(8, -1);
+         c.d_initial_state = c.state_output(2);
+       }},
+      {"SmallWorkspaceIsNoneOfTheCpusConcern", [](auto& c) { c.small_workspace = 1; }},
+  });
 }
 
 TEST(Backward, EachGradientAlone) {
@@ -401,67 +311,12 @@ TEST(Backward, GradientShapes) {
   }
 }
 
-TEST(Backward, GradientsOfTheGateNeedRawGate) {
-  BackwardCase c;
-  c.dA_log = c.output({kHv});
-  EXPECT_TRUE(c.invalid("dA_log is given, but gate is not raw"));
-  c.dA_log = {};
-  c.d_dt_bias = c.output({kHv});
-  EXPECT_TRUE(c.invalid("d_dt_bias is given, but gate is not raw"));
-  c.in.gate = GD_GATE_RAW;
-  c.in.A_log = c.input({kHv});
-  c.dA_log = c.output({kHv});
-  EXPECT_TRUE(c.accepts());
-}
-
-TEST(Backward, GateGradientBroadcast) {
-  BackwardCase c;
-  c.in.gate = GD_GATE_RAW;
-  c.in.A_log = c.input({kHv});
-  c.dA_log = c.output({kHv});
-  c.dA_log.stride[0] = 0;
-  EXPECT_TRUE(c.invalid("dA_log is an output, but its strides [0] put several elements in one place"));
-}
-
-TEST(Backward, GradientsOverlap) {
-  BackwardCase c;
-  c.dk = c.dq;
-  EXPECT_TRUE(c.invalid("dq and dk overlap in memory"));
-}
-
-TEST(Backward, GradientIsOutputGradient) {
-  BackwardCase c;
-  c.dv = c.d_o;
-  EXPECT_TRUE(c.invalid("d_o and dv overlap in memory"));
-}
-
 TEST(Backward, GradientsInOneBuffer) {
   BackwardCase c;
   float* rows = static_cast<float*>(c.output({kB, kT, kHk, 2 * kK}).data);
   c.dq = tensor(rows, {kB, kT, kHk, kK}, {kT * kHk * 2 * kK, kHk * 2 * kK, 2 * kK, 1});
   c.dk = c.dq;
   c.dk.data = rows + kK;
-  EXPECT_TRUE(c.accepts());
-}
-
-TEST(Backward, StateGradients) {
-  BackwardCase c;
-  c.d_final_state = c.state(3);
-  EXPECT_TRUE(c.invalid("d_final_state: shape is [3, 4, 16, 32], must be [N, Hv, K, V] = [2, 4, 16, 32]"));
-  c.d_final_state = c.state(2);
-  c.d_initial_state = c.state_output(5);
-  EXPECT_TRUE(c.invalid("d_initial_state: shape is [5, 4, 16, 32], must be [N, Hv, K, V] = [2, 4, 16, 32]"));
-  c.d_initial_state = c.d_final_state;
-  EXPECT_TRUE(c.invalid("d_final_state and d_initial_state overlap in memory"));
-  c.d_initial_state = c.state_output(2);
-  EXPECT_TRUE(c.accepts());
-}
-
-TEST(Backward, InitialStateFromPool) {
-  BackwardCase c;
-  c.in.initial_state = c.state(9);
-  c.in.initial_indices = c.indices({8, -1});
-  c.d_initial_state = c.state_output(2);
   EXPECT_TRUE(c.accepts());
 }
 
@@ -486,122 +341,97 @@ TEST(Backward, Saved) {
   EXPECT_TRUE(c.accepts());
 }
 
-TEST(Backward, SmallWorkspaceIsNoneOfTheCpusConcern) {
-  BackwardCase c;
-  c.small_workspace = 1;
-  EXPECT_TRUE(c.accepts());
-}
-
 TEST(Backward, ContextParallelAndSegments) {
   BackwardCase c;
   c.context_parallel = -1;
   EXPECT_TRUE(c.invalid("context_parallel is -1, must be from 0 to 1"));
   c.context_parallel = GD_CP_OFF;
-  c.segment_chunks = 1;
+  gd_tuning tuning = GD_TUNING_INIT;
+  c.exec.tuning = &tuning;
+  tuning.segment_chunks = 1;
   EXPECT_TRUE(c.invalid("segment_chunks is 1, but context_parallel is off"));
   c.context_parallel = GD_CP_AUTO;
   EXPECT_TRUE(c.refuses(GD_UNSUPPORTED, "segment_chunks is 1: sequences are cut on CUDA only, it must be 0"));
+  tuning.segment_halves = 1;
+  EXPECT_TRUE(c.refuses(GD_UNSUPPORTED, "segment_halves is set, but a backward cuts all heads alike"));
+  tuning.persistent_segment_chunks = 1;
+  EXPECT_TRUE(c.refuses(GD_UNSUPPORTED, "persistent_segment_chunks is set, but a backward cuts all heads alike"));
 }
 
 // Recurrent.
 
-TEST(Recurrent, NothingToCompute) {
+TEST(Recurrent, CutsNoSequence) {
   RecurrentCase c;
-  c.o = {};
-  EXPECT_TRUE(c.invalid("nothing to compute: o, final_state and step_states are absent"));
+  gd_tuning tuning = GD_TUNING_INIT;
+  tuning.segment_chunks = 2;
+  c.exec.tuning = &tuning;
+  EXPECT_TRUE(c.refuses(GD_UNSUPPORTED, "segment_chunks is 2, but a recurrent step cuts no sequence"));
 }
 
-TEST(Recurrent, CommitWithoutOutput) {
-  RecurrentCase c;
-  c.o = {};
-  c.final_state = c.in.initial_state = c.state(2);
-  EXPECT_TRUE(c.accepts());
-}
-
-TEST(Recurrent, OutputShape) {
-  RecurrentCase c;
-  c.o.rank = 3;
-  EXPECT_TRUE(c.invalid("o: rank is 3, must be 4: [B, T, Hv, V]"));
-}
-
-TEST(Recurrent, SlotTwice) {
-  RecurrentCase c;
-  c.in.initial_state = c.final_state = c.state(6);
-  c.in.initial_indices = c.indices({1, 2});
-  c.final_indices = c.indices({2, 2});
-  EXPECT_TRUE(c.invalid("final_indices[1]: slot 2 is written more than once"));
-  c.final_indices = c.indices({2, 1});
-  EXPECT_TRUE(c.invalid("sequence 0 starts from slot 1, which another sequence writes in place"));
-  c.final_indices = c.indices({1, 2});
-  EXPECT_TRUE(c.accepts());
-}
-
-TEST(Recurrent, AcceptLengthsWithoutFinalState) {
-  RecurrentCase c;
-  c.accept_lengths = c.indices({1, 1});
-  EXPECT_TRUE(c.invalid("accept_lengths is given without final_state"));
-}
-
-TEST(Recurrent, NumberOfAcceptLengths) {
-  RecurrentCase c;
-  c.final_state = c.state_output(2);
-  c.accept_lengths = c.indices({1});
-  EXPECT_TRUE(c.invalid("accept_lengths: shape is [1], must be [N] = [2]"));
-}
-
-TEST(Recurrent, AcceptLengthRange) {
-  RecurrentCase c;
-  c.final_state = c.state_output(2);
-  c.accept_lengths = c.indices({0, 71});
-  EXPECT_TRUE(c.invalid("accept_lengths[1] is 71, must be from 0 to the sequence's 70 tokens"));
-  c.accept_lengths = c.indices32({-1, 0});
-  EXPECT_TRUE(c.invalid("accept_lengths[0] is -1, must be from 0 to the sequence's 70 tokens"));
-  c.accept_lengths = c.indices({0, 70});
-  EXPECT_TRUE(c.accepts());
-}
-
-TEST(Recurrent, AcceptLengthRangeOfPackedSequences) {
-  RecurrentCase c;
-  c.pack({0, 3, 10});
-  c.final_state = c.state_output(2);
-  c.accept_lengths = c.indices({4, 7});
-  EXPECT_TRUE(c.invalid("accept_lengths[0] is 4, must be from 0 to the sequence's 3 tokens"));
-}
-
-TEST(Recurrent, StepIndicesWithoutStates) {
-  RecurrentCase c;
-  c.step_indices = dense(c.memory.take(kB * kT * 8, 0), GD_I64, {kB, kT});
-  EXPECT_TRUE(c.invalid("step_indices is given without step_states"));
-}
-
-TEST(Recurrent, StepStatesShape) {
-  RecurrentCase c;
-  c.step_states = c.state_output(kB * kT);
-  EXPECT_TRUE(c.invalid("step_states: rank is 4, must be 5: [B, T, Hv, K, V] without step_indices"));
-  c.step_states = c.output({kB, kT, kHv, kV, kK});
-  EXPECT_TRUE(c.invalid("step_states: shape is [2, 70, 4, 32, 16], must be [B, T, Hv, K, V]"));
-  c.step_states = c.output({kB, kT, kHv, kK, kV});
-  EXPECT_TRUE(c.accepts());
-}
-
-TEST(Recurrent, StepStatesBroadcast) {
-  RecurrentCase c;
-  c.step_states = c.output({kB, kT, kHv, kK, kV});
-  c.step_states.stride[1] = 0;
-  EXPECT_TRUE(c.invalid("step_states is an output, but its strides"));
+TEST(Recurrent, Rules) {
+  check_rules<RecurrentCase>({
+      {"NothingToCompute", [](auto& c) { c.out = {}; },
+       "nothing to compute: out, final_state and step_states are absent"},
+      {"CommitWithoutOutput", [](auto& c) { c.out = {}, c.final_state = c.in.initial_state = c.state(2); }},
+      {"OutputShape", [](auto& c) { c.out.rank = 3; }, "out: rank is 3, must be 4: [B, T, Hv, V]"},
+      {"SlotTwice",
+       [](auto& c) {
+         c.in.initial_state = c.final_state = c.state(6);
+         c.in.initial_state_indices = c.indices(1, 2);
+         c.final_state_indices = c.indices(2, 2);
+       },
+       "final_state_indices[1]: slot 2 is written more than once"},
+      {"", [](auto& c) { c.final_state_indices = c.indices(2, 1); },
+       "sequence 0 starts from slot 1, which another sequence writes in place"},
+      {"", [](auto& c) { c.final_state_indices = c.indices(1, 2); }},
+      {"AcceptLengthsWithoutFinalState", [](auto& c) { c.accept_lengths = c.indices(1, 1); },
+       "accept_lengths is given without final_state"},
+      {"NumberOfAcceptLengths", [](auto& c) { c.final_state = c.state_output(2), c.accept_lengths = c.indices(1); },
+       "accept_lengths: shape is [1], must be [N] = [2]"},
+      {"AcceptLengthRange", [](auto& c) { c.final_state = c.state_output(2), c.accept_lengths = c.indices(0, 71); },
+       "accept_lengths[1] is 71, must be from 0 to the sequence's 70 tokens"},
+      {"", [](auto& c) { c.accept_lengths = c.indices32(-1, 0); },
+       "accept_lengths[0] is -1, must be from 0 to the sequence's 70 tokens"},
+      {"", [](auto& c) { c.accept_lengths = c.indices(0, 70); }},
+      {"AcceptLengthRangeOfPackedSequences",
+       [](auto& c) { c.pack(0, 3, 10), c.final_state = c.state_output(2), c.accept_lengths = c.indices(4, 7); },
+       "accept_lengths[0] is 4, must be from 0 to the sequence's 3 tokens"},
+      {"StepIndicesWithoutStates",
+       [](auto& c) {
+         c.step_indices = dense(c.memory.take(kB * kT * 8, 0), GD_I64, {kB, kT});
+       },
+       "step_indices is given without step_states"},
+      {"StepStatesShape", [](auto& c) { c.step_states = c.state_output(kB * kT); },
+       "step_states: rank is 4, must be 5: [B, T, Hv, K, V] without step_indices"},
+      {"",
+       [](auto& c) {
+         c.step_states = c.output({kB, kT, kHv, kV, kK});
+       },
+       "step_states: shape is [2, 70, 4, 32, 16], must be [B, T, Hv, K, V]"},
+      {"",
+       [](auto& c) {
+         c.step_states = c.output({kB, kT, kHv, kK, kV});
+       }},
+      {"StepStatesBroadcast",
+       [](auto& c) {
+         c.step_states = c.output({kB, kT, kHv, kK, kV}), c.step_states.stride[1] = 0;
+       },
+       "step_states is an output, but its strides"},
+  });
 }
 
 // Two drafts of three tokens over one pool.
 struct Drafts : RecurrentCase {
   Drafts() {
-    pack({0, 3, 6});
-    for (gd_tensor* t : {&in.q, &in.k, &in.v, &in.g, &in.beta, &o}) t->shape[1] = 8;  // two rows of padding
+    pack(0, 3, 6);
+    for (gd_tensor* t : {&in.q, &in.k, &in.v, &in.g, &in.beta, &out}) t->shape[1] = 8;  // two rows of padding
     in.initial_state = step_states = state(12);
-    in.initial_indices = indices({2, 8});
-    steps({1, 2, 3, 7, 8, 9, 99, 99});
+    in.initial_state_indices = indices(2, 8);
+    steps(1, 2, 3, 7, 8, 9, 99, 99);
   }
-  void steps(std::initializer_list<int64_t> slots) {
-    step_indices = indices(slots);
+  template <class... T>
+  void steps(T... slots) {
+    step_indices = indices(slots...);
     step_indices.rank = 2;
     step_indices.shape[0] = 1;
     step_indices.shape[1] = 8;
@@ -610,9 +440,28 @@ struct Drafts : RecurrentCase {
   }
 };
 
-TEST(Recurrent, StepsOverTheSlotTheyStartFrom) {
-  Drafts c;
-  EXPECT_TRUE(c.accepts());
+TEST(Recurrent, RulesOfDrafts) {
+  check_rules<Drafts>({
+      {"StepsOverTheSlotTheyStartFrom", [](auto&) {}},
+      {"StepPoolShape",
+       [](auto& c) {
+         c.step_states = c.output({1, 8, kHv, kK, kV});
+       },
+       "step_states: rank is 5, must be 4: [slots, Hv, K, V]"},
+      {"StepIndicesShape", [](auto& c) { c.step_indices.shape[1] = 6; },
+       "step_indices: shape is [1, 6], must be [N, S] or [B, T] = [1, 8]"},
+      {"StepIndexPastPool", [](auto& c) { c.steps(1, 2, 3, 7, 8, 12, 99, 99); },
+       "step_indices[0, 5] is 12, but step_states has 12 slots"},
+      {"StepSlotTwice", [](auto& c) { c.steps(1, 2, 1, 7, 8, 9, 0, 0); },
+       "step_indices[0, 2]: slot 1 is written more than once"},
+      {"", [](auto& c) { c.steps(1, 2, -1, 7, 8, -1, 0, 0); }},
+      {"StepSlotAnotherSequenceStartsFrom", [](auto& c) { c.steps(1, 8, 3, 7, 4, 9, 0, 0); },
+       "sequence 1 starts from slot 8, which another sequence writes in place"},
+      {"StepSlotThatIsAFinalSlot",
+       [](auto& c) { c.final_state = c.step_states, c.final_state_indices = c.indices(2, 10); },
+       "slot 2 is written more than once"},
+      {"", [](auto& c) { c.final_state_indices = c.indices(0, 10); }},
+  });
 }
 
 // Sharing one pool is a matter of memory only: the states come out as they do apart.
@@ -624,51 +473,10 @@ TEST(Recurrent, StepsInTheirOwnPoolAreTheSame) {
   const auto same = [](const gd_tensor& a, const gd_tensor& b, int64_t begin, int64_t count) {
     return std::memcmp(static_cast<float*>(a.data) + begin, static_cast<float*>(b.data) + begin, count * 4) == 0;
   };
-  EXPECT_TRUE(same(shared.o, apart.o, 0, elements({1, 8, kHv, kV})));
+  EXPECT_TRUE(same(shared.out, apart.out, 0, elements({1, 8, kHv, kV})));
   const int64_t state = kHv * kK * kV;
   for (const int64_t slot : {1, 2, 3, 7, 8, 9})
     EXPECT_TRUE(same(shared.step_states, apart.step_states, slot * state, state));
-}
-
-TEST(Recurrent, StepPoolShape) {
-  Drafts c;
-  c.step_states = c.output({1, 8, kHv, kK, kV});
-  EXPECT_TRUE(c.invalid("step_states: rank is 5, must be 4: [slots, Hv, K, V]"));
-}
-
-TEST(Recurrent, StepIndicesShape) {
-  Drafts c;
-  c.step_indices.shape[1] = 6;
-  EXPECT_TRUE(c.invalid("step_indices: shape is [1, 6], must be [N, S] or [B, T] = [1, 8]"));
-}
-
-TEST(Recurrent, StepIndexPastPool) {
-  Drafts c;
-  c.steps({1, 2, 3, 7, 8, 12, 99, 99});
-  EXPECT_TRUE(c.invalid("step_indices[0, 5] is 12, but step_states has 12 slots"));
-}
-
-TEST(Recurrent, StepSlotTwice) {
-  Drafts c;
-  c.steps({1, 2, 1, 7, 8, 9, 0, 0});
-  EXPECT_TRUE(c.invalid("step_indices[0, 2]: slot 1 is written more than once"));
-  c.steps({1, 2, -1, 7, 8, -1, 0, 0});
-  EXPECT_TRUE(c.accepts());
-}
-
-TEST(Recurrent, StepSlotAnotherSequenceStartsFrom) {
-  Drafts c;
-  c.steps({1, 8, 3, 7, 4, 9, 0, 0});
-  EXPECT_TRUE(c.invalid("sequence 1 starts from slot 8, which another sequence writes in place"));
-}
-
-TEST(Recurrent, StepSlotThatIsAFinalSlot) {
-  Drafts c;
-  c.final_state = c.step_states;
-  c.final_indices = c.indices({2, 10});
-  EXPECT_TRUE(c.invalid("slot 2 is written more than once"));
-  c.final_indices = c.indices({0, 10});
-  EXPECT_TRUE(c.accepts());
 }
 
 // Queries.
@@ -699,13 +507,13 @@ TYPED_TEST(Query, IsEnoughForTheCall) {
 
 TYPED_TEST(Query, NeedsNoData) {
   TypeParam c;
-  c.pack({0, 70, 140});
+  c.pack(0, 70, 140);
   c.in.initial_state = c.state(5);
-  c.in.initial_indices = c.indices({4, 3});
+  c.in.initial_state_indices = c.indices(4, 3);
   size_t with = 0, without = 0;
   ASSERT_EQ(c.query(&with), GD_OK) << gd_last_error();
-  for (gd_tensor* t :
-       {&c.in.q, &c.in.k, &c.in.v, &c.in.g, &c.in.beta, &c.in.cu_seqlens, &c.in.initial_state, &c.in.initial_indices})
+  for (gd_tensor* t : {&c.in.q, &c.in.k, &c.in.v, &c.in.g, &c.in.beta, &c.in.cu_seqlens, &c.in.initial_state,
+                       &c.in.initial_state_indices})
     t->data = nullptr;
   c.exec.workspace = nullptr;
   c.exec.workspace_bytes = 0;
@@ -728,7 +536,7 @@ TEST(QuerySizes, CountsTheSlotsOfWrittenPools) {
   size_t without = 0, with = 0;
   ASSERT_EQ(c.query(&without), GD_OK);
   c.final_state.shape[0] = 5121;
-  c.final_indices = c.indices({0, 1});
+  c.final_state_indices = c.indices(0, 1);
   ASSERT_EQ(c.query(&with), GD_OK);
   EXPECT_EQ(with - without, 11u * 64);  // a bit each, in 64-byte lines
 }

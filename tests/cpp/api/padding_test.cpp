@@ -11,8 +11,8 @@ namespace gatedelta::test {
 TEST(Forward, PaddedRowCannotBeSaved) {
   ForwardCase c;
   c.in.initial_state = c.final_state = c.state(6);
-  c.in.initial_indices = c.indices({1, -1});
-  c.final_indices = c.indices({1, -1});
+  c.in.initial_state_indices = c.indices(1, -1);
+  c.final_state_indices = c.indices(1, -1);
   EXPECT_TRUE(c.accepts());
   ASSERT_EQ(gd_forward_saved_size(&c, &c.saved_bytes), GD_OK);
   c.saved = c.memory.take(c.saved_bytes, 0xa5);
@@ -22,9 +22,9 @@ TEST(Forward, PaddedRowCannotBeSaved) {
 TEST(Recurrent, PaddedRowIsSkipped) {
   RecurrentCase c;
   c.in.initial_state = c.final_state = c.state(6);
-  c.in.initial_indices = c.indices({1, -1});
-  c.final_indices = c.indices({1, -1});
-  c.accept_lengths = c.indices({70, 1000});  // a padded row's count is ignored
+  c.in.initial_state_indices = c.indices(1, -1);
+  c.final_state_indices = c.indices(1, -1);
+  c.accept_lengths = c.indices(70, 1000);  // a padded row's count is ignored
   EXPECT_TRUE(c.accepts());
 }
 
@@ -34,8 +34,8 @@ void expect_padding(Call& c, int64_t n) {
   for (const gd_tensor* t : {&c.in.q, &c.in.k, &c.in.v, &c.in.g, &c.in.beta})
     std::ranges::fill(sequence_of(*t, n), std::numeric_limits<float>::quiet_NaN());
   EXPECT_TRUE(c.accepts());
-  for (const float x : sequence_of(c.o, n)) ASSERT_EQ(std::bit_cast<uint32_t>(x), 0u) << "sequence " << n;
-  for (const float x : sequence_of(c.o, 1 - n)) ASSERT_GT(std::fabs(x), 0.0f) << "sequence " << 1 - n;
+  for (const float x : sequence_of(c.out, n)) ASSERT_EQ(std::bit_cast<uint32_t>(x), 0u) << "sequence " << n;
+  for (const float x : sequence_of(c.out, 1 - n)) ASSERT_GT(std::fabs(x), 0.0f) << "sequence " << 1 - n;
 }
 // Sequence n starts from zero: the output is that of a call without an initial state.
 template <class Call>
@@ -43,8 +43,8 @@ void expect_start_from_zero(Call& c, int64_t n) {
   EXPECT_TRUE(c.accepts());
   Call zero;
   EXPECT_TRUE(zero.accepts());
-  EXPECT_TRUE(std::ranges::equal(sequence_of(c.o, n), sequence_of(zero.o, n))) << "sequence " << n;
-  EXPECT_FALSE(std::ranges::equal(sequence_of(c.o, 1 - n), sequence_of(zero.o, 1 - n))) << "sequence " << 1 - n;
+  EXPECT_TRUE(std::ranges::equal(sequence_of(c.out, n), sequence_of(zero.out, n))) << "sequence " << n;
+  EXPECT_FALSE(std::ranges::equal(sequence_of(c.out, 1 - n), sequence_of(zero.out, 1 - n))) << "sequence " << 1 - n;
 }
 
 // The first sequence and the last, in both plans of the CPU: whole heads per lane, and heads shared between lanes.
@@ -55,8 +55,8 @@ TEST(Forward, PaddedRowIsZero) {
       ForwardCase c;
       if (shared_heads) pool.apply(c.exec);
       c.in.initial_state = c.final_state = c.state(6);
-      c.in.initial_indices = n ? c.indices({1, -1}) : c.indices({-1, 1});
-      c.final_indices = n ? c.indices({1, -1}) : c.indices({-1, 1});
+      c.in.initial_state_indices = n ? c.indices(1, -1) : c.indices(-1, 1);
+      c.final_state_indices = n ? c.indices(1, -1) : c.indices(-1, 1);
       expect_padding(c, n);
     }
   }
@@ -66,8 +66,8 @@ TEST(Recurrent, PaddedRowIsZero) {
   for (const int64_t n : {0, 1}) {
     RecurrentCase c;
     c.in.initial_state = c.final_state = c.state(6);
-    c.in.initial_indices = n ? c.indices({1, -1}) : c.indices({-1, 1});
-    c.final_indices = n ? c.indices({1, -1}) : c.indices({-1, 1});
+    c.in.initial_state_indices = n ? c.indices(1, -1) : c.indices(-1, 1);
+    c.final_state_indices = n ? c.indices(1, -1) : c.indices(-1, 1);
     expect_padding(c, n);
   }
 }
@@ -77,7 +77,7 @@ TEST(Recurrent, ReadSlotAloneMakesAPaddedRowWhereNoStateIsStored) {
   for (const int64_t n : {0, 1}) {
     RecurrentCase c;
     c.in.initial_state = c.state(6);
-    c.in.initial_indices = n ? c.indices({1, -1}) : c.indices({-1, 1});
+    c.in.initial_state_indices = n ? c.indices(1, -1) : c.indices(-1, 1);
     expect_padding(c, n);
   }
 }
@@ -87,7 +87,7 @@ TEST(Recurrent, NegativeReadSlotStartsFromZeroWhereStatesAreStored) {
     for (const int64_t n : {0, 1}) {
       RecurrentCase c;
       c.in.initial_state = c.state(6);
-      c.in.initial_indices = n ? c.indices({1, -1}) : c.indices({-1, 1});
+      c.in.initial_state_indices = n ? c.indices(1, -1) : c.indices(-1, 1);
       (steps ? c.step_states : c.final_state) = steps ? c.output({kB, kT, kHv, kK, kV}) : c.state_output(2);
       expect_start_from_zero(c, n);
     }
@@ -100,7 +100,7 @@ TEST(Forward, NegativeReadSlotStartsFromZero) {
     for (const int64_t n : {0, 1}) {
       ForwardCase c;
       c.in.initial_state = c.state(6);
-      c.in.initial_indices = n ? c.indices({1, -1}) : c.indices({-1, 1});
+      c.in.initial_state_indices = n ? c.indices(1, -1) : c.indices(-1, 1);
       if (stores) c.final_state = c.state_output(2);
       expect_start_from_zero(c, n);
     }

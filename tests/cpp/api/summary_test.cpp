@@ -3,23 +3,6 @@
 
 namespace gatedelta::test {
 
-template <>
-gd_status Case<gd_summary_args>::call() const {
-  return gd_summary(this);
-}
-template <>
-gd_status Case<gd_summary_args>::query(size_t* bytes) const {
-  return gd_summary_workspace(this, bytes);
-}
-template <>
-gd_status Case<gd_backward_summary_args>::call() const {
-  return gd_backward_summary(this);
-}
-template <>
-gd_status Case<gd_backward_summary_args>::query(size_t* bytes) const {
-  return gd_backward_summary_workspace(this, bytes);
-}
-
 namespace {
 
 struct SummaryCase : Case<gd_summary_args> {
@@ -34,7 +17,7 @@ struct SummaryCase : Case<gd_summary_args> {
 struct BackwardSummaryCase : Case<gd_backward_summary_args> {
   BackwardSummaryCase() {
     in.v = {};
-    d_o = input({kB, kT, kHv, kV});
+    do_ = input({kB, kT, kHv, kV});
     d_local = output({kB, kHv, kK, kV});
   }
 };
@@ -97,7 +80,7 @@ TEST(Summary, Ranges) {
   c.sequence_count = -1;
   EXPECT_TRUE(c.invalid("sequence_count is -1, must not be negative"));
   SummaryCase d;
-  d.pack({0, 100, 90});
+  d.pack(0, 100, 90);
   EXPECT_TRUE(d.invalid("cu_seqlens[2] is 90, less than the 100 before it"));
 }
 
@@ -108,6 +91,17 @@ TEST(Summary, WorkspaceAndReserved) {
   SummaryCase d;
   d.reserved[1] = 1;
   EXPECT_TRUE(d.invalid("gd_summary_args: reserved fields must be zero"));
+}
+
+TEST(Summary, CutsNoSequence) {
+  gd_tuning tuning = GD_TUNING_INIT;
+  tuning.segment_chunks = 2;
+  SummaryCase c;
+  c.exec.tuning = &tuning;
+  EXPECT_TRUE(c.refuses(GD_UNSUPPORTED, "segment_chunks is 2, but a summary cuts no sequence"));
+  BackwardSummaryCase d;
+  d.exec.tuning = &tuning;
+  EXPECT_TRUE(d.refuses(GD_UNSUPPORTED, "segment_chunks is 2, but a backward summary cuts no sequence"));
 }
 
 TEST(Summary, OutputsDoNotOverlap) {
@@ -124,31 +118,31 @@ TEST(BackwardSummary, Arguments) {
   c.d_local = {};
   EXPECT_TRUE(c.invalid("d_local is missing"));
   BackwardSummaryCase d;
-  d.d_o = {};
-  EXPECT_TRUE(d.invalid("d_o is missing"));
+  d.do_ = {};
+  EXPECT_TRUE(d.invalid("do is missing"));
   BackwardSummaryCase e;
   e.in.q = {};
   EXPECT_TRUE(e.invalid("q is missing"));
   BackwardSummaryCase f;
-  f.d_o.shape[1] = 3;
-  EXPECT_TRUE(f.invalid("d_o has B, T = 2, 3, must have those of q, 2, 70"));
+  f.do_.shape[1] = 3;
+  EXPECT_TRUE(f.invalid("do has B, T = 2, 3, must have those of q, 2, 70"));
   BackwardSummaryCase g;
   g.in.initial_state = g.state(kB);
   EXPECT_TRUE(g.invalid("initial_state is given"));
 }
 
-struct FoldCase {
+struct MergeCase {
   Memory memory;
   Workspace workspace{size_t{1} << 20};
-  FoldArgs args;
+  MergeArgs args;
   std::vector<int32_t> first = {0, 1}, count = {2, 1};
 
-  FoldCase() {
+  MergeCase() {
     const auto floats = [&](std::initializer_list<int64_t> shape, unsigned char fill) {
       return dense(memory.take(static_cast<size_t>(elements(shape)) * 4, fill), GD_F32, shape);
     };
     args.values = floats({3, 2, kK, kV}, 0);
-    args.maps = floats({3, 2, kK, kK}, 0);
+    args.transitions = floats({3, 2, kK, kK}, 0);
     args.state = floats({2, 2, kK, kV}, 0xa5);
     args.first = tensor(first.data(), {2});
     args.count = tensor(count.data(), {2});
@@ -157,7 +151,7 @@ struct FoldCase {
   }
   testing::AssertionResult invalid(const std::string& text) {
     memory.remember();
-    const gd_status status = gd_fold(&args);
+    const gd_status status = gd_merge(&args);
     if (status != GD_INVALID_ARGUMENT || std::string(gd_last_error()).find(text) == std::string::npos)
       return testing::AssertionFailure() << gd_status_name(status) << ": " << gd_last_error();
     if (!memory.untouched()) return testing::AssertionFailure() << "the refused call wrote to the caller's memory";
@@ -165,29 +159,36 @@ struct FoldCase {
   }
 };
 
-TEST(Fold, Arguments) {
-  const FoldCase valid;
-  EXPECT_EQ(gd_fold(&valid.args), GD_OK) << gd_last_error();
+TEST(Merge, Arguments) {
+  const MergeCase valid;
+  EXPECT_EQ(gd_merge(&valid.args), GD_OK) << gd_last_error();
   const auto refused = [](auto&& change, const char* text) {
-    FoldCase c;
+    MergeCase c;
     change(c);
     EXPECT_TRUE(c.invalid(text));
   };
-  refused([](FoldCase& c) { c.args.values = {}; }, "values is missing");
-  refused([](FoldCase& c) { c.args.maps = {}; }, "maps is missing");
-  refused([](FoldCase& c) { c.args.state = {}; }, "state is missing");
-  refused([](FoldCase& c) { c.args.first = {}; }, "first is missing");
-  refused([](FoldCase& c) { c.args.count.shape[0] = 1; }, "count: shape is [1], must be [R] = [2]");
-  refused([](FoldCase& c) { c.args.maps.dtype = GD_BF16; }, "maps: dtype is 2, must be float32");
-  refused([](FoldCase& c) { c.args.maps.shape[0] = 2; }, "maps: shape is [2, 2, 16, 16], must be [P, Hv, K, K]");
-  refused([](FoldCase& c) { c.args.state_layout = 2; }, "state_layout is 2, must be from 0 to 1");
-  refused([](FoldCase& c) { c.count[1] = 3; }, "first[1] and count[1] are 1 and 3, but there are 3 segments");
-  refused([](FoldCase& c) { c.first[0] = -1; }, "first[0] and count[0] are -1 and 2, but there are 3 segments");
-  refused([](FoldCase& c) { c.args.reserved[0] = 1; }, "gd_fold_args: reserved fields must be zero");
-  FoldCase none;
+  refused([](MergeCase& c) { c.args.values = {}; }, "values is missing");
+  refused([](MergeCase& c) { c.args.transitions = {}; }, "transitions is missing");
+  refused([](MergeCase& c) { c.args.state = {}; }, "state is missing");
+  refused([](MergeCase& c) { c.args.first = {}; }, "first is missing");
+  refused([](MergeCase& c) { c.args.count.shape[0] = 1; }, "count: shape is [1], must be [R] = [2]");
+  refused([](MergeCase& c) { c.args.transitions.dtype = GD_BF16; }, "transitions: dtype is 2, must be float32");
+  refused([](MergeCase& c) { c.args.transitions.shape[0] = 2; },
+          "transitions: shape is [2, 2, 16, 16], must be [P, Hv, K, K]");
+  refused([](MergeCase& c) { c.args.state_layout = 2; }, "state_layout is 2, must be from 0 to 1");
+  refused([](MergeCase& c) { c.count[1] = 3; }, "first[1] and count[1] are 1 and 3, but there are 3 segments");
+  refused([](MergeCase& c) { c.first[0] = -1; }, "first[0] and count[0] are -1 and 2, but there are 3 segments");
+  refused([](MergeCase& c) { c.args.reserved[0] = 1; }, "gd_merge_args: reserved fields must be zero");
+  MergeCase tuned;
+  gd_tuning tuning = GD_TUNING_INIT;
+  tuning.segment_chunks = 2;
+  tuned.args.exec.tuning = &tuning;
+  EXPECT_EQ(gd_merge(&tuned.args), GD_UNSUPPORTED);
+  EXPECT_STREQ(gd_last_error(), "segment_chunks is 2, but a merge cuts no sequence");
+  MergeCase none;
   none.first = {7, 7};
   none.count = {0, -1};
-  EXPECT_EQ(gd_fold(&none.args), GD_OK) << gd_last_error();  // of no segment
+  EXPECT_EQ(gd_merge(&none.args), GD_OK) << gd_last_error();  // of no segment
   EXPECT_EQ(static_cast<float*>(none.args.state.data)[0], 0.0f);
 }
 
@@ -195,20 +196,20 @@ TEST(Backward, RowsOfGradients) {
   BackwardCase c;
   c.d_initial_state = c.state_output(1);
   EXPECT_TRUE(c.invalid("d_initial_state: shape is [1, 4, 16, 32], must be [N, Hv, K, V] = [2, 4, 16, 32]"));
-  c.d_initial_indices = c.indices32({-1, 0});
+  c.d_initial_state_indices = c.indices32(-1, 0);
   EXPECT_TRUE(c.accepts());
-  c.d_initial_indices = c.indices32({0, 0});
-  EXPECT_TRUE(c.invalid("d_initial_indices[1]: slot 0 is written more than once"));
-  c.d_initial_indices = c.indices32({-1, 1});
-  EXPECT_TRUE(c.invalid("d_initial_indices[1] is 1, but d_initial_state has 1 slots"));
+  c.d_initial_state_indices = c.indices32(0, 0);
+  EXPECT_TRUE(c.invalid("d_initial_state_indices[1]: slot 0 is written more than once"));
+  c.d_initial_state_indices = c.indices32(-1, 1);
+  EXPECT_TRUE(c.invalid("d_initial_state_indices[1] is 1, but d_initial_state has 1 slots"));
   BackwardCase d;
-  d.d_final_state = d.state(1);
-  d.d_final_indices = d.indices32({0, 0});  // several may read one row
+  d.dht = d.state(1);
+  d.dht_indices = d.indices32(0, 0);  // several may read one row
   EXPECT_TRUE(d.accepts());
-  d.d_final_indices = d.indices32({0, 2});
-  EXPECT_TRUE(d.invalid("d_final_indices[1] is 2, but d_final_state has 1 slots"));
-  d.d_final_state = {};
-  EXPECT_TRUE(d.invalid("d_final_indices is given without d_final_state"));
+  d.dht_indices = d.indices32(0, 2);
+  EXPECT_TRUE(d.invalid("dht_indices[1] is 2, but dht has 1 slots"));
+  d.dht = {};
+  EXPECT_TRUE(d.invalid("dht_indices is given without dht"));
 }
 
 }  // namespace

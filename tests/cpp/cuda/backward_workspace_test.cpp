@@ -1,9 +1,9 @@
 // The backward's workspace: its regions, and the size documented in docs/api.md.
-#include "cuda/workspace/backward.hpp"
+#include "cuda/sm90/workspace/backward.hpp"
 
 #include <gtest/gtest.h>
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 namespace {
 
 BackwardProblem dense(int64_t batch, int64_t tokens, int64_t heads) {
@@ -73,4 +73,4 @@ TEST(BackwardMemory, OfBoundariesIsBounded) {
 }
 
 }  // namespace
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

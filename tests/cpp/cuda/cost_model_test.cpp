@@ -8,10 +8,10 @@
 #include <random>
 #include <vector>
 
-#include "cuda/schedule/cost_model.hpp"
-#include "cuda/schedule/work_list.hpp"
+#include "cuda/sm90/schedule/cost_model.hpp"
+#include "cuda/sm90/schedule/work_list.hpp"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 namespace {
 
 TEST(FloorDiv, IsExact) {
@@ -346,4 +346,4 @@ TEST(Choice, LeavesRoomForAllWarmups) {
 }
 
 }  // namespace
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -37,11 +37,11 @@ LayerStepProblem usual_step(int64_t sequences, gd_dtype state = GD_F32) {
 
 TEST(LayerStep, FewStatesTakeTwoKernels) {
   for (const gd_dtype state : {GD_F32, GD_BF16, GD_F16}) {
-    EXPECT_TRUE(takes_layer_step(usual_step(1, state)) && takes_two_kernels(usual_step(1, state)));
+    EXPECT_TRUE(supports_layer_step(usual_step(1, state)) && takes_two_kernels(usual_step(1, state)));
     const LayerStepProblem few = usual_step(max_layer_states(state) / kHeads, state);
     const LayerStepProblem many = usual_step(max_layer_states(state) / kHeads + 1, state);
-    EXPECT_TRUE(takes_layer_step(few) && takes_two_kernels(few));
-    EXPECT_TRUE(takes_layer_step(many) && !takes_two_kernels(many));
+    EXPECT_TRUE(supports_layer_step(few) && takes_two_kernels(few));
+    EXPECT_TRUE(supports_layer_step(many) && !takes_two_kernels(many));
   }
 }
 
@@ -51,20 +51,20 @@ TEST(LayerStep, ManyStatesNeedTheUsualConvolution) {
     LayerStepProblem p = usual_step(sequences);
     p.conv.in.initial.column_stride += 1, p.conv.final.column_stride += 1;  // not aligned
     p.conv.in.initial.slot_stride += 3, p.conv.final.slot_stride += 3;
-    EXPECT_EQ(takes_layer_step(p), sequences == 1);
+    EXPECT_EQ(supports_layer_step(p), sequences == 1);
   }
 }
 
 TEST(LayerStep, OtherCallsAreThreeOperations) {
   LayerStepProblem p = usual_step(8);
   p.rule.in.layout = GD_STATE_KV;
-  EXPECT_FALSE(takes_layer_step(p));
+  EXPECT_FALSE(supports_layer_step(p));
   p = usual_step(8);
   p.conv.in.taps = 3;
-  EXPECT_FALSE(takes_layer_step(p));
+  EXPECT_FALSE(supports_layer_step(p));
   p = usual_step(8);
   p.conv.in.sequences.tokens = p.rule.in.sequences.tokens = 2;
-  EXPECT_FALSE(takes_layer_step(p));
+  EXPECT_FALSE(supports_layer_step(p));
 }
 
 }  // namespace

@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "cuda/workspace/backward.hpp"
+#include "cuda/sm90/workspace/backward.hpp"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 namespace {
 
 struct Region {
@@ -47,7 +47,7 @@ struct RandomLayer {
   int64_t count() const { return in.sequences.count; }
   int64_t heads() const { return in.value_heads; }
   int64_t tokens() const { return in.sequences.batch * in.sequences.tokens; }
-  bool is_planned() const { return cuda::is_planned(count(), heads()); }
+  bool is_planned() const { return sm90::is_planned(count(), heads()); }
 };
 
 struct Random {
@@ -198,4 +198,4 @@ TEST(Layout, OfABackwardHasDisjointRegions) {
 }
 
 }  // namespace
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

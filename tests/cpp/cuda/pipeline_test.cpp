@@ -11,7 +11,7 @@
 
 #include "cuda/sm90/chain/config.hpp"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 namespace {
 
 constexpr int kNothing = -1, kEndOfWork = -2;
@@ -375,4 +375,4 @@ TEST(Pipelines, OfStatesEndsAndNeverMixesChunks) { run_in_random_order(Pass::kSt
 TEST(Pipelines, OfGradientsEndsAndNeverMixesChunks) { run_in_random_order(Pass::kBackward); }
 
 }  // namespace
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

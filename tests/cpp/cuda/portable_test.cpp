@@ -5,8 +5,8 @@
 #include <set>
 #include <vector>
 
-#include "cuda/portable/backward_config.hpp"
-#include "cuda/portable/cut.hpp"
+#include "cuda/portable/backward/config.hpp"
+#include "cuda/portable/cut/search.hpp"
 
 namespace gatedelta::cuda::portable {
 namespace {
@@ -333,7 +333,7 @@ TEST(PortableCut, FitsIntoTheWorkspace) {
             for (const int multiprocessors : {1, 8, 46, 132, 148, 300}) {
               const Cut cut = choose_cut(p, layout, hopper(multiprocessors));
               if (cut.chunks == 0) continue;
-              const int64_t slots = SegmentSlots{cut.chunks * int64_t{kChunkTokens}}.count(sequences_of(p.in));
+              const int64_t slots = SegmentSlots{cut.chunks * int64_t{kChunkTokens}}.count(sequences_of(p.in.sequences));
               EXPECT_LE(slots, layout.entry_slots);
             }
           }
@@ -414,7 +414,7 @@ TEST(PortableCut, OfTheBackwardFitsIntoTheWorkspace) {
           for (const int multiprocessors : {1, 46, 132, 300}) {
             const Cut cut = choose_cut(p, layout, hopper(multiprocessors));
             if (cut.chunks == 0) continue;
-            const int64_t slots = SegmentSlots{cut.chunks * int64_t{kChunkTokens}}.count(sequences_of(p.in));
+            const int64_t slots = SegmentSlots{cut.chunks * int64_t{kChunkTokens}}.count(sequences_of(p.in.sequences));
             EXPECT_LE(slots, layout.forward.entry_slots);
           }
           p.context_parallel = false;

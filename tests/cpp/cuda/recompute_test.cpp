@@ -1,5 +1,5 @@
 // Recomputation of the states from save intervals (src/cuda/schedule/recompute.hpp), for many random packs.
-#include "cuda/schedule/recompute.hpp"
+#include "cuda/sm90/schedule/recompute.hpp"
 
 #include <gtest/gtest.h>
 
@@ -8,9 +8,9 @@
 #include <random>
 #include <vector>
 
-#include "cuda/workspace/backward.hpp"
+#include "cuda/sm90/workspace/backward.hpp"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 namespace {
 
 struct Pack {
@@ -221,4 +221,4 @@ TEST(Slices, HalveTheStates) {
 }
 
 }  // namespace
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

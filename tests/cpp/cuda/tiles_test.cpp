@@ -5,7 +5,7 @@
 
 #include <set>
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 namespace {
 
 constexpr int kLanes = 32, kRows = 128;  // the tallest operand is X^T, two tiles
@@ -167,4 +167,4 @@ TEST(Triangles, EightRowsOfAMatrixAreInEightDifferentBanks) {
 }
 
 }  // namespace
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

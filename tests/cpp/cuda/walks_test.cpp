@@ -1,9 +1,9 @@
 // Which sequences of a forward are walked, by shapes, layouts and types.
-#include "cuda/workspace/walks.hpp"
+#include "cuda/sm90/workspace/short_sequences.hpp"
 
 #include <gtest/gtest.h>
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 namespace {
 
 // The common call of an engine: states [V, K] in fp32.
@@ -99,4 +99,4 @@ TEST(Walks, NothingOfTooManyHeads) {
 }
 
 }  // namespace
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -10,11 +10,11 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/schedule/work_list.hpp"
+#include "cuda/sm90/schedule/work_list.hpp"
 
-#include "cuda/schedule/cost_model.hpp"
+#include "cuda/sm90/schedule/cost_model.hpp"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 namespace {
 
 struct Batch {
@@ -436,4 +436,4 @@ TEST(List, OfWholeSequencesIsMirrored) {
 }
 
 }  // namespace
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

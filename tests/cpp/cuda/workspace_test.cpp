@@ -1,5 +1,5 @@
 // Chunk indices, the size of the workspace, and how the work list is made.
-#include "cuda/workspace/forward.hpp"
+#include "cuda/sm90/workspace/forward.hpp"
 
 #include <gtest/gtest.h>
 
@@ -7,9 +7,9 @@
 #include <random>
 #include <vector>
 
-#include "cuda/workspace/backward.hpp"
+#include "cuda/sm90/workspace/backward.hpp"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 namespace {
 
 ForwardProblem dense(int64_t batch, int64_t tokens, int64_t heads, bool checkpoints = false) {
@@ -309,4 +309,4 @@ TEST(List, HasRoomForEveryPiece) {
 }
 
 }  // namespace
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -1,9 +1,9 @@
 // The portable backward on a CPU: what src/cuda/portable/portable_backward.cu launches, CTA after CTA.
 #pragma once
 
-#include "cuda/portable/gate_gradients.cuh"
-#include "cuda/portable/gradient_chain.cuh"
-#include "cuda/portable/gradients.cuh"
+#include "cuda/portable/backward/gates.cuh"
+#include "cuda/portable/backward/grad_chain.cuh"
+#include "cuda/portable/backward/gradients/gradients.cuh"
 #include "forward.hpp"
 
 namespace gatedelta::testing::emulated {
@@ -11,6 +11,7 @@ namespace gatedelta::testing::emulated {
 template <class Config, class RunWhole>
 void run_slice(const BackwardProblem& problem, const cuda::portable::BackwardParams& p, const cuda::portable::Cut& cut,
                const Options& options, const RunWhole& run_whole) {
+  using namespace cuda;
   using namespace cuda::portable;
   using Elem = typename Config::Elem;
   using Forward = WithPass<StatesPass, Config>;
@@ -47,6 +48,7 @@ void run_slice(const BackwardProblem& problem, const cuda::portable::BackwardPar
 template <class Config, class RunWhole = NoWholeGrid>
 void run_kernels(const BackwardProblem& problem, char* workspace, const Options& options,
                  const RunWhole& run_whole = {}) {
+  using namespace cuda;
   using namespace cuda::portable;
   const BackwardWorkspace layout = backward_layout(problem);
   const Cut cut = cut_of(problem, layout, options);

@@ -115,6 +115,7 @@ TEST(EmulatedBackward, SegmentsOfHeadsThatFade) {
 // Of gradients the decay has to reach 2^-48, by the chunks behind a segment; of states 2^-24, by those before it.
 // Chunks decay by 2^-30 here, one of them by 2^-60.
 TEST(EmulatedBackward, WarmupsOfBothChains) {
+  using namespace cuda;
   using namespace cuda::portable;
   constexpr int kChunks = 12, kSegments = 6;
   std::vector<cuda::ChunkDecay> decays(kChunks * kStepsPerChunk, {-15, 1});
@@ -159,6 +160,7 @@ struct PackSegments {
 };
 PackSegments pack_segments(const std::vector<int64_t>& lengths, int64_t tokens, int heads, int size = 128,
                            int multiprocessors = 132, bool has_whole_grid = false) {
+  using namespace cuda;
   using namespace cuda::portable;
   const int count = static_cast<int>(lengths.size());
   std::vector<int32_t> offsets = {0};
@@ -172,7 +174,7 @@ PackSegments pack_segments(const std::vector<int64_t>& lengths, int64_t tokens, 
   problem.in.sequences = {count, 1, tokens, {offsets.data(), false, true}};
   PackSegments found{emulated::cut_of(problem, {multiprocessors, false, 1, has_whole_grid}), {}, {}, {}};
   Params p{};
-  p.sequences = sequences_of(problem.in);
+  p.sequences = sequences_of(problem.in.sequences);
   p.value_heads = heads, p.segment_chunks = found.cut.chunks;
   p.order = order.data();
   if (found.cut.chunks == 0) return found;
@@ -297,9 +299,8 @@ TEST(EmulatedBackward, SegmentsAreAsAccurateAsNone) {
              {"gate=zero", "gate=weak", "gate=mixed", "gate=strong", "gate=zero keys=correlated"})) {
     Judge judge(parse_case(spec));
     const auto errors = [&](int segment) {
-      const Judgement judgement = judge.backward(Compute::tensor_cores, [&](const gd_backward_args& uncut) {
-        gd_backward_args args = uncut;
-        args.segment_chunks = segment;
+      const Judgement judgement = judge.backward(Compute::tensor_cores, [&](const gd_backward_args& args) {
+        judge.problem().tuning.segment_chunks = segment;
         return emulated::run(args, {});
       });
       EXPECT_TRUE(judgement.problems.empty()) << spec << "\n" << judgement.text();
@@ -403,11 +404,11 @@ TEST(EmulatedBackward, TwoSegmentsAreAsGoodAsOne) {
     if (saves) {
       gd_forward_args forward = problem.forward;
       forward.saved = saved.data(), forward.saved_bytes = saved.size();
-      forward.segment_chunks = saves == 2 ? 2 : 0;
+      problem.tuning.segment_chunks = saves == 2 ? 2 : 0;
       ASSERT_EQ(emulated::run(forward, {}), "");
       args.saved = saved.data(), args.saved_bytes = saved.size();
     }
-    args.segment_chunks = 3;
+    problem.tuning.segment_chunks = 3;
     ASSERT_EQ(emulated::run(args, {}), "");
     EXPECT_EQ(whole, outputs_of(args)) << saves;
   }

@@ -8,13 +8,13 @@
 #include <string>
 
 #include "cta.hpp"
-#include "cuda/portable/backward_config.hpp"
-#include "cuda/portable/cut.hpp"
-#include "cuda/portable/forward.cuh"
-#include "cuda/portable/prepare.cuh"
-#include "cuda/portable/segments.cuh"
-#include "cuda/portable/states.cuh"
-#include "cuda/portable/summary_config.hpp"
+#include "cuda/portable/backward/config.hpp"
+#include "cuda/portable/cut/search.hpp"
+#include "cuda/portable/forward/forward_chain.cuh"
+#include "cuda/portable/prepare/prepare.cuh"
+#include "cuda/portable/cut/segments.cuh"
+#include "cuda/portable/backward/states_chain.cuh"
+#include "cuda/portable/summary/config.hpp"
 #include "testing/generator.hpp"
 
 namespace gatedelta::testing::emulated {
@@ -35,7 +35,7 @@ cuda::portable::Cut cut_of(const Problem& problem, const Layout& layout, const O
   cuda::portable::Cut cut = cuda::portable::choose_cut(problem, layout, device_of(options));
   if (!options.has_whole_grid || cut.prices.chain_count == 0) return cut;
   cut.prices.has_whole_grid = true;
-  if (cuda::portable::compiled_keys(problem.in.key_dim) == 128)  // an instance of its own
+  if (cuda::compiled_keys(problem.in.key_dim) == 128)  // an instance of its own
     cut.whole_kind = cut.kind == ChainKind::k128Half ? ChainKind::k128Quarter : ChainKind::k128Half;
   return cut;
 }
@@ -71,7 +71,7 @@ inline Layer layer_of(const gd_inputs& a) {
   }
   in.q = rows_of(a.q), in.k = rows_of(a.k), in.v = rows_of(a.v), in.g = rows_of(a.g), in.beta = rows_of(a.beta);
   in.A_log = vector_of(a.A_log), in.dt_bias = vector_of(a.dt_bias);
-  in.initial = states_of(a.initial_state, a.initial_indices, a.first_slot);
+  in.initial = states_of(a.initial_state, a.initial_state_indices, a.first_slot);
   in.gate = static_cast<gd_gate>(a.gate), in.beta_kind = static_cast<gd_beta>(a.beta_kind);
   in.layout = static_cast<gd_state_layout>(a.state_layout);
   in.l2norm = a.l2norm != 0;
@@ -81,8 +81,8 @@ inline Layer layer_of(const gd_inputs& a) {
 inline ForwardProblem problem_of(const gd_forward_args& args) {
   ForwardProblem p;
   p.in = layer_of(args.in);
-  p.o = rows_of(args.o);
-  p.final = states_of(args.final_state, args.final_indices, args.in.first_slot);
+  p.o = rows_of(args.out);
+  p.final = states_of(args.final_state, args.final_state_indices, args.in.first_slot);
   p.checkpoints = states_of(args.checkpoints, args.checkpoint_indices, args.in.first_slot);
   p.checkpoint_every = args.checkpoint_every;
   p.checkpoint_offsets = indices_of(args.checkpoint_offsets);
@@ -90,23 +90,23 @@ inline ForwardProblem problem_of(const gd_forward_args& args) {
   p.prepared = args.prepared != 0;
   p.context_parallel = args.context_parallel == GD_CP_AUTO;
   p.batch_invariant = args.batch_invariant != 0;
-  p.segment_chunks = args.segment_chunks;
+  p.segment_chunks = args.exec.tuning ? args.exec.tuning->segment_chunks : 0;
   return p;
 }
 
 inline BackwardProblem problem_of(const gd_backward_args& args) {
   BackwardProblem p;
   p.in = layer_of(args.in);
-  p.d_o = rows_of(args.d_o);
+  p.d_o = rows_of(args.do_);
   p.dq = rows_of(args.dq), p.dk = rows_of(args.dk), p.dv = rows_of(args.dv);
   p.dg = rows_of(args.dg), p.dbeta = rows_of(args.dbeta);
   p.dA_log = vector_of(args.dA_log), p.d_dt_bias = vector_of(args.d_dt_bias);
-  p.d_final = states_of(args.d_final_state, args.d_final_indices, args.in.first_slot);
-  p.d_initial = states_of(args.d_initial_state, args.d_initial_indices, args.in.first_slot);
+  p.d_final = states_of(args.dht, args.dht_indices, args.in.first_slot);
+  p.d_initial = states_of(args.d_initial_state, args.d_initial_state_indices, args.in.first_slot);
   p.saved = {const_cast<void*>(args.saved), args.saved_bytes, args.saved != nullptr};
   p.context_parallel = args.context_parallel == GD_CP_AUTO;
   p.batch_invariant = args.batch_invariant != 0;
-  p.segment_chunks = args.segment_chunks;
+  p.segment_chunks = args.exec.tuning ? args.exec.tuning->segment_chunks : 0;
   p.small_workspace = args.small_workspace != 0;
   return p;
 }
@@ -129,11 +129,11 @@ inline SummaryProblem problem_of(const gd_summary_args& args) {
 }
 inline BackwardSummaryProblem problem_of(const gd_backward_summary_args& args) {
   gd_inputs in = args.in;
-  in.v = args.d_o;
+  in.v = args.do_;
   BackwardSummaryProblem p;
   p.in = layer_of(in);
   p.in.v = {};
-  p.d_o = rows_of(args.d_o);
+  p.d_o = rows_of(args.do_);
   p.d_local = states_of(args.d_local, {}, 0);
   p.first = args.first_sequence;
   p.count = args.sequence_count ? args.sequence_count : p.in.sequences.count - p.first;
@@ -155,6 +155,7 @@ void launch(int64_t ctas, int threads, int smem_bytes, const Options& options, c
 }
 template <class Elem, int kKeys>
 void run_prepare(const cuda::portable::Params& p, int64_t ctas, const Options& options) {
+  using namespace cuda;
   using namespace cuda::portable;
   using Config = PrepareConfig<Elem, kKeys>;
   launch(ctas, Config::kThreads, Config::Smem::allocated(p.group), options,
@@ -171,6 +172,7 @@ using Transitions =
 
 inline void run_segments(const cuda::portable::Params& p, const cuda::portable::CutPrices& prices,
                          const Options& options) {
+  using namespace cuda;
   using namespace cuda::portable;
   const auto slots = static_cast<int>(p.slots().count(p.sequences));
   launch(segment_ctas(p), kSegmentThreads, 0, options,
@@ -183,11 +185,13 @@ void run_chain(const cuda::portable::Params& p, const Options& options) {
 }
 template <template <class> class Chain, class Config>
 void run_transitions(const cuda::portable::Params& p, cuda::portable::ChainKind kind, const Options& options) {
+  using namespace cuda;
   using namespace cuda::portable;
   run_chain<Chain, Config>(transition_params(p, kind, std::is_same_v<typename Config::Pass, StatesPass>), options);
 }
 template <int kKeys>
 void run_folds(const cuda::portable::Params& p, const Options& options) {
+  using namespace cuda;
   using namespace cuda::portable;
   using Config = FoldConfig<kKeys>;
   launch(fold_ctas(p), Config::kThreads, Config::Smem::kBytes, options,
@@ -205,6 +209,7 @@ struct NoWholeGrid {
 template <class Config, class RunWhole = NoWholeGrid>
 void run_kernels(const ForwardProblem& problem, char* workspace, const Options& options,
                  const RunWhole& run_whole = {}) {
+  using namespace cuda;
   using namespace cuda::portable;
   const ForwardWorkspace layout = forward_layout(problem);
   const Cut cut = cut_of(problem, layout, options);
@@ -222,14 +227,14 @@ void run_kernels(const ForwardProblem& problem, char* workspace, const Options& 
 }
 
 inline std::vector<gd_tensor*> aligned_rows(gd_forward_args& args) {
-  return {&args.in.q, &args.in.k, &args.in.v, &args.o};
+  return {&args.in.q, &args.in.k, &args.in.v, &args.out};
 }
 inline std::vector<gd_tensor*> aligned_rows(gd_backward_args& args) {
-  return {&args.in.q, &args.in.k, &args.in.v, &args.d_o, &args.dq, &args.dk, &args.dv};
+  return {&args.in.q, &args.in.k, &args.in.v, &args.do_, &args.dq, &args.dk, &args.dv};
 }
 inline std::vector<gd_tensor*> aligned_rows(gd_summary_args& args) { return {&args.in.q, &args.in.k, &args.in.v}; }
 inline std::vector<gd_tensor*> aligned_rows(gd_backward_summary_args& args) {
-  return {&args.in.q, &args.in.k, &args.d_o};
+  return {&args.in.q, &args.in.k, &args.do_};
 }
 
 // Copies of tensors of rows whose data are aligned, as the kernels want it; the generator aligns nothing. What was

@@ -156,11 +156,11 @@ TEST(EmulatedForward, UncutPacksHaveTheSameBits) {
       ASSERT_GT(cut.chunks, 0);
       ASSERT_EQ(cut.prices.has_whole_grid, has_whole_grid);
       ASSERT_EQ(run(problem.forward, options), "");
-      const auto o = bytes_of(problem.forward.o), states = bytes_of(problem.forward.final_state);
+      const auto o = bytes_of(problem.forward.out), states = bytes_of(problem.forward.final_state);
       problem.reset();
       problem.forward.context_parallel = GD_CP_OFF;
       ASSERT_EQ(run(problem.forward, options), "");
-      EXPECT_EQ(o, bytes_of(problem.forward.o)) << gates;
+      EXPECT_EQ(o, bytes_of(problem.forward.out)) << gates;
       EXPECT_EQ(states, bytes_of(problem.forward.final_state)) << gates;
     }
 }
@@ -184,9 +184,8 @@ TEST(EmulatedForward, SegmentsAreAsAccurateAsNone) {
                                        {"gate=zero", "gate=weak", "gate=mixed", "gate=zero keys=correlated"})) {
     Judge judge(parse_case(spec));
     const auto errors = [&](int segment) {
-      const Judgement judgement = judge.forward(Compute::tensor_cores, [&](const gd_forward_args& uncut) {
-        gd_forward_args args = uncut;
-        args.segment_chunks = segment;
+      const Judgement judgement = judge.forward(Compute::tensor_cores, [&](const gd_forward_args& args) {
+        judge.problem().tuning.segment_chunks = segment;
         return run(args, {});
       });
       EXPECT_TRUE(judgement.problems.empty()) << spec << "\n" << judgement.text();
@@ -207,11 +206,11 @@ TEST(EmulatedForward, SegmentsAreAsAccurateAsNone) {
 TEST(EmulatedForward, TwoSegmentsAreAsGoodAsOne) {
   Problem problem(parse_case("T=330 Hk=1 Hv=2 K=64 V=48 gate=zero dtype=bf16 inplace"));
   ASSERT_EQ(run(problem.forward, {}), "");
-  const auto o = bytes_of(problem.forward.o), states = bytes_of(problem.forward.final_state);
+  const auto o = bytes_of(problem.forward.out), states = bytes_of(problem.forward.final_state);
   problem.reset();
-  problem.forward.segment_chunks = 3;
+  problem.tuning.segment_chunks = 3;
   ASSERT_EQ(run(problem.forward, {}), "");
-  EXPECT_EQ(o, bytes_of(problem.forward.o));
+  EXPECT_EQ(o, bytes_of(problem.forward.out));
   EXPECT_EQ(states, bytes_of(problem.forward.final_state));
 }
 
@@ -225,10 +224,10 @@ TEST(EmulatedForward, BitsDependOnTheInputsAlone) {
       const auto seed = static_cast<unsigned>(multiprocessors);
       ASSERT_EQ(run(problem.forward, {multiprocessors, multiprocessors > 9, seed}), "");
       if (o.empty()) {
-        o = bytes_of(problem.forward.o);
+        o = bytes_of(problem.forward.out);
         states = bytes_of(problem.forward.final_state);
       }
-      EXPECT_EQ(o, bytes_of(problem.forward.o)) << multiprocessors;
+      EXPECT_EQ(o, bytes_of(problem.forward.out)) << multiprocessors;
       EXPECT_EQ(states, bytes_of(problem.forward.final_state)) << multiprocessors;
     }
   }

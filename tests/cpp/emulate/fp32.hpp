@@ -8,6 +8,7 @@
 
 namespace gatedelta::testing::emulated::fp32 {
 
+using namespace cuda;
 using namespace cuda::fp32;
 
 template <class Config, template <class> class Loop>

@@ -169,11 +169,11 @@ TEST(EmulatedFp32, RowsOfGradientsOfStates) {
     gd_tensor t{data, GD_I32, 1, {2}, {1}};
     return t;
   };
-  args.d_final_indices = indices(from), args.d_initial_indices = indices(to);
+  args.dht_indices = indices(from), args.d_initial_state_indices = indices(to);
   ASSERT_EQ(emulated::fp32::run(args, {1, true, 1}, false), "");
   const std::vector<double> by_indices = to_doubles(args.d_initial_state);
   problem.reset();
-  auto* const rows = static_cast<float*>(problem.backward.d_final_state.data);
+  auto* const rows = static_cast<float*>(problem.backward.dht.data);
   std::copy(rows + kRow, rows + 2 * kRow, rows);
   std::fill(rows + kRow, rows + 2 * kRow, 0.0f);
   ASSERT_EQ(emulated::fp32::run(problem.backward, {1, true, 1}, false), "");

@@ -13,6 +13,7 @@ inline cuda::portable::Cut cut_of(const BackwardProblem& problem, const Options&
 }
 template <class Elem, class Problem>
 void run_instance(const Problem& problem, char* workspace, const Options& options) {
+  using namespace cuda;
   using namespace cuda::portable;
   const auto with_instance = [](ChainKind kind, const auto& body) { with_chain<ForwardPass, Elem>(kind, body); };
   with_instance(cut_of(problem, options).kind,
@@ -21,8 +22,8 @@ void run_instance(const Problem& problem, char* workspace, const Options& option
 template <class Args>
 std::string run(const Args& args, const Options& options) {
   return with_workspace(args, [&](const auto& problem, char* workspace) {
-    problem.in.q.dtype == GD_BF16 ? run_instance<cuda::portable::Bf16>(problem, workspace, options)
-                                  : run_instance<cuda::portable::Fp16>(problem, workspace, options);
+    problem.in.q.dtype == GD_BF16 ? run_instance<cuda::Bf16>(problem, workspace, options)
+                                  : run_instance<cuda::Fp16>(problem, workspace, options);
   });
 }
 

@@ -36,6 +36,7 @@ constexpr const char* kCases[] = {
 #endif
 
 std::string run_case(const Args& args, const emulated::Options& options) {
+  using namespace cuda;
   using namespace cuda::portable;
   return emulated::with_workspace(args, [&](const auto& problem, char* workspace) {
     emulated::run_kernels<Chain64<ForwardPass, Bf16>>(problem, workspace, options);

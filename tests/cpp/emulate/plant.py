@@ -20,192 +20,192 @@ class Mistake(NamedTuple):
 FORWARD = {
     # barriers
     "no_barrier_between_steps": Mistake(
-        "chain.cuh", "sync_cta();      // of every thread", "// of every thread"
+        "chain/chain.cuh", "sync_cta();      // of every thread", "// of every thread"
     ),
     "no_barrier_before_tiles_are_reused": Mistake(
-        "prepare.cuh", "sync_cta();  // K and Q are not read any more", "// K and Q"
+        "prepare/prepare.cuh", "sync_cta();  // K and Q are not read any more", "// K and Q"
     ),
-    "no_barrier_before_operands": Mistake("prepare.cuh", "sync_cta();\n    Operands operands;", "Operands operands;"),
+    "no_barrier_before_operands": Mistake("prepare/prepare.cuh", "sync_cta();\n    Operands operands;", "Operands operands;"),
     # asynchronous copies
     "rows_are_not_waited_for": Mistake(
-        "chain.cuh", "copy_wait<1>();  // the rows of this step", "copy_wait<2>();  // the rows"
+        "chain/chain.cuh", "copy_wait<1>();  // the rows of this step", "copy_wait<2>();  // the rows"
     ),
-    "values_are_not_waited_for": Mistake("forward.cuh", "copy_wait<1>();  // V of this step", "copy_wait<2>();  // V"),
-    "chunk_is_not_waited_for": Mistake("prepare.cuh", "copy_wait<0>();", "copy_wait<1>();"),
+    "values_are_not_waited_for": Mistake("forward/forward_chain.cuh", "copy_wait<1>();  // V of this step", "copy_wait<2>();  // V"),
+    "chunk_is_not_waited_for": Mistake("prepare/prepare.cuh", "copy_wait<0>();", "copy_wait<1>();"),
     "next_rows_overwrite_this_stage": Mistake(
-        "chain.cuh", "load_shared_part(stage ^ 1, rows, part)", "load_shared_part(stage, rows, part)"
+        "chain/chain.cuh", "load_shared_part(stage ^ 1, rows, part)", "load_shared_part(stage, rows, part)"
     ),
     # addresses
     "no_swizzle": Mistake(
-        "chain.cuh", "tile_offset(first, tid & 7) +", "first * kTileRowBytes + (tid & 7) * kPacketBytes +"
+        "chain/chain.cuh", "tile_offset(first, tid & 7) +", "first * kTileRowBytes + (tid & 7) * kPacketBytes +"
     ),
     "misaligned_values": Mistake("config.hpp", "kPrepared = kValues + kWarps * kValueBytes", "kPrepared = kValues + 8"),
     "states_by_the_wrong_stride": Mistake(
         "config.hpp", "p.key_state_stride = in.layout == GD_STATE_KV ? in.value_dim : 1;",
         "p.key_state_stride = in.layout == GD_STATE_KV ? in.key_dim : 1;",
     ),
-    "one_place_for_all_checkpoints": Mistake("forward.cuh", "first + done / p.checkpoint_every - 1", "first"),
+    "one_place_for_all_checkpoints": Mistake("forward/forward_chain.cuh", "first + done / p.checkpoint_every - 1", "first"),
     # ends of sequences
     "rows_past_the_end_are_read": Mistake(
-        "chain.cuh", "first + i * kRowStep < rows && tile", "(first + i * kRowStep < rows || rows > 0) && tile"
+        "chain/chain.cuh", "first + i * kRowStep < rows && tile", "(first + i * kRowStep < rows || rows > 0) && tile"
     ),
-    "rows_past_the_end_are_written": Mistake("chain.cuh", "if (8 * n + g < rows && 16", "if (8 * n + g <= rows && 16"),
+    "rows_past_the_end_are_written": Mistake("chain/chain.cuh", "if (8 * n + g < rows && 16", "if (8 * n + g <= rows && 16"),
     # numbers
     "infinite_gates_are_not_clamped": Mistake(
-        "gates.cuh", "return g < kLowestGate ? kLowestGate : g;", "return g;"
+        "prepare/gates.cuh", "return g < kLowestGate ? kLowestGate : g;", "return g;"
     ),
-    "scores_without_their_diagonal": Mistake("prepare.cuh", "on = 2 * t <= g", "on = 2 * t < g"),
+    "scores_without_their_diagonal": Mistake("prepare/prepare.cuh", "on = 2 * t <= g", "on = 2 * t < g"),
     "state_decays_before_it_is_read": Mistake(
-        "forward.cuh", "this->pack_state(s, kk);\n      this->scale_state(kk, end);",
+        "forward/forward_chain.cuh", "this->pack_state(s, kk);\n      this->scale_state(kk, end);",
         "this->scale_state(kk, end);\n      this->pack_state(s, kk);",
     ),
-    "writes_do_not_decay": Mistake("forward.cuh", "this->scale(W, prep, kTail);", ""),
+    "writes_do_not_decay": Mistake("forward/forward_chain.cuh", "this->scale(W, prep, kTail);", ""),
     "errors_carried_between_unequal_keys": Mistake(
-        "prepare.cuh", "most <= 4 * least && alike > 0.75f * least", "most > 0"
+        "prepare/prepare.cuh", "most <= 4 * least && alike > 0.75f * least", "most > 0"
     ),
     "errors_of_triangles_are_left": Mistake(
-        "prepare.cuh", "if (is_last) reinterpret_cast<uint32_t*>(out + at)[lane] = both;", ""
+        "prepare/prepare.cuh", "if (is_last) reinterpret_cast<uint32_t*>(out + at)[lane] = both;", ""
     ),
     "errors_of_other_lanes_are_left": Mistake(
-        "chain.cuh", "first + (is_last ? error + others : 0), second);", "first, second);"
+        "chain/chain.cuh", "first + (is_last ? error + others : 0), second);", "first, second);"
     ),
-    "norms_left_out_of_writes": Mistake("prepare.cuh", "exp2_approx(end - log) * rk;", "exp2_approx(end - log);"),
+    "norms_left_out_of_writes": Mistake("prepare/prepare.cuh", "exp2_approx(end - log) * rk;", "exp2_approx(end - log);"),
     # segments
     "warmup_is_a_chunk_short": Mistake(
-        "segments.cuh", "warmup > 0 && warmup < boundary ? warmup :", "warmup > 0 && warmup < boundary ? warmup - 1 :"
+        "cut/segments.cuh", "warmup > 0 && warmup < boundary ? warmup :", "warmup > 0 && warmup < boundary ? warmup - 1 :"
     ),
     "warmup_without_a_decay": Mistake(
-        "segments.cuh", "return joined(decays[first], decays[first + 1]);",
+        "cut/segments.cuh", "return joined(decays[first], decays[first + 1]);",
         "return first < 0 ? decays[first] : ChunkDecay{-99, 1};",
     ),
     "values_of_warmups_are_not_waited_for": Mistake(
-        "chain.cuh", "copy_wait<1>();  // V of this step", "copy_wait<2>();  // V"
+        "chain/chain.cuh", "copy_wait<1>();  // V of this step", "copy_wait<2>();  // V"
     ),
     "outputs_begin_with_the_warmup": Mistake(
-        "chain.cuh", "p.o.offset(batch, at.span.begin + output_step * kStep, at.head)",
+        "chain/chain.cuh", "p.o.offset(batch, at.span.begin + output_step * kStep, at.head)",
         "p.o.offset(batch, at.span.begin + (step + 0 * output_step) * kStep, at.head)",
     ),
     "entry_of_another_head": Mistake(
-        "chain.cuh", "load_matrix(p.entries, GD_F32, block() * p.state_numbers()",
+        "chain/chain.cuh", "load_matrix(p.entries, GD_F32, block() * p.state_numbers()",
         "load_matrix(p.entries, GD_F32, (block() ^ 1) * p.state_numbers()",
     ),
     "initial_states_are_overwritten": Mistake("config.hpp", "if (!a || !b) return false;", "return false;"),
     "segments_share_the_final_state": Mistake(
-        "forward.cuh", "if (rows <= 0 && end < at.span.length) return;", ""
+        "forward/forward_chain.cuh", "if (rows <= 0 && end < at.span.length) return;", ""
     ),
-    "maps_begin_with_zero": Mistake("states.cuh", "== 0 ? 1.0f : 0.0f", "== 0 ? 0.0f : 0.0f"),
+    "maps_begin_with_zero": Mistake("backward/states_chain.cuh", "== 0 ? 1.0f : 0.0f", "== 0 ? 0.0f : 0.0f"),
     "maps_are_transposed": Mistake(
-        "states.cuh", "key_stride = i == 0 ? 1 : p.key_dim;\n        value_stride = i == 0 ? p.key_dim : 1;",
+        "backward/states_chain.cuh", "key_stride = i == 0 ? 1 : p.key_dim;\n        value_stride = i == 0 ? p.key_dim : 1;",
         "key_stride = i == 1 ? 1 : p.key_dim;\n        value_stride = i == 1 ? p.key_dim : 1;",
     ),
     "segments_are_counted_from_the_first_slot": Mistake(
-        "segments.cuh", "left - shuffle(counts.up_to - counts.mine, found)", "left"
+        "cut/segments.cuh", "left - shuffle(counts.up_to - counts.mine, found)", "left"
     ),
-    "ranges_begin_a_slot_late": Mistake("segments.cuh", "first + counts.up_to - counts.mine", "first + counts.up_to"),
-    "no_folds": Mistake("segments.cuh", "if (folds) {", "if (folds && i < 0) {"),
+    "ranges_begin_a_slot_late": Mistake("cut/segments.cuh", "first + counts.up_to - counts.mine", "first + counts.up_to"),
+    "no_folds": Mistake("cut/segments.cuh", "if (folds) {", "if (folds && i < 0) {"),
     "fold_by_the_next_map": Mistake(
-        "segments.cuh", "load_block(segment, ahead, block + ahead);", "load_block(segment + 1, ahead, block + ahead);"
+        "cut/segments.cuh", "load_block(segment, ahead, block + ahead);", "load_block(segment + 1, ahead, block + ahead);"
     ),
     "fold_goes_on_with_the_same_map": Mistake(
-        "segments.cuh", "load_block(segment + 1, ahead - kBlocks", "load_block(segment, ahead - kBlocks"
+        "cut/segments.cuh", "load_block(segment + 1, ahead - kBlocks", "load_block(segment, ahead - kBlocks"
     ),
-    "fold_does_not_wait": Mistake("segments.cuh", "copy_wait<Config::kStages - 2>();", ""),
+    "fold_does_not_wait": Mistake("cut/segments.cuh", "copy_wait<Config::kStages - 2>();", ""),
     "no_barrier_between_blocks_of_a_fold": Mistake(
-        "segments.cuh", "sync_cta();  // the block is there", "// the block is there"
+        "cut/segments.cuh", "sync_cta();  // the block is there", "// the block is there"
     ),
     "no_barrier_after_a_fold": Mistake(
-        "segments.cuh", "sync_cta();  // all sums are there, and S is not", "// S is not"
+        "cut/segments.cuh", "sync_cta();  // all sums are there, and S is not", "// S is not"
     ),
 }  # fmt: skip
 
 BACKWARD = {
     # barriers
     "no_barrier_between_steps_of_states": Mistake(
-        "chain.cuh", "sync_cta();      // of every thread", "// of every thread"
+        "chain/chain.cuh", "sync_cta();      // of every thread", "// of every thread"
     ),
     "no_barrier_between_steps_of_gradients": Mistake(
-        "gradient_chain.cuh", "this->begin_step();", "copy_wait<1>();"
+        "backward/grad_chain.cuh", "this->begin_step();", "copy_wait<1>();"
     ),
-    "no_barrier_between_stages": Mistake("gradients.cuh", "sync_cta();  // the stage is there", "// the stage"),
-    "no_barrier_before_pairs": Mistake("gradients.cuh", "sync_cta();  // the last stage is not", "// the last"),
-    "no_barrier_after_pairs": Mistake("gradients.cuh", "store_pairs(matrices);\n      sync_cta();",
+    "no_barrier_between_stages": Mistake("backward/gradients/gradients.cuh", "sync_cta();  // the stage is there", "// the stage"),
+    "no_barrier_before_pairs": Mistake("backward/gradients/gradients.cuh", "sync_cta();  // the last stage is not", "// the last"),
+    "no_barrier_after_pairs": Mistake("backward/gradients/gradients.cuh", "store_pairs(matrices);\n      sync_cta();",
                                       "store_pairs(matrices);"),
-    "no_barrier_before_sums": Mistake("gradients.cuh", "sync_cta();  // the sums are there", "// the sums"),
-    "no_barrier_after_sums": Mistake("gradients.cuh", "sync_cta();  // the last head's sums", "// the last"),
+    "no_barrier_before_sums": Mistake("backward/gradients/gradients.cuh", "sync_cta();  // the sums are there", "// the sums"),
+    "no_barrier_after_sums": Mistake("backward/gradients/gradients.cuh", "sync_cta();  // the last head's sums", "// the last"),
     # asynchronous copies
-    "stage_is_not_waited_for": Mistake("gradients.cuh", "copy_wait<0>();", "copy_wait<1>();"),
+    "stage_is_not_waited_for": Mistake("backward/gradients/gradients.cuh", "copy_wait<0>();", "copy_wait<1>();"),
     "outputs_are_not_waited_for": Mistake(
-        "gradient_chain.cuh", "copy_wait<1>();  // dO of this step", "copy_wait<2>();  // dO"
+        "backward/grad_chain.cuh", "copy_wait<1>();  // dO of this step", "copy_wait<2>();  // dO"
     ),
     # addresses
-    "prepared_steps_in_the_wrong_order": Mistake("chain.cuh", "Pass::kDirection > 0 ? kStepsPerChunk - 1 : 0", "0"),
+    "prepared_steps_in_the_wrong_order": Mistake("chain/chain.cuh", "Pass::kDirection > 0 ? kStepsPerChunk - 1 : 0", "0"),
     "states_after_half_a_chunk": Mistake(
-        "states.cuh", "if (stage == 0) this->keep_state", "if (stage == 1) this->keep_state"
+        "backward/states_chain.cuh", "if (stage == 0) this->keep_state", "if (stage == 1) this->keep_state"
     ),
     "gradients_after_half_a_chunk": Mistake(
-        "gradient_chain.cuh", "ends_chunk = step % kStepsPerChunk == 0", "ends_chunk = step % kStepsPerChunk == 1"
+        "backward/grad_chain.cuh", "ends_chunk = step % kStepsPerChunk == 0", "ends_chunk = step % kStepsPerChunk == 1"
     ),
     "snapshots_are_transposed": Mistake(
-        "chain.cuh", "(2 * i + h % 2) * (p.key_dim / 8) + 2 * kk + h / 2",
+        "chain/chain.cuh", "(2 * i + h % 2) * (p.key_dim / 8) + 2 * kk + h / 2",
         "(2 * i + h / 2) * (p.key_dim / 8) + 2 * kk + h % 2",
     ),
     # ends of sequences
     "values_past_the_end_are_read": Mistake(
-        "gradients.cuh", "valid = r < rows && first + packet * kPacketColumns < p.value_dim",
+        "backward/gradients/gradients.cuh", "valid = r < rows && first + packet * kPacketColumns < p.value_dim",
         "valid = (r < rows || rows) && first + packet * kPacketColumns < p.value_dim",
     ),
-    "vectors_of_a_step_without_tokens": Mistake("gradients.cuh", "is_there = step == 0 || both", "is_there = true"),
-    "tokens_of_no_sequence_are_left": Mistake("gradients.cuh", "return zero_rows();", "return;"),
-    "sums_of_no_chunk_are_left": Mistake("gate_gradients.cuh", "if (!p.head_sums) return;",
+    "vectors_of_a_step_without_tokens": Mistake("backward/gradients/gradients.cuh", "is_there = step == 0 || both", "is_there = true"),
+    "tokens_of_no_sequence_are_left": Mistake("backward/gradients/gradients.cuh", "return zero_rows();", "return;"),
+    "sums_of_no_chunk_are_left": Mistake("backward/gates.cuh", "if (!p.head_sums) return;",
                                          "if (!p.head_sums || at.rows <= 0) return;"),
     # numbers
     "values_lose_a_small_beta": Mistake(
-        "gradient_chain.cuh", "if (stores_unscaled(beta.x)) beta.x = 1;", ""
+        "backward/grad_chain.cuh", "if (stores_unscaled(beta.x)) beta.x = 1;", ""
     ),
     "pairs_of_small_betas_are_not_scaled": Mistake(
-        "gradients.cuh", "pack<Elem>(pending * first, pending * second)", "pack<Elem>(first, second)"
+        "backward/gradients/gradients.cuh", "pack<Elem>(pending * first, pending * second)", "pack<Elem>(first, second)"
     ),
-    "pairs_with_their_diagonal": Mistake("gradients.cuh", "first = c < r ?", "first = c <= r ?"),
+    "pairs_with_their_diagonal": Mistake("backward/gradients/gradients.cuh", "first = c < r ?", "first = c <= r ?"),
     "steps_of_a_chunk_do_not_decay": Mistake(
-        "gradients.cuh", "pair_tile >= 2 && J < 2 ? first_end : 0.0f", "0.0f"
+        "backward/gradients/gradients.cuh", "pair_tile >= 2 && J < 2 ? first_end : 0.0f", "0.0f"
     ),
     "reads_of_the_second_step_do_not_decay": Mistake(
-        "gradients.cuh", "exp2_approx(step == 0 ? log : log + first_end)", "exp2_approx(log)"
+        "backward/gradients/gradients.cuh", "exp2_approx(step == 0 ? log : log + first_end)", "exp2_approx(log)"
     ),
-    "gates_pass_their_own_write": Mistake("gate_gradients.cuh", "float sum = shuffle_up(x, 1);", "float sum = x;"),
-    "no_projection": Mistake("gradients.cuh", "-r * r * sum_of(which, row(i, h))", "0"),
+    "gates_pass_their_own_write": Mistake("backward/gates.cuh", "float sum = shuffle_up(x, 1);", "float sum = x;"),
+    "no_projection": Mistake("backward/gradients/gradients.cuh", "-r * r * sum_of(which, row(i, h))", "0"),
     "queries_do_not_move_the_gradient": Mistake(
-        "gradient_chain.cuh", "this->add_to_state(outputs, Q, [](int) {});", ""
+        "backward/grad_chain.cuh", "this->add_to_state(outputs, Q, [](int) {});", ""
     ),
     # segments
     "warmup_of_gradients_is_a_chunk_short": Mistake(
-        "segments.cuh", "warmup > 0 && warmup < boundary ? warmup :",
+        "cut/segments.cuh", "warmup > 0 && warmup < boundary ? warmup :",
         "warmup > 0 && warmup < boundary ? warmup - kGradients :",
     ),
     "gradients_of_warmups_are_stored": Mistake(
-        "gradient_chain.cuh", "advance<false>(rows, step);", "advance<true>(rows, step);"
+        "backward/grad_chain.cuh", "advance<false>(rows, step);", "advance<true>(rows, step);"
     ),
     "states_of_warmups_are_stored": Mistake(
-        "states.cuh", "[](const Tokens&) {}", "[&](const Tokens& U) { this->store_outputs(U, rows); }"
+        "backward/states_chain.cuh", "[](const Tokens&) {}", "[&](const Tokens& U) { this->store_outputs(U, rows); }"
     ),
-    "snapshots_begin_with_the_warmup": Mistake("states.cuh", "this->snapshot_at(at, segment.chunk)",
+    "snapshots_begin_with_the_warmup": Mistake("backward/states_chain.cuh", "this->snapshot_at(at, segment.chunk)",
                                                "this->snapshot_at(at, first)"),
     "values_begin_with_the_warmup": Mistake(
-        "gradient_chain.cuh", "first + step, first + steps_of(end) - 1", "first + step, first + step"
+        "backward/grad_chain.cuh", "first + step, first + steps_of(end) - 1", "first + step, first + step"
     ),
-    "segments_share_the_initial_gradient": Mistake("gradient_chain.cuh", "if (!is_entry && segment.chunk > 0) return;",
+    "segments_share_the_initial_gradient": Mistake("backward/grad_chain.cuh", "if (!is_entry && segment.chunk > 0) return;",
                                                    ""),
     "local_gradients_begin_with_their_entry": Mistake(
-        "gradient_chain.cuh", "if (this->is_transition() && segment.is_entered()) {", "if (segment.chunk < 0) {"
+        "backward/grad_chain.cuh", "if (this->is_transition() && segment.is_entered()) {", "if (segment.chunk < 0) {"
     ),
-    "gradients_enter_the_wrong_segment": Mistake("chain.cuh", "block() + Pass::kDirection * p.value_heads",
+    "gradients_enter_the_wrong_segment": Mistake("chain/chain.cuh", "block() + Pass::kDirection * p.value_heads",
                                                  "block() + p.value_heads"),
-    "folds_of_gradients_are_not_mirrored": Mistake("segments.cuh", "is_mirrored ? segments - 1 - segment : segment",
+    "folds_of_gradients_are_not_mirrored": Mistake("cut/segments.cuh", "is_mirrored ? segments - 1 - segment : segment",
                                                    "segment"),
-    "gradients_by_the_map_of_states": Mistake("segments.cuh", "maps = is_mirrored ? p.gradient_maps : p.maps;",
+    "gradients_by_the_map_of_states": Mistake("cut/segments.cuh", "maps = is_mirrored ? p.gradient_maps : p.maps;",
                                               "maps = p.maps;"),
     "no_maps_for_gradients": Mistake(
-        "states.cuh", "return gradients->is_entered() && gradients[-p.value_heads].is_entered();", "return false;"
+        "backward/states_chain.cuh", "return gradients->is_entered() && gradients[-p.value_heads].is_entered();", "return false;"
     ),
 }  # fmt: skip
 
@@ -256,8 +256,9 @@ def main() -> int:
         print(f"plant: {mistake.file} has {text.count(mistake.right)} times: {mistake.right!r}")
         return 1
     shutil.rmtree(target, ignore_errors=True)  # the mistake may have been in another file
-    Path(target).mkdir(parents=True)
-    (Path(target) / mistake.file).write_text(text.replace(mistake.right, mistake.wrong))
+    planted = Path(target) / mistake.file
+    planted.parent.mkdir(parents=True)
+    planted.write_text(text.replace(mistake.right, mistake.wrong))
     return 0
 
 

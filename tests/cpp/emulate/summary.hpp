@@ -2,13 +2,13 @@
 #pragma once
 
 #include "backward.hpp"
-#include "cuda/portable/summary.cuh"
+#include "cuda/portable/summary/summary.cuh"
 
 namespace gatedelta::testing::emulated {
 
 template <class Elem>
 void run_prepare_of(const cuda::portable::Params& p, int64_t ctas, const Options& options) {
-  switch (cuda::portable::compiled_keys(p.key_dim)) {
+  switch (cuda::compiled_keys(p.key_dim)) {
     case 64: return run_prepare<Elem, 64>(p, ctas, options);
     case 128: return run_prepare<Elem, 128>(p, ctas, options);
     default: return run_prepare<Elem, 256>(p, ctas, options);
@@ -16,6 +16,7 @@ void run_prepare_of(const cuda::portable::Params& p, int64_t ctas, const Options
 }
 template <class PassOf, class Elem, template <class> class ChainOf, class Problem>
 void run_summary_chain(const Problem& problem, char* workspace, const Options& options, bool is_prepared) {
+  using namespace cuda;
   using namespace cuda::portable;
   constexpr cuda::Pass kPass = PassOf::kDirection > 0 ? cuda::Pass::kForward : cuda::Pass::kBackward;
   const SummaryWorkspace layout = summary_layout(problem);
@@ -32,11 +33,13 @@ void run_summary_chain(const Problem& problem, char* workspace, const Options& o
 
 template <class Elem>
 void run_instance(const SummaryProblem& problem, char* workspace, const Options& options) {
+  using namespace cuda;
   using namespace cuda::portable;
   run_summary_chain<StatesPass, Elem, States>(problem, workspace, options, problem.prepared);
 }
 template <class Elem>
 void run_instance(const BackwardSummaryProblem& problem, char* workspace, const Options& options) {
+  using namespace cuda;
   using namespace cuda::portable;
   run_summary_chain<GradientPass, Elem, GradientChain>(problem, workspace, options, problem.saved.present);
 }

@@ -66,7 +66,7 @@ TEST(EmulatedSummary, FadedHeadsReadTheirWindowAlone) {
   for (const bool is_second : {false, true}) {
     Summary& summary = is_second ? after : before;
     if (is_second) {
-      auto *v = static_cast<uint16_t*>(in.v.data), *d_o = static_cast<uint16_t*>(back.d_o.data);
+      auto *v = static_cast<uint16_t*>(in.v.data), *d_o = static_cast<uint16_t*>(back.do_.data);
       std::fill_n(v, 1024 * 4 * 32, uint16_t{0x7fc0});
       std::fill_n(d_o + 1024 * 4 * 32, 1024 * 4 * 32, uint16_t{0x7fc0});
     }
@@ -127,12 +127,12 @@ TEST(EmulatedSummary, RangesAndWhatIsPrepared) {
       const char* const data = static_cast<const char*>(t.data);
       return std::vector<char>(data, data + element_count(t) * element_bytes(t.dtype));
     };
-    const auto plain = bytes(forward.o);
+    const auto plain = bytes(forward.out);
     problem.reset();
     forward = problem.forward;
     forward.saved = saved.data(), forward.saved_bytes = saved.size(), forward.prepared = 1;
     ASSERT_EQ(emulated::run(forward, {}), "");
-    EXPECT_EQ(plain, bytes(forward.o)) << spec;
+    EXPECT_EQ(plain, bytes(forward.out)) << spec;
     EXPECT_TRUE(saved.guards_intact());
   }
 }

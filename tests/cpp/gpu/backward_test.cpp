@@ -1,3 +1,4 @@
+// Backward on a CUDA device: cuts, memory saved by a forward, small workspaces, bits, graphs.
 #include <cmath>
 #include <cstring>
 #include <iterator>
@@ -12,54 +13,11 @@ namespace {
 
 using Backward = Gpu;
 
-void check_as_given(const Specs& specs) {
-  for (const std::string& spec : specs) {
-    Judge judge(parse_case(spec));
-    const Judgement judgement = judge.backward(Compute::tensor_cores, on_device<gd_backward_args>);
-    expect_ok(judgement, judge.problem().spec);
-  }
-}
-void check(const Specs& specs) { check_as_given(cross(specs, kTypes)); }
+void check(const Specs& specs) { check_backward(cross(specs, kTypes)); }
 
-// Kernels for all head sizes; those of Hopper have one.
-TEST_F(Backward, HeadSizes) {
-  Specs specs;
-  for (int size = 16; size <= 256; size += 16) {
-    const std::string text = std::to_string(size), other = std::to_string(16 + (size * 7 + 80) % 256);
-    specs.push_back("T=150 Hk=1 Hv=2 K=" + text + " V=" + text + " dtype=bf16");
-    specs.push_back("T=97 Hk=2 Hv=4 K=" + text + " V=" + other + " dtype=fp16 layout=vk l2norm gate=raw");
-    specs.push_back("lengths=70+0+1+33 pad=9 Hk=1 Hv=3 K=" + other + " V=" + text + " dtype=bf16 pool");
-  }
-  check_as_given(specs);
-}
-
-// With few heads, with some and with many: a CTA has a different share of a head.
-TEST_F(Backward, ManyHeads) {
-  check_as_given(
-      cross({"B=1 T=70 Hk=2 Hv=4", "B=9 T=70 Hk=2 Hv=4", "B=50 T=70 Hk=4 Hv=8", "T=70 Hk=1 Hv=300"},
-            {"K=64 V=64 dtype=bf16", "K=128 V=128 dtype=bf16", "K=128 V=192 dtype=fp16", "K=256 V=256 dtype=bf16"}));
-}
-
-TEST_F(Backward, Keys) {
-  if (!kIsPortable) GTEST_SKIP() << "bounds of similar keys are not established for Hopper's kernels";
-  check(cross({"T=170 Hk=2 Hv=4 seed=3"},
-              {"keys=correlated gate=zero", "keys=correlated beta=two gate=weak", "keys=correlated l2norm gate=raw",
-               "keys=repeated beta=one", "keys=repeated l2norm", "keys=loose", "keys=loose l2norm"}));
-}
+TEST_F(Backward, ManyHeads) { check_backward(many_heads_cases()); }
 
 TEST_F(Backward, Dense) { check({"T=1", "T=63", "T=64", "T=65", "T=128", "B=3 T=200", "B=2 T=513", "B=2 T=0"}); }
-
-TEST_F(Backward, Packs) {
-  check({"lengths=0+0+300+0+1+63+64+65+0 pad=1 i64 Hk=2 Hv=2", "lengths=5x1+128+2x0 Hk=1 Hv=3 gate=strong",
-         "lengths=129 pad=70 gate=raw l2norm", "lengths=4x0 pad=5 Hk=1 Hv=2"});
-}
-
-TEST_F(Backward, Heads) { check({"B=2 T=150 Hk=2 Hv=4", "T=150 Hk=1 Hv=3", "T=150 Hk=2 Hv=16 l2norm"}); }
-
-TEST_F(Backward, Gates) {
-  check(cross({"T=200 Hk=4 Hv=8"}, {"gate=zero", "gate=weak", "gate=strong", "gate=spiky", "gate=mixed", "gate=inf",
-                                    "gate=huge", "gate=raw", "gate=raw dt_bias=0", "gate=raw beta=logit"}));
-}
 
 // Under strong gates dg consists of what one token leaves to the next, which is far smaller than a token's own terms.
 // (In fp16 it is below the smallest number.)
@@ -73,21 +31,6 @@ TEST_F(Backward, StrongGatesKeepTheirGradient) {
       EXPECT_LE(verdict.comparison.error, 2e-2) << spec;
     }
   }
-}
-
-TEST_F(Backward, Betas) {
-  check(cross({"T=150 Hk=2 Hv=4 seed=2"},
-              {"beta=unit", "beta=zeros", "beta=two", "beta=one", "beta=logit", "beta=logit2"}));
-}
-
-// A scale of 0 gives zero outputs and a zero dq.
-TEST_F(Backward, Scales) {
-  check(cross({"T=150 Hk=1 Hv=2", "T=150 Hk=1 Hv=2 l2norm"}, {"scale=0", "scale=1", "scale=-0.25"}));
-}
-
-TEST_F(Backward, States) {
-  check(cross({"lengths=70+0+64+1+129 pad=4 Hk=1 Hv=2"},
-              {"state=fp32", "state=bf16 layout=vk", "state=fp16", "h0=0", "ht=0", "strided"}));
 }
 
 // Forced cuts; the sequences end at the beginning, in the middle and at the end of a chunk.
@@ -108,32 +51,7 @@ TEST_F(Backward, CutsLongSequences) {
          "lengths=8x1024 Hk=2 Hv=4 gate=mixed", "lengths=5300+7x413 Hk=2 Hv=4 gate=mixed"});
 }
 
-// A backward that uses what a forward saved. Each of the two may cut or not.
-std::string from_saved(gd_forward_args forward, gd_backward_args host, gd_context_parallel forward_cuts,
-                       gd_context_parallel backward_cuts) {
-  forward.final_state = forward.final_indices = forward.checkpoints = forward.checkpoint_indices = {};
-  forward.checkpoint_every = 0;
-  forward = with_isa(forward);
-  gd_forward_args query = forward;
-  query.exec = {};
-  query.exec.device = GD_CUDA;
-  query.exec.isa = kForcedIsa;
-  size_t bytes = 0;
-  if (gd_forward_saved_size(&query, &bytes) != GD_OK) return gd_last_error();
-  const DeviceMemory saved(bytes, 64);
-  forward.saved = saved.data();
-  forward.saved_bytes = bytes;
-  forward.context_parallel = forward_cuts;
-  DeviceForward training(forward);
-  if (std::string error = training.run(); !error.empty()) return error;
-  host.saved = saved.data();
-  host.saved_bytes = bytes;
-  host.context_parallel = backward_cuts;
-  DeviceBackward device(with_isa(host));
-  if (std::string error = device.run(); !error.empty()) return error;
-  std::string error = device.download(host);
-  return saved.guards_intact() ? error : "wrote outside of the saved memory";
-}
+// Each of the two may cut or not.
 TEST_F(Backward, FromSavedMemory) {
   for (const std::string& spec :
        cross({"T=1", "B=2 T=1024", "T=1025 Hk=1 Hv=2", "T=3000 Hk=1 Hv=1 gate=zero", "B=70 T=1030 Hk=1 Hv=1",
@@ -147,7 +65,7 @@ TEST_F(Backward, FromSavedMemory) {
       const Judgement judgement = judge.backward(Compute::tensor_cores, [&](const gd_backward_args& host) {
         return from_saved(judge.problem().forward, host, forward_cuts, backward_cuts);
       });
-      expect_ok(judgement, judge.problem().spec);
+      expect_ok(judgement, judge.problem().spec, "bwd");
     }
   }
 }
@@ -176,12 +94,12 @@ TEST_F(Backward, SmallWorkspace) {
         const Judgement judgement = judge.backward(Compute::tensor_cores, [&](gd_backward_args host) {
           host.small_workspace = is_small;
           gd_forward_args forward = judge.problem().forward;
-          if (cut == GD_CP_OFF) forward.segment_chunks = host.segment_chunks = 0;
+          if (cut == GD_CP_OFF) forward.exec.tuning = host.exec.tuning = nullptr;
           const std::string error = from_saved(forward, host, cut, cut);
           for (const gd_tensor* t : outputs) found[is_small].push_back(bytes_of(*t));
           return error;
         });
-        expect_ok(judgement, judge.problem().spec);
+        expect_ok(judgement, judge.problem().spec, "bwd");
       }
       EXPECT_EQ(found[0], found[1]) << spec;
     }
@@ -190,7 +108,7 @@ TEST_F(Backward, SmallWorkspace) {
 
 // Cut or not, the error is about the same. Also where it exceeds the bounds of the table, which do not cover thousands
 // of tokens with beta up to 2. A few large sums enter dg of all tokens, so its rounding errors differ from cut to cut,
-// by less those of dbeta: with two orders of the fold's sums and eight seeds, 48 cuts of the last case with T=3000 have
+// by less those of dbeta: with two orders of the merge's sums and eight seeds, 48 cuts of the last case with T=3000 have
 // between 0.89 and 1.08 of the automatic cut's error in dbeta, 0.994 in the mean. So the mean has the narrower bound.
 TEST_F(Backward, SegmentsAreAsAccurateAsNone) {
   std::map<std::string, std::vector<double>> growth;  // logarithms, by quantity
@@ -203,7 +121,7 @@ TEST_F(Backward, SegmentsAreAsAccurateAsNone) {
     const auto errors = [&](int segment) {
       const Judgement judgement = judge.backward(Compute::tensor_cores, [&](const gd_backward_args& host) {
         gd_backward_args args = host;
-        args.segment_chunks = segment;
+        judge.problem().tuning.segment_chunks = segment;
         args.context_parallel = segment ? GD_CP_AUTO : GD_CP_OFF;
         return on_device(args);
       });
@@ -255,32 +173,12 @@ TEST_F(Backward, RepeatsBitForBit) {
   }
 }
 
-// A captured call holds pointers and shapes. Every replay reads lengths and gates again, and cuts by them.
+// Every replay cuts by the lengths and gates it finds.
 TEST_F(Backward, GraphReplaysWithNewContents) {
   for (const std::string& type : kTypes) {
     const std::string rest = " pad=6 Hk=1 Hv=2 " + type + " seed=";
-    Judge first(parse_case("lengths=70+0+2300+64+30 gate=zero" + rest + "1"));
-    Judge second(parse_case("lengths=1+799+0+1633+31 gate=mixed" + rest + "2"));
-    DeviceBackward device(with_isa(first.problem().backward));
-    const CudaStream stream;
-    cudaGraph_t graph = nullptr;
-    GD_CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    const std::string error = device.run(stream);
-    GD_CUDA_OK(cudaStreamEndCapture(stream, &graph));
-    ASSERT_EQ(error, "");
-    cudaGraphExec_t replay = nullptr;
-    GD_CUDA_OK(cudaGraphInstantiate(&replay, graph, 0));
-    for (Judge* judge : {&first, &second, &first}) {
-      const auto run = [&](const gd_backward_args& host) {
-        device.upload(host);
-        GD_CUDA_OK(cudaGraphLaunch(replay, stream));
-        return device.download(host);
-      };
-      const Judgement judgement = judge->backward(Compute::tensor_cores, run);
-      expect_ok(judgement, judge->problem().spec);
-    }
-    GD_CUDA_OK(cudaGraphExecDestroy(replay));
-    GD_CUDA_OK(cudaGraphDestroy(graph));
+    check_replay<gd_backward_args>("lengths=70+0+2300+64+30 gate=zero" + rest + "1",
+                                   "lengths=1+799+0+1633+31 gate=mixed" + rest + "2");
   }
 }
 
@@ -288,7 +186,7 @@ TEST_F(Backward, GraphReplaysWithNewContents) {
 TEST_F(Backward, DoesNotDependOnTheBatch) {
   Problem problem(parse_case("B=70 T=700 Hk=2 Hv=4 gate=zero K=128 V=128 dtype=bf16"));
   problem.backward.batch_invariant = 1;
-  DeviceBackward device(with_isa(problem.backward));
+  DeviceBackward device(with_kernels(problem.backward));
   ASSERT_EQ(device.run(), "");
   ASSERT_EQ(device.download(problem.backward), "");
   const auto dq = bytes_of(problem.backward.dq), dv = bytes_of(problem.backward.dv);
@@ -296,8 +194,8 @@ TEST_F(Backward, DoesNotDependOnTheBatch) {
   device.upload(problem.backward);
   gd_backward_args& alone = device.args();
   for (gd_tensor* t :
-       {&alone.in.q, &alone.in.k, &alone.in.v, &alone.in.g, &alone.in.beta, &alone.in.initial_state, &alone.d_o,
-        &alone.d_final_state, &alone.dq, &alone.dk, &alone.dv, &alone.dg, &alone.dbeta, &alone.d_initial_state})
+       {&alone.in.q, &alone.in.k, &alone.in.v, &alone.in.g, &alone.in.beta, &alone.in.initial_state, &alone.do_,
+        &alone.dht, &alone.dq, &alone.dk, &alone.dv, &alone.dg, &alone.dbeta, &alone.d_initial_state})
     t->shape[0] = 1;
   ASSERT_EQ(device.run(), "");
   ASSERT_EQ(device.download(problem.backward), "");

@@ -1,4 +1,4 @@
-// What engines ask of states beyond one slot per sequence: slots that are nobody, strided indices, rows of slots, one
+// What engines ask of states beyond one slot per sequence: null slots, strided indices, rows of slots, one
 // checkpoint per sequence.
 #include <cmath>
 #include <cstring>
@@ -9,27 +9,14 @@
 namespace gatedelta::testing {
 namespace {
 
-// Recurrent steps run on every device from compute capability 8.0 on.
-class EngineRecurrent : public ::testing::Test {
- protected:
-  void SetUp() override {
-    int devices = 0, major = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess) devices = 0;
-    if (devices > 0) GD_CUDA_OK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
-    if (major < 8) GTEST_SKIP() << "no CUDA device of compute capability 8.0 or later";
-  }
-};
+using EngineRecurrent = Gpu;
+using EngineForward = Gpu;
 
 const Specs kSizes = {"K=128 V=128 layout=vk", "K=128 V=128 layout=kv", "K=48 V=32", "K=176 V=64 layout=vk"};
 
-void check(const Specs& specs) {
-  for (const std::string& spec : specs) {
-    Judge judge(parse_case(spec));
-    expect_ok(judge.recurrent(on_device<gd_recurrent_args>), judge.problem().spec);
-  }
-}
+void check(const Specs& specs) { check_calls<gd_recurrent_args>(specs); }
 
-TEST_F(EngineRecurrent, SlotsThatAreNobody) {
+TEST_F(EngineRecurrent, NullSlots) {
   check(cross(cross({"B=11 T=1 Hk=1 Hv=2 pool dtype=bf16 l2norm", "B=11 T=4 Hk=1 Hv=2 pool dtype=bf16",
                      "lengths=3+0+1+8+2+5+4+1+7+2 pad=2 Hk=1 Hv=2 pool"},
                     kSizes),
@@ -53,14 +40,14 @@ TEST_F(EngineRecurrent, StepsByRows) {
 }
 
 // An engine's drafts: one pool, one row of slots per sequence, both for the state it starts from and for those after
-// its tokens. Slot 0 is nobody. Two rounds, the second on the states of the first, against the truth on the host.
+// its tokens. Slot 0 is a null slot. Two rounds, the second on the states of the first, against the truth on the host.
 TEST_F(EngineRecurrent, DraftsOverOnePool) {
   for (const std::string& spec : cross({"lengths=3+0+4+1+2 pad=3 Hk=2 Hv=4 dtype=bf16 l2norm"}, kSizes)) {
     constexpr int64_t kSequences = 5, kColumns = 4, kSlots = 1 + kSequences * kColumns;
     const Case c = parse_case(spec);
     Problem problem(c);
     gd_recurrent_args args = problem.recurrent;
-    args.final_state = args.final_indices = {};
+    args.final_state = args.final_state_indices = {};
     const int64_t slot = c.Hv * c.K * c.V;
     std::vector<float> pool(kSlots * slot, NAN), before;
     std::vector<int32_t> table(kSequences * kColumns), kept = {1, 3, 2, 4, 1};
@@ -78,7 +65,7 @@ TEST_F(EngineRecurrent, DraftsOverOnePool) {
     const bool vk = c.layout == GD_STATE_VK;
     args.in.initial_state = args.step_states =
         tensor(pool.data(), GD_F32, {kSlots, c.Hv, vk ? c.V : c.K, vk ? c.K : c.V});
-    args.in.initial_indices = args.step_indices = tensor(table.data(), GD_I32, {kSequences, kColumns});
+    args.in.initial_state_indices = args.step_indices = tensor(table.data(), GD_I32, {kSequences, kColumns});
     args.previous_accept_lengths = tensor(kept.data(), GD_I32, {kSequences});
     args.in.first_slot = 1;
     for (int round = 0; round < 2; ++round) {
@@ -132,16 +119,9 @@ TEST_F(EngineRecurrent, RowsTooShortStoreWhatTheyHave) {
   }
 }
 
-using EngineForward = Gpu;
+void check_forward(const Specs& specs) { check_calls<gd_forward_args>(cross(specs, kTypes)); }
 
-void check_forward(const Specs& specs) {
-  for (const std::string& spec : cross(specs, kTypes)) {
-    Judge judge(parse_case(spec));
-    expect_ok(judge.forward(Compute::tensor_cores, on_device<gd_forward_args>), judge.problem().spec);
-  }
-}
-
-TEST_F(EngineForward, SlotsThatAreNobody) {
+TEST_F(EngineForward, NullSlots) {
   check_forward(cross({"lengths=70+0+64+1+129+30+20 pad=4 Hk=1 Hv=2 pool", "B=11 T=70 Hk=1 Hv=2 pool"},
                       {"first_slot=1", "first_slot=3 inplace strided layout=vk", "first_slot=2 every=64 state=bf16",
                        "first_slot=2 i64 strided every=64"}));
@@ -177,30 +157,10 @@ TEST_F(EngineForward, OffsetsThatAreNoneStoreNothing) {
   for (size_t i = 0; i < states.size(); ++i) ASSERT_EQ(std::isnan(states[i]), i / state != 5) << i / state;
 }
 
-// A captured call reads block tables and lengths anew.
 TEST_F(EngineRecurrent, GraphReplaysWithNewSlots) {
   const std::string rest =
       " pad=4 Hk=2 Hv=4 K=128 V=128 layout=vk dtype=bf16 pool first_slot=1 picked=4 ht=0 steps=pool seed=";
-  Judge first(parse_case("lengths=3+0+1+4+2+5" + rest + "1")), second(parse_case("lengths=1+2+6+0+5+1" + rest + "2"));
-  DeviceRecurrent device(first.problem().recurrent);
-  const CudaStream stream;
-  cudaGraph_t graph = nullptr;
-  GD_CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  const std::string error = device.run(stream);
-  GD_CUDA_OK(cudaStreamEndCapture(stream, &graph));
-  ASSERT_EQ(error, "");
-  cudaGraphExec_t replay = nullptr;
-  GD_CUDA_OK(cudaGraphInstantiate(&replay, graph, 0));
-  for (Judge* judge : {&first, &second, &first}) {
-    const auto run = [&](const gd_recurrent_args& host) {
-      device.upload(host);
-      GD_CUDA_OK(cudaGraphLaunch(replay, stream));
-      return device.download(host);
-    };
-    expect_ok(judge->recurrent(run), judge->problem().spec);
-  }
-  GD_CUDA_OK(cudaGraphExecDestroy(replay));
-  GD_CUDA_OK(cudaGraphDestroy(graph));
+  check_replay<gd_recurrent_args>("lengths=3+0+1+4+2+5" + rest + "1", "lengths=1+2+6+0+5+1" + rest + "2");
 }
 
 }  // namespace

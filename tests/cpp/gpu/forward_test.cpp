@@ -1,3 +1,4 @@
+// Forward on a CUDA device: cuts, short sequences, bits, graphs, streams, refusals.
 #include <cstring>
 
 #include "device.hpp"
@@ -7,57 +8,16 @@ namespace {
 
 using Forward = Gpu;
 
-// Both types multiply 16-bit operands, so fp16 has the bounds of bf16.
-void check(const Specs& specs) {
-  for (const std::string& spec : cross(specs, kTypes)) {
-    Judge judge(parse_case(spec));
-    expect_ok(judge.forward(Compute::tensor_cores, on_device<gd_forward_args>), judge.problem().spec);
-  }
-}
+void check(const Specs& specs) { check_calls<gd_forward_args>(cross(specs, kTypes)); }
 
-// Kernels for all head sizes; those of Hopper have one.
-TEST_F(Forward, HeadSizes) {
-  Specs specs;
-  for (int size = 16; size <= 256; size += 16) {
-    const std::string text = std::to_string(size), other = std::to_string(16 + (size * 7 + 80) % 256);
-    specs.push_back("T=150 Hk=1 Hv=2 K=" + text + " V=" + text + " dtype=bf16");
-    specs.push_back("T=97 Hk=2 Hv=4 K=" + text + " V=" + other + " dtype=fp16 layout=vk l2norm gate=raw");
-    specs.push_back("lengths=70+0+1+33 pad=9 Hk=1 Hv=3 K=" + other + " V=" + text + " dtype=bf16 pool every=64");
-  }
-  for (const std::string& spec : specs) {
-    Judge judge(parse_case(spec));
-    expect_ok(judge.forward(Compute::tensor_cores, on_device<gd_forward_args>), judge.problem().spec);
-  }
-}
-
-// With few heads, with some and with many: a CTA has a different share of a head.
-TEST_F(Forward, ManyHeads) {
-  for (const std::string& spec :
-       cross({"B=1 T=70 Hk=2 Hv=4", "B=9 T=70 Hk=2 Hv=4", "B=50 T=70 Hk=4 Hv=8", "T=70 Hk=1 Hv=300"},
-             {"K=64 V=64 dtype=bf16", "K=128 V=128 dtype=bf16", "K=128 V=192 dtype=fp16", "K=256 V=256 dtype=bf16"})) {
-    Judge judge(parse_case(spec));
-    expect_ok(judge.forward(Compute::tensor_cores, on_device<gd_forward_args>), judge.problem().spec);
-  }
-}
+TEST_F(Forward, ManyHeads) { check_calls<gd_forward_args>(many_heads_cases()); }
 
 TEST_F(Forward, Dense) {
   check({"T=1", "T=63", "T=64", "T=65", "T=128", "B=3 T=200", "B=2 T=513", "B=2 T=0", "T=300 h0=0", "T=300 ht=0",
          "B=70 T=70 Hk=1 Hv=2"});  // more heads than multiprocessors
 }
 
-TEST_F(Forward, EveryLength) {
-  std::string lengths;
-  for (int length = 0; length <= 130; ++length) lengths += (length ? "+" : "") + std::to_string(length);
-  check({"lengths=" + lengths + " pad=9 Hk=1 Hv=2"});
-}
-
-TEST_F(Forward, Packs) {
-  check({"lengths=0+0+300+0+1+63+64+65+0 pad=1 i64 Hk=2 Hv=2", "lengths=5x1+128+2x0 Hk=1 Hv=3 gate=strong",
-         "lengths=129 pad=70 gate=raw l2norm", "lengths=129 pad=200", "lengths=4x0 pad=5 Hk=1 Hv=2", "lengths=0",
-         "lengths=40+0+90 pad=3 Hk=1 Hv=2 h0=0"});
-}
-
-// Sequences of a few tokens are walked, those beside them are not.
+// Short sequences, which have a kernel of their own, alone and beside others.
 TEST_F(Forward, ShortSequences) {
   check(cross({"B=3 T=1", "T=16 Hk=2 Hv=4", "B=2 T=17", "lengths=3+0+5 pad=4", "lengths=64x1 Hk=2 Hv=4",
                "lengths=40+6x1+0+17x1 Hk=1 Hv=2", "lengths=3x1+200+5x2+0+17+16+65 pad=20 Hk=1 Hv=3",
@@ -87,73 +47,22 @@ TEST_F(Forward, RaggedPacks) {
 TEST_F(Forward, ShortSequencesDoNotDependOnTheBatch) {
   Problem problem(parse_case("lengths=5+3x1000 Hk=2 Hv=4 K=128 V=128 dtype=bf16 layout=vk"));
   problem.forward.batch_invariant = 1;
-  DeviceForward device(with_isa(problem.forward));
+  DeviceForward device(with_kernels(problem.forward));
   ASSERT_EQ(device.run(), "");
   ASSERT_EQ(device.download(problem.forward), "");
-  const auto o = bytes_of(problem.forward.o), states = bytes_of(problem.forward.final_state);
+  const auto o = bytes_of(problem.forward.out), states = bytes_of(problem.forward.final_state);
 
   problem.reset();
   device.upload(problem.forward);
   gd_forward_args& alone = device.args();
-  for (gd_tensor* t : {&alone.in.q, &alone.in.k, &alone.in.v, &alone.in.g, &alone.in.beta, &alone.o}) t->shape[1] = 5;
+  for (gd_tensor* t : {&alone.in.q, &alone.in.k, &alone.in.v, &alone.in.g, &alone.in.beta, &alone.out}) t->shape[1] = 5;
   for (gd_tensor* t : {&alone.in.initial_state, &alone.final_state}) t->shape[0] = 1;
   alone.in.cu_seqlens.shape[0] = 2;
   ASSERT_EQ(device.run(), "");
   ASSERT_EQ(device.download(problem.forward), "");
-  const auto o_alone = bytes_of(problem.forward.o), states_alone = bytes_of(problem.forward.final_state);
+  const auto o_alone = bytes_of(problem.forward.out), states_alone = bytes_of(problem.forward.final_state);
   EXPECT_EQ(std::memcmp(o.data(), o_alone.data(), o.size() / 3005 * 5), 0);
   EXPECT_EQ(std::memcmp(states.data(), states_alone.data(), states.size() / 4), 0);
-}
-
-TEST_F(Forward, Heads) {
-  check({"B=2 T=150 Hk=2 Hv=2", "B=2 T=150 Hk=2 Hv=4", "T=150 Hk=1 Hv=3", "T=150 Hk=2 Hv=16 l2norm", "T=70 Hk=5 Hv=15",
-         "T=70 Hk=1 Hv=33"});
-}
-
-TEST_F(Forward, Gates) {
-  check(cross({"T=200 Hk=4 Hv=8"}, {"gate=zero", "gate=weak", "gate=strong", "gate=spiky", "gate=mixed", "gate=inf",
-                                    "gate=huge", "gate=raw", "gate=raw dt_bias=0", "gate=raw gdtype=bf16 beta=logit",
-                                    "gate=mixed gdtype=fp16", "gate=huge gdtype=bf16"}));
-}
-
-TEST_F(Forward, Betas) {
-  check(cross({"T=150 Hk=2 Hv=4 seed=2"}, {"beta=unit", "beta=zeros", "beta=two", "beta=one", "beta=logit",
-                                           "beta=logit2", "beta=logit gdtype=bf16"}));
-}
-
-TEST_F(Forward, Keys) {
-  check(cross({"T=170 Hk=2 Hv=4 seed=3"},
-              {"keys=correlated gate=zero", "keys=correlated beta=two gate=weak", "keys=correlated l2norm gate=raw",
-               "keys=repeated beta=one", "keys=repeated l2norm", "keys=loose", "keys=loose l2norm",
-               "keys=random l2norm beta=logit2"}));
-}
-
-TEST_F(Forward, States) {
-  check(cross(cross({"lengths=70+0+64+1+129+30+20 pad=4 Hk=1 Hv=2"}, {"state=fp32", "state=bf16", "state=fp16"}),
-              cross({"layout=kv", "layout=vk"}, {"pool=0", "pool=1", "pool=1 i64 strided", "h0=0", "ht=0"})));
-}
-
-TEST_F(Forward, InPlace) {
-  check(cross({"lengths=70+0+64+1+129+30+20 Hk=1 Hv=2 inplace"},
-              {"pool=0", "pool=1", "pool=1 strided i64 layout=vk", "state=bf16", "state=fp16 layout=vk"}));
-}
-
-TEST_F(Forward, Checkpoints) {
-  check(cross({"B=2 T=400 Hk=1 Hv=2 every=64", "T=390 Hk=1 Hv=2 every=128",
-               "lengths=64+63+0+200+130+128+65 pad=3 Hk=1 Hv=2 every=64", "lengths=64+63+0+400+130+192+65 every=192",
-               "T=60 every=64"},
-              {"pool=0", "pool=1", "pool=1 i64 strided", "state=bf16 layout=vk", "state=fp16"}));
-}
-
-TEST_F(Forward, Strides) {
-  check(cross({"B=2 T=75 Hk=2 Hv=4 strided", "lengths=70+3+0+66+128 pad=6 Hk=1 Hv=2 strided layout=vk"},
-              {"gate=mixed", "gate=raw l2norm beta=logit"}));
-}
-
-TEST_F(Forward, Scale) { check(cross({"T=70 Hk=1 Hv=2"}, {"scale=0", "scale=-2.5", "scale=1"})); }
-
-TEST_F(Forward, PromisedBounds) {
-  check({"T=1024 Hk=2 Hv=4", "T=1024 Hk=2 Hv=4 l2norm gate=raw", "B=2 T=4096 Hk=1 Hv=4"});
 }
 
 TEST_F(Forward, RepeatsBitForBit) {
@@ -165,10 +74,10 @@ TEST_F(Forward, RepeatsBitForBit) {
       problem.reset();
       ASSERT_EQ(on_device(args), "");
       if (round == 0) {
-        o = bytes_of(args.o);
+        o = bytes_of(args.out);
         states = bytes_of(args.final_state);
       }
-      EXPECT_EQ(o, bytes_of(args.o)) << spec << ", round " << round;
+      EXPECT_EQ(o, bytes_of(args.out)) << spec << ", round " << round;
       EXPECT_EQ(states, bytes_of(args.final_state)) << spec << ", round " << round;
     }
   }
@@ -200,7 +109,7 @@ TEST_F(Forward, SegmentsAreAsAccurateAsNone) {
     const auto errors = [&](int segment) {
       const Judgement judgement = judge.forward(Compute::tensor_cores, [&](const gd_forward_args& host) {
         gd_forward_args args = host;
-        args.segment_chunks = segment;
+        judge.problem().tuning.segment_chunks = segment;
         args.context_parallel = segment ? GD_CP_AUTO : GD_CP_OFF;
         return on_device(args);
       });
@@ -222,11 +131,11 @@ TEST_F(Forward, SegmentsAreAsAccurateAsNone) {
 TEST_F(Forward, TwoSegmentsAreAsGoodAsOne) {
   Problem problem(parse_case("T=700 Hk=1 Hv=3 gate=zero K=128 V=128 dtype=bf16"));
   ASSERT_EQ(on_device(problem.forward), "");
-  const auto o = bytes_of(problem.forward.o), states = bytes_of(problem.forward.final_state);
+  const auto o = bytes_of(problem.forward.out), states = bytes_of(problem.forward.final_state);
   problem.reset();
-  problem.forward.segment_chunks = 6;
+  problem.tuning.segment_chunks = 6;
   ASSERT_EQ(on_device(problem.forward), "");
-  EXPECT_EQ(o, bytes_of(problem.forward.o));
+  EXPECT_EQ(o, bytes_of(problem.forward.out));
   EXPECT_EQ(states, bytes_of(problem.forward.final_state));
 }
 
@@ -235,11 +144,11 @@ TEST_F(Forward, BalancedHeadsHaveTheBitsOfWholeOnes) {
   for (const char* states : {"", " inplace"}) {
     Problem problem(parse_case(std::string("B=3 T=1290 Hk=16 Hv=64 K=128 V=128 dtype=bf16") + states));
     ASSERT_EQ(on_device(problem.forward), "");
-    const auto o = bytes_of(problem.forward.o), final_states = bytes_of(problem.forward.final_state);
+    const auto o = bytes_of(problem.forward.out), final_states = bytes_of(problem.forward.final_state);
     problem.reset();
     problem.forward.context_parallel = GD_CP_OFF;
     ASSERT_EQ(on_device(problem.forward), "");
-    EXPECT_EQ(o, bytes_of(problem.forward.o));
+    EXPECT_EQ(o, bytes_of(problem.forward.out));
     EXPECT_EQ(final_states, bytes_of(problem.forward.final_state));
   }
 }
@@ -248,62 +157,32 @@ TEST_F(Forward, BalancedHeadsHaveTheBitsOfWholeOnes) {
 TEST_F(Forward, DoesNotDependOnTheBatch) {
   Problem problem(parse_case("B=70 T=1500 Hk=2 Hv=4 K=128 V=128 dtype=bf16"));
   problem.forward.batch_invariant = 1;
-  DeviceForward device(with_isa(problem.forward));
+  DeviceForward device(with_kernels(problem.forward));
   ASSERT_EQ(device.run(), "");
   ASSERT_EQ(device.download(problem.forward), "");
-  const auto o = bytes_of(problem.forward.o), states = bytes_of(problem.forward.final_state);
+  const auto o = bytes_of(problem.forward.out), states = bytes_of(problem.forward.final_state);
 
   problem.reset();
   device.upload(problem.forward);
   gd_forward_args& alone = device.args();
   for (gd_tensor* t : {&alone.in.q, &alone.in.k, &alone.in.v, &alone.in.g, &alone.in.beta, &alone.in.initial_state,
-                       &alone.o, &alone.final_state})
+                       &alone.out, &alone.final_state})
     t->shape[0] = 1;
   ASSERT_EQ(device.run(), "");
   ASSERT_EQ(device.download(problem.forward), "");
-  const auto o_alone = bytes_of(problem.forward.o), states_alone = bytes_of(problem.forward.final_state);
+  const auto o_alone = bytes_of(problem.forward.out), states_alone = bytes_of(problem.forward.final_state);
   EXPECT_EQ(std::memcmp(o.data(), o_alone.data(), o.size() / 70), 0);
   EXPECT_EQ(std::memcmp(states.data(), states_alone.data(), states.size() / 70), 0);
 }
 
-// A captured call holds pointers and shapes. Every replay reads the tensors again, lengths included.
 TEST_F(Forward, GraphReplaysWithNewContents) {
   for (const std::string& type : kTypes) {
     const std::string rest = " pad=6 Hk=2 Hv=4 pool " + type + " seed=";
-    Judge first(parse_case("lengths=70+0+1300+64+30" + rest + "1"));
-    Judge second(parse_case("lengths=1+799+0+633+31" + rest + "2"));
-    DeviceForward device(with_isa(first.problem().forward));
-    const CudaStream stream;
-    cudaGraph_t graph = nullptr;
-    GD_CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    const std::string error = device.run(stream);
-    GD_CUDA_OK(cudaStreamEndCapture(stream, &graph));
-    ASSERT_EQ(error, "");
-    cudaGraphExec_t replay = nullptr;
-    GD_CUDA_OK(cudaGraphInstantiate(&replay, graph, 0));
-    for (Judge* judge : {&first, &second, &first}) {
-      const auto run = [&](const gd_forward_args& host) {
-        device.upload(host);
-        GD_CUDA_OK(cudaGraphLaunch(replay, stream));
-        return device.download(host);
-      };
-      expect_ok(judge->forward(Compute::tensor_cores, run), judge->problem().spec);
-    }
-    GD_CUDA_OK(cudaGraphExecDestroy(replay));
-    GD_CUDA_OK(cudaGraphDestroy(graph));
+    check_replay<gd_forward_args>("lengths=70+0+1300+64+30" + rest + "1", "lengths=1+799+0+633+31" + rest + "2");
   }
 }
 
-TEST_F(Forward, RunsOnAStream) {
-  Judge judge(parse_case("B=2 T=200 Hk=1 Hv=2 K=128 V=128 dtype=bf16"));
-  const CudaStream stream;
-  const auto run = [&](const gd_forward_args& host) {
-    DeviceForward device(with_isa(host));
-    if (std::string error = device.run(stream); !error.empty()) return error;
-    return device.download(host);
-  };
-  expect_ok(judge.forward(Compute::tensor_cores, run), judge.problem().spec);
-}
+TEST_F(Forward, RunsOnAStream) { check_on_a_stream<gd_forward_args>("B=2 T=200 Hk=1 Hv=2 K=128 V=128 dtype=bf16"); }
 
 TEST_F(Forward, LeavesTheCurrentDeviceAlone) {
   int before = -1, after = -1, devices = 0;
@@ -315,7 +194,7 @@ TEST_F(Forward, LeavesTheCurrentDeviceAlone) {
   EXPECT_EQ(after, before);
   if (devices < 2) GTEST_SKIP() << "one CUDA device only: no call on another one";
   GD_CUDA_OK(cudaSetDevice(1));
-  DeviceForward device(with_isa(problem.forward));
+  DeviceForward device(with_kernels(problem.forward));
   GD_CUDA_OK(cudaSetDevice(0));
   device.args().exec.device_index = 1;
   EXPECT_EQ(device.run(), "");
@@ -330,7 +209,7 @@ TEST_F(Forward, LeavesTheCurrentDeviceAlone) {
 TEST_F(Forward, RefusesAndGoesOn) {
   Judge judge(parse_case("T=200 Hk=1 Hv=2 K=128 V=128 dtype=bf16"));
   const auto run = [](const gd_forward_args& host) -> std::string {
-    DeviceForward device(with_isa(host));
+    DeviceForward device(with_kernels(host));
     const gd_exec right = device.args().exec;
     device.args().exec.device_index = 1000;
     if (gd_forward(&device.args()) != GD_INVALID_ARGUMENT) return "a missing device was accepted";
@@ -346,7 +225,7 @@ TEST_F(Forward, RefusesAndGoesOn) {
     if (std::string error = device.run(); !error.empty()) return error;
     return device.download(host);
   };
-  expect_ok(judge.forward(Compute::tensor_cores, run), judge.problem().spec);
+  expect_ok(judge.forward(Compute::tensor_cores, run), judge.problem().spec, "fwd");
 }
 
 // All heads share one q and k: strides of 0, as expand() makes them.
@@ -354,7 +233,7 @@ TEST_F(Forward, BroadcastHeads) {
   Judge judge(parse_case("T=200 Hk=1 Hv=4 K=128 V=128 dtype=bf16"));
   bool accepted = true;
   const auto run = [&](const gd_forward_args& host) -> std::string {
-    DeviceForward device(with_isa(host));
+    DeviceForward device(with_kernels(host));
     for (gd_tensor* t : {&device.args().in.q, &device.args().in.k}) {
       t->shape[2] = 4;
       t->stride[2] = 0;
@@ -365,7 +244,7 @@ TEST_F(Forward, BroadcastHeads) {
   };
   const Judgement judgement = judge.forward(Compute::tensor_cores, run);
   if (!accepted) GTEST_SKIP() << "the driver's tensor maps do not accept strides of 0, and the call was refused";
-  expect_ok(judgement, judge.problem().spec);
+  expect_ok(judgement, judge.problem().spec, "fwd");
 }
 
 }  // namespace

@@ -6,38 +6,10 @@ namespace {
 
 using Fp32 = Gpu;
 
-// A forward that saves, and a backward from what it saved.
-std::string from_saved(gd_forward_args forward, gd_backward_args host) {
-  gd_forward_args query = forward;
-  query.exec = {};
-  query.exec.device = GD_CUDA;
-  size_t bytes = 0;
-  if (gd_forward_saved_size(&query, &bytes) != GD_OK) return gd_last_error();
-  const DeviceMemory saved(bytes, 64);
-  forward.saved = saved.data();
-  forward.saved_bytes = bytes;
-  DeviceForward of_forward(forward);
-  if (std::string error = of_forward.run(); !error.empty()) return error;
-  GD_CUDA_OK(cudaDeviceSynchronize());
-  host.saved = saved.data();
-  host.saved_bytes = bytes;
-  DeviceBackward of_backward(host);
-  if (std::string error = of_backward.run(); !error.empty()) return error;
-  const std::string error = of_backward.download(host);
-  return saved.guards_intact() ? error : "wrote outside of the saved memory";
-}
-void check_forward(const Specs& specs) {
-  for (const std::string& spec : specs) {
-    Judge judge(parse_case(spec));
-    expect_ok(judge.forward(Compute::fp32, on_device<gd_forward_args>), judge.problem().spec);
-  }
-}
+void check_forward(const Specs& specs) { check_calls<gd_forward_args>(specs); }
 void check(const Specs& specs) {
   check_forward(specs);
-  for (const std::string& spec : specs) {
-    Judge judge(parse_case(spec));
-    expect_ok(judge.backward(Compute::fp32, on_device<gd_backward_args>), judge.problem().spec);
-  }
+  check_backward(specs);
 }
 
 TEST_F(Fp32, Instances) {
@@ -60,9 +32,7 @@ TEST_F(Fp32, HeadSizes) {
 }
 
 TEST_F(Fp32, Lengths) {
-  std::string lengths;
-  for (int length = 0; length <= 130; ++length) lengths += (length ? "+" : "") + std::to_string(length);
-  check({"lengths=" + lengths + " pad=9 Hk=1 Hv=2 K=32 V=64", "B=2 T=0", "T=1", "T=8", "T=9", "B=3 T=64", "T=65"});
+  check({"lengths=" + every_length() + " pad=9 Hk=1 Hv=2 K=32 V=64", "B=2 T=0", "T=1", "T=8", "T=9", "B=3 T=64", "T=65"});
 }
 
 TEST_F(Fp32, Packs) {
@@ -70,17 +40,11 @@ TEST_F(Fp32, Packs) {
          "lengths=129 pad=70 gate=raw l2norm", "lengths=4x0 pad=5 Hk=1 Hv=2", "lengths=0"});
 }
 
-TEST_F(Fp32, Gates) {
-  check(cross({"T=200 Hk=4 Hv=8 K=32 V=48", "T=200 Hk=4 Hv=8 K=128 V=128"},
-              {"gate=zero", "gate=weak", "gate=strong", "gate=spiky", "gate=mixed", "gate=inf", "gate=huge", "gate=raw",
-               "gate=raw dt_bias=0", "gate=raw gdtype=bf16 beta=logit"}));
-}
+TEST_F(Fp32, Gates) { check(cross({"T=200 Hk=4 Hv=8 K=32 V=48", "T=200 Hk=4 Hv=8 K=128 V=128"}, kGates)); }
 
 TEST_F(Fp32, BetasAndKeys) {
   check(cross({"T=170 Hk=2 Hv=4 K=64 V=32 seed=3"},
-              {"beta=zeros", "beta=two", "beta=one", "beta=logit", "beta=logit2", "keys=correlated gate=zero",
-               "keys=correlated beta=two gate=weak", "keys=correlated l2norm gate=raw", "keys=repeated beta=one",
-               "keys=repeated beta=two gate=zero", "keys=repeated l2norm", "keys=loose", "keys=loose l2norm"}));
+              joined(joined(kBetas, kKeys), {"keys=repeated beta=two gate=zero"})));
 }
 
 TEST_F(Fp32, States) {

@@ -1,19 +1,10 @@
+// The layer's step on a CUDA device against the CPU, and steps in graphs and one after the other.
 #include "device.hpp"
-#include "testing/layer_step_device.hpp"
 
 namespace gatedelta::testing {
 namespace {
 
-// The layer's step runs on every device from compute capability 8.0 on.
-class LayerStep : public ::testing::Test {
- protected:
-  void SetUp() override {
-    int devices = 0, major = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess) devices = 0;
-    if (devices > 0) GD_CUDA_OK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
-    if (major < 8) GTEST_SKIP() << "no CUDA device of compute capability 8.0 or later";
-  }
-};
+using LayerStep = Gpu;
 
 // What the CPU computes, which is compared with the truth operation by operation.
 LayerProblem::Bytes on_cpu(LayerProblem& problem) {
@@ -63,23 +54,6 @@ TEST_F(LayerStep, EnginesShapes) {
   }
 }
 
-// What lies between the operations is rounded as the separate calls store it: the bits are theirs.
-TEST_F(LayerStep, EqualsThreeCalls) {
-  for (const LayerCase& c : layer_cases()) {
-    SCOPED_TRACE(c.text());
-    LayerProblem problem(c);
-    DeviceLayerStep step(problem.args);
-    ASSERT_EQ(run_three_calls(step), "");
-    ASSERT_EQ(step.download(problem.args), "");
-    const LayerProblem::Bytes expected = problem.bytes();
-    problem.reset();
-    step.upload(problem.args);
-    ASSERT_EQ(step.run(), "");
-    ASSERT_EQ(step.download(problem.args), "");
-    EXPECT_TRUE(problem.bytes() == expected) << problem.difference(problem.bytes(), expected) << " (or less)";
-  }
-}
-
 // A captured step reads everything anew at each replay, and a hundred of them have the same bits: no CTA writes a conv
 // state that another one has yet to read.
 TEST_F(LayerStep, Graph) {
@@ -101,23 +75,16 @@ TEST_F(LayerStep, Graph) {
     ASSERT_EQ(step.download(problem.args), "");
     const LayerProblem::Bytes expected = problem.bytes();
     problem.reset();
-    const CudaStream stream;
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t replay = nullptr;
-    GD_CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    EXPECT_EQ(step.run(stream), "");
-    GD_CUDA_OK(cudaStreamEndCapture(stream, &graph));
-    GD_CUDA_OK(cudaGraphInstantiate(&replay, graph, 0));
+    Replay replay([&](cudaStream_t stream) { return step.run(stream); });
+    ASSERT_EQ(replay.error(), "");
     for (int i = 0; i < 100; ++i) {
       problem.reset();
       step.upload(problem.args);
-      GD_CUDA_OK(cudaGraphLaunch(replay, stream));
+      replay.launch();
       ASSERT_EQ(step.download(problem.args), "");
       ASSERT_TRUE(problem.bytes() == expected)
           << "replay " << i << ": " << problem.difference(problem.bytes(), expected);
     }
-    cudaGraphExecDestroy(replay);
-    cudaGraphDestroy(graph);
   }
 }
 

@@ -1,3 +1,4 @@
+// Recurrent steps on a CUDA device: each kernel, bits, graphs, streams, refusals, a pool beyond 2^32 elements.
 #include <cstdlib>
 
 #include "device.hpp"
@@ -6,126 +7,11 @@
 namespace gatedelta::testing {
 namespace {
 
-// Recurrent steps run on every device from compute capability 8.0 on.
-class Recurrent : public ::testing::Test {
- protected:
-  void SetUp() override {
-    int devices = 0, major = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess) devices = 0;
-    if (devices > 0) GD_CUDA_OK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
-    if (major < 8) GTEST_SKIP() << "no CUDA device of compute capability 8.0 or later";
-  }
-};
+using Recurrent = Gpu;
 
-const Specs kDtypes = {"dtype=fp32", "dtype=bf16", "dtype=fp16"};
-const Specs kStates = {"state=fp32", "state=bf16", "state=fp16"};
-const Specs kLayouts = {"layout=kv", "layout=vk"};
-const std::string kStep = "K=128 V=128 layout=vk ";  // with T=1 what the step kernel takes
+const std::string kStep = "K=128 V=128 layout=vk ";
 
-void check(const Specs& specs) {
-  for (const std::string& spec : specs) {
-    Judge judge(parse_case(spec));
-    expect_ok(judge.recurrent(on_device<gd_recurrent_args>), judge.problem().spec);
-  }
-}
-
-TEST_F(Recurrent, Gates) {
-  const Specs gates = {"gate=zero",
-                       "gate=weak",
-                       "gate=strong",
-                       "gate=spiky",
-                       "gate=mixed",
-                       "gate=inf",
-                       "gate=huge",
-                       "gate=raw",
-                       "gate=raw dt_bias=0",
-                       "gate=mixed gdtype=fp16",
-                       "gate=huge gdtype=bf16",
-                       "gate=raw gdtype=bf16 beta=logit"};
-  check(cross(cross({"T=70 Hk=4 Hv=8 K=32 V=48", "B=3 T=1 Hk=4 Hv=8 " + kStep}, kDtypes), gates));
-}
-
-TEST_F(Recurrent, Betas) {
-  check(cross(
-      cross({"T=9 Hk=2 Hv=4 K=48 V=32 seed=2", "B=9 T=1 Hk=2 Hv=4 seed=2 " + kStep}, kDtypes),
-      {"beta=unit", "beta=zeros", "beta=two", "beta=one", "beta=logit", "beta=logit2", "beta=logit gdtype=bf16"}));
-}
-
-TEST_F(Recurrent, Keys) {
-  check(cross(cross({"T=90 Hk=2 Hv=4 K=32 V=32 seed=3", "B=14 T=1 Hk=2 Hv=4 seed=3 " + kStep}, kDtypes),
-              {"keys=correlated gate=zero", "keys=correlated l2norm gate=raw", "keys=repeated beta=one",
-               "keys=repeated l2norm", "keys=loose", "keys=loose l2norm", "keys=random l2norm beta=logit2"}));
-}
-
-TEST_F(Recurrent, Heads) {
-  for (const int group : {1, 2, 3, 4, 8}) {
-    const std::string heads = "Hk=2 Hv=" + std::to_string(2 * group) + " l2norm ";
-    check(cross({"B=3 T=2 K=32 V=16 " + heads, "B=3 T=1 " + heads + kStep}, kDtypes));
-  }
-  check(cross(cross({"tiled Hk=2 Hv=6", "tiled Hk=5 Hv=10 l2norm"}, kDtypes),
-              {"B=3 T=2 K=32 V=16", "B=3 T=1 " + kStep, "B=3 T=1 K=128 V=128 layout=kv", "B=3 T=4 " + kStep,
-               "lengths=3+0+1+9 pad=1 " + kStep, "lengths=2+1 K=48 V=64"}));
-  check({"T=3 Hk=1 Hv=33 K=16 V=32 dtype=bf16", "T=3 Hk=5 Hv=15 K=16 V=16", "T=1 Hk=7 Hv=21 dtype=bf16 " + kStep});
-}
-
-TEST_F(Recurrent, Sizes) {
-  for (int size = 16; size <= 256; size += 16) {
-    const std::string dim = std::to_string(size), dtype = kDtypes[size / 16 % 3], state = kStates[size / 16 % 2];
-    check(cross({"T=3 Hk=1 Hv=2 K=" + dim + " V=32 " + dtype, "T=3 Hk=1 Hv=2 K=32 V=" + dim + " " + dtype},
-                cross(kLayouts, {"state=fp32", state})));
-  }
-  check(
-      cross(cross({"T=3 Hk=1 Hv=2"}, cross(kDtypes, kStates)),
-            cross({"K=16 V=256", "K=256 V=16", "K=256 V=256", "K=128 V=128", "K=64 V=128", "K=144 V=208"}, kLayouts)));
-}
-
-TEST_F(Recurrent, States) {
-  check(cross(cross(cross({"lengths=7+0+4+1+19+3+2 pad=4 Hk=1 Hv=2"}, {"K=48 V=16", "K=128 V=128", "K=176 V=64"}),
-                    cross(kStates, kLayouts)),
-              {"pool=0", "pool=1 dtype=bf16", "pool=1 i64 strided", "h0=0 dtype=fp16", "ht=0"}));
-}
-
-TEST_F(Recurrent, Strides) {
-  check(cross(cross({"B=2 T=5 Hk=2 Hv=4 K=32 V=48 strided", "lengths=7+3+0+6 pad=6 Hk=1 Hv=2 K=16 V=80 strided",
-                     "B=3 T=1 Hk=2 Hv=4 K=128 V=128 strided"},
-                    kLayouts),
-              cross(kDtypes, {"gate=mixed", "gate=raw l2norm beta=logit state=bf16"})));
-}
-
-TEST_F(Recurrent, ScaleAndOutputType) {
-  check(cross({"T=7 Hk=1 Hv=2 K=32 V=32", "B=7 T=1 Hk=1 Hv=2 " + kStep},
-              {"scale=0", "scale=-2.5", "scale=1 dtype=bf16", "dtype=bf16 odtype=fp32", "dtype=fp32 odtype=bf16",
-               "dtype=fp16 odtype=fp32"}));
-}
-
-TEST_F(Recurrent, LongSequences) {
-  check(cross({"T=300 Hk=1 Hv=2 K=32 V=32", "T=300 Hk=1 Hv=2 K=128 V=128"}, cross(kLayouts, kDtypes)));
-  check({"T=0 B=3 Hk=1 Hv=2 K=32 V=32", "lengths=4x0 pad=5 Hk=1 Hv=2 K=16 V=16", "lengths=0 Hk=1 Hv=2 K=16 V=16"});
-}
-
-// T = 1 over a pool, in place, as a serving engine calls it.
-TEST_F(Recurrent, Decode) {
-  check(cross(cross(cross({"B=19 T=1 Hk=2 Hv=4 l2norm gate=raw beta=logit"}, {"K=128 V=128", "K=64 V=32"}), kDtypes),
-              cross(cross(kStates, kLayouts), {"pool", "pool inplace", "pool inplace i64", "pool inplace strided",
-                                               "pool ht=0", "h0=0", "inplace"})));
-}
-
-// T = 2..8 drafts: which state is kept, and all of them.
-TEST_F(Recurrent, DraftVerification) {
-  for (int T = 1; T <= 8; ++T) {
-    const std::string drafts = "B=10 T=" + std::to_string(T) + " Hk=1 Hv=2 " + kDtypes[T % 3];
-    check(
-        cross(cross({drafts + " K=16 V=32", drafts + " " + kStep},
-                    {"accept", "accept pool inplace", "accept pool i64", "inplace"}),
-              {"steps=none", "steps=dense", "steps=pool", "steps=pool state=bf16 strided", "steps=dense state=fp16"}));
-  }
-}
-
-TEST_F(Recurrent, PackedDrafts) {
-  check(cross(cross({"lengths=3+0+1+8+2+5+4 pad=2 Hk=1 Hv=2"}, {"K=32 V=16", "K=128 V=128 layout=vk"}),
-              {"accept", "accept pool", "accept pool inplace steps=pool", "steps=dense", "pool steps=dense strided i64",
-               "h0=0", "ht=0", "dtype=bf16 state=bf16 accept", "dtype=bf16 state=fp16 pool inplace"}));
-}
+void check(const Specs& specs) { check_calls<gd_recurrent_args>(specs); }
 
 // K = V = 128 and [V, K]: all tokens of a window at once on the tensor cores, for every type of states and inputs.
 TEST_F(Recurrent, Fold) {
@@ -173,7 +59,7 @@ TEST_F(Recurrent, LaterTokensDoNotReachEarlierOnes) {
     Problem clean(parse_case(spec)), spoilt(parse_case(spec));
     constexpr int64_t kFirst = 3;  // of the tokens that are not finite; accepted are 0, 1 and 2 tokens
     const gd_recurrent_args& args = spoilt.recurrent;
-    const int64_t T = args.o.shape[1];
+    const int64_t T = args.out.shape[1];
     for (const gd_tensor* x : {&args.in.q, &args.in.k, &args.in.v}) {
       auto* rows = static_cast<uint16_t*>(x->data);
       for (int64_t n = 0; n < 3; ++n)
@@ -183,7 +69,7 @@ TEST_F(Recurrent, LaterTokensDoNotReachEarlierOnes) {
     ASSERT_EQ(on_device(args), "");
     EXPECT_EQ(bytes_of(clean.recurrent.final_state), bytes_of(args.final_state)) << spec;
     for (const auto& [want, got] :
-         {std::pair(&clean.recurrent.o, &args.o), std::pair(&clean.recurrent.step_states, &args.step_states)}) {
+         {std::pair(&clean.recurrent.out, &args.out), std::pair(&clean.recurrent.step_states, &args.step_states)}) {
       if (got->dtype == GD_DTYPE_NONE) continue;
       const std::vector<char> a = bytes_of(*want), b = bytes_of(*got);
       const size_t token = a.size() / (3 * T);
@@ -192,24 +78,6 @@ TEST_F(Recurrent, LaterTokensDoNotReachEarlierOnes) {
             std::equal(a.begin() + n * T * token, a.begin() + (n * T + kFirst) * token, b.begin() + n * T * token))
             << spec << ", sequence " << n;
     }
-  }
-}
-
-// Verification that stores no state: of every five sequences two have no read slot and are padded rows.
-TEST_F(Recurrent, PaddedRowsWithoutStoredStates) {
-  check(cross({"B=10 T=4 Hk=1 Hv=2 K=32 V=16 pool ht=0", "lengths=3+0+1+8+2+5+4 pad=2 Hk=1 Hv=2 K=16 V=32 pool ht=0",
-               "B=10 T=1 Hk=1 Hv=2 pool ht=0 " + kStep},
-              {"dtype=fp32", "dtype=bf16 i64 state=bf16", "steps=dense", "steps=pool strided"}));
-}
-
-// A commit moves the states and nothing else.
-TEST_F(Recurrent, CommitWithoutOutput) {
-  for (const std::string& spec : cross({"B=7 T=4 Hk=1 Hv=2 K=32 V=32 dtype=bf16 accept pool inplace",
-                                        "B=7 T=1 Hk=1 Hv=2 dtype=bf16 pool inplace " + kStep},
-                                       kStates)) {
-    Judge judge(parse_case(spec));
-    judge.problem().recurrent.o = {};
-    expect_ok(judge.recurrent(on_device<gd_recurrent_args>), judge.problem().spec);
   }
 }
 
@@ -232,7 +100,7 @@ TEST_F(Recurrent, MixedStateTypes) {
           const Comparison result = compare(to_doubles(got), want, head_shape(got, head_axis), bound);
           EXPECT_TRUE(result.ok) << spec << " " << from << " " << to << ": " << result.text();
         };
-        expect_near(args.o, truth.o, Quantity::o, 2);
+        expect_near(args.out, truth.o, Quantity::o, 2);
         expect_near(args.final_state, truth.final_state, Quantity::final_state, 1);
         expect_near(args.step_states, truth.step_states, Quantity::step_states, 2);
         EXPECT_TRUE(second.damage().empty()) << spec << " " << from << " " << to;
@@ -244,7 +112,7 @@ TEST_F(Recurrent, MixedStateTypes) {
 // Tokens [first, first + count) of a call's tensors. Its states are updated in place.
 gd_recurrent_args tokens_of(const gd_recurrent_args& whole, int64_t first, int64_t count) {
   gd_recurrent_args some = whole;
-  for (gd_tensor* t : {&some.in.q, &some.in.k, &some.in.v, &some.in.g, &some.in.beta, &some.o}) {
+  for (gd_tensor* t : {&some.in.q, &some.in.k, &some.in.v, &some.in.g, &some.in.beta, &some.out}) {
     t->data = static_cast<char*>(t->data) + first * t->stride[1] * element_bytes(t->dtype);
     t->shape[1] = count;
   }
@@ -270,7 +138,7 @@ TEST_F(Recurrent, OneCallHasTheBitsOfMany) {
         ASSERT_EQ(device.run(), "");
       }
       ASSERT_EQ(device.download(problem.recurrent), "");
-      const std::vector<double> o_now = to_doubles(problem.recurrent.o);
+      const std::vector<double> o_now = to_doubles(problem.recurrent.out);
       const std::vector<double> states_now = to_doubles(problem.recurrent.final_state);
       const auto bytes = [](const std::vector<double>& x) {
         const char* data = reinterpret_cast<const char*>(x.data());
@@ -291,11 +159,11 @@ TEST_F(Recurrent, PackOfSingleTokensHasTheBitsOfABatch) {
     Problem problem(parse_case(spec));
     const gd_recurrent_args& host = problem.recurrent;
     ASSERT_EQ(on_device(host), "");
-    const auto o = bytes_of(host.o), states = bytes_of(host.final_state);
+    const auto o = bytes_of(host.out), states = bytes_of(host.final_state);
     problem.reset();
     DeviceRecurrent device(host);
     gd_recurrent_args& args = device.args();
-    for (gd_tensor* t : {&args.in.q, &args.in.k, &args.in.v, &args.in.g, &args.in.beta, &args.o})
+    for (gd_tensor* t : {&args.in.q, &args.in.k, &args.in.v, &args.in.g, &args.in.beta, &args.out})
       t->shape[0] = 1, t->shape[1] = 7, t->stride[1] = t->stride[0];
     const std::vector<int32_t> offsets = {0, 1, 2, 3, 4, 5, 6, 7};
     DeviceMemory memory(32, 0);
@@ -304,7 +172,7 @@ TEST_F(Recurrent, PackOfSingleTokensHasTheBitsOfABatch) {
     seqlens.data = memory.data(), seqlens.dtype = GD_I32, seqlens.rank = 1, seqlens.shape[0] = 8, seqlens.stride[0] = 1;
     ASSERT_EQ(device.run(), "") << spec;
     ASSERT_EQ(device.download(host), "");
-    EXPECT_EQ(o, bytes_of(host.o)) << spec;
+    EXPECT_EQ(o, bytes_of(host.out)) << spec;
     EXPECT_EQ(states, bytes_of(host.final_state)) << spec;
   }
 }
@@ -315,7 +183,7 @@ TEST_F(Recurrent, EveryStateHasTheBitsOfSingleSteps) {
     Problem steps(parse_case("B=5 T=6 Hk=1 Hv=2 K=128 V=128 dtype=bf16 l2norm steps=dense " + layout));
     Problem single(parse_case("B=5 T=6 Hk=1 Hv=2 K=128 V=128 dtype=bf16 l2norm inplace " + layout));
     ASSERT_EQ(on_device(steps.recurrent), "");
-    const std::vector<char> every = bytes_of(steps.recurrent.step_states), o = bytes_of(steps.recurrent.o);
+    const std::vector<char> every = bytes_of(steps.recurrent.step_states), o = bytes_of(steps.recurrent.out);
     const size_t state = every.size() / (5 * 6);
     DeviceRecurrent device(single.recurrent);
     const gd_recurrent_args whole = device.args();
@@ -329,7 +197,7 @@ TEST_F(Recurrent, EveryStateHasTheBitsOfSingleSteps) {
             std::equal(now.begin() + n * state, now.begin() + (n + 1) * state, every.begin() + (n * 6 + t) * state))
             << layout << ", sequence " << n << ", token " << t;
     }
-    EXPECT_EQ(o, bytes_of(single.recurrent.o)) << layout;
+    EXPECT_EQ(o, bytes_of(single.recurrent.out)) << layout;
   }
 }
 
@@ -381,21 +249,21 @@ TEST_F(Recurrent, DoesNotDependOnTheBatch) {
     problem.recurrent.batch_invariant = problem.spec.T == 3;
     const gd_recurrent_args& host = problem.recurrent;
     ASSERT_EQ(on_device(host), "");
-    const auto o = bytes_of(host.o), states = bytes_of(host.final_state);
+    const auto o = bytes_of(host.out), states = bytes_of(host.final_state);
     problem.reset();
     DeviceRecurrent device(host);
     const gd_recurrent_args whole = device.args();
     for (int64_t n = 0; n < 40; ++n) {
       gd_recurrent_args& alone = device.args() = whole;
       for (gd_tensor* t : {&alone.in.q, &alone.in.k, &alone.in.v, &alone.in.g, &alone.in.beta, &alone.in.initial_state,
-                           &alone.o, &alone.final_state}) {
+                           &alone.out, &alone.final_state}) {
         t->data = static_cast<char*>(t->data) + n * t->stride[0] * element_bytes(t->dtype);
         t->shape[0] = 1;
       }
       ASSERT_EQ(device.run(), "");
     }
     ASSERT_EQ(device.download(host), "");
-    EXPECT_EQ(o, bytes_of(host.o)) << spec;
+    EXPECT_EQ(o, bytes_of(host.out)) << spec;
     EXPECT_EQ(states, bytes_of(host.final_state)) << spec;
   }
 }
@@ -409,57 +277,23 @@ TEST_F(Recurrent, RepeatsBitForBit) {
     for (int round = 0; round < 5; ++round) {
       problem.reset();
       ASSERT_EQ(on_device(host), "");
-      if (round == 0) o = bytes_of(host.o), states = bytes_of(host.final_state);
-      EXPECT_EQ(o, bytes_of(host.o)) << spec << ", round " << round;
+      if (round == 0) o = bytes_of(host.out), states = bytes_of(host.final_state);
+      EXPECT_EQ(o, bytes_of(host.out)) << spec << ", round " << round;
       EXPECT_EQ(states, bytes_of(host.final_state)) << spec << ", round " << round;
     }
   }
 }
 
-// A captured call holds pointers and shapes. Every replay reads tokens, lengths, indices and states anew.
-void check_replay(const std::vector<std::string>& specs) {
-  std::vector<std::unique_ptr<Judge>> judges;
-  for (const std::string& spec : specs) judges.push_back(std::make_unique<Judge>(parse_case(spec)));
-  DeviceRecurrent device(judges[0]->problem().recurrent);
-  const CudaStream stream;
-  cudaGraph_t graph = nullptr;
-  GD_CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  const std::string error = device.run(stream);
-  GD_CUDA_OK(cudaStreamEndCapture(stream, &graph));
-  ASSERT_EQ(error, "");
-  cudaGraphExec_t replay = nullptr;
-  GD_CUDA_OK(cudaGraphInstantiate(&replay, graph, 0));
-  for (const size_t i : {0, 1, 0}) {
-    const auto run = [&](const gd_recurrent_args& host) {
-      device.upload(host);
-      GD_CUDA_OK(cudaGraphLaunch(replay, stream));
-      return device.download(host);
-    };
-    expect_ok(judges[i]->recurrent(run), judges[i]->problem().spec);
-  }
-  GD_CUDA_OK(cudaGraphExecDestroy(replay));
-  GD_CUDA_OK(cudaGraphDestroy(graph));
-}
-
 TEST_F(Recurrent, GraphReplaysWithNewContents) {
   const std::string rest = " pad=2 Hk=1 Hv=2 K=64 V=48 dtype=bf16 pool inplace accept steps=pool seed=";
-  check_replay({"lengths=3+0+1+8+2" + rest + "1", "lengths=1+5+0+4+4" + rest + "2"});
+  check_replay<gd_recurrent_args>("lengths=3+0+1+8+2" + rest + "1", "lengths=1+5+0+4+4" + rest + "2");
   for (const std::string& state : kStates) {
     const std::string decode = "B=9 T=1 Hk=1 Hv=2 dtype=bf16 gate=raw beta=logit l2norm pool inplace " + kStep + state;
-    check_replay({decode + " seed=1", decode + " seed=2"});
+    check_replay<gd_recurrent_args>(decode + " seed=1", decode + " seed=2");
   }
 }
 
-TEST_F(Recurrent, RunsOnAStream) {
-  Judge judge(parse_case("B=3 T=4 Hk=1 Hv=2 K=128 V=128 dtype=bf16"));
-  const CudaStream stream;
-  const auto run = [&](const gd_recurrent_args& host) {
-    DeviceRecurrent device(host);
-    if (std::string error = device.run(stream); !error.empty()) return error;
-    return device.download(host);
-  };
-  expect_ok(judge.recurrent(run), judge.problem().spec);
-}
+TEST_F(Recurrent, RunsOnAStream) { check_on_a_stream<gd_recurrent_args>("B=3 T=4 Hk=1 Hv=2 K=128 V=128 dtype=bf16"); }
 
 // A refusal writes nothing and does not spoil the next call.
 TEST_F(Recurrent, RefusesAndGoesOn) {
@@ -471,13 +305,13 @@ TEST_F(Recurrent, RefusesAndGoesOn) {
     if (std::string(gd_last_error()) != "device_index is 1000, and there is no such CUDA device")
       return gd_last_error();
     device.args().exec.device_index = 0;
-    device.args().o.rank = 3;
+    device.args().out.rank = 3;
     if (gd_recurrent(&device.args()) != GD_INVALID_ARGUMENT) return "an o of rank 3 was taken";
-    device.args().o.rank = 4;
+    device.args().out.rank = 4;
     if (std::string error = device.run(); !error.empty()) return error;
     return device.download(host);
   };
-  expect_ok(judge.recurrent(run), judge.problem().spec);
+  expect_ok(judge.recurrent(run), judge.problem().spec, "rec");
 }
 
 // Slots beyond 2^31 and 2^32 elements: every product of slot and stride must be 64 bits wide.
@@ -507,10 +341,10 @@ TEST_F(Recurrent, HugePool) {
     args.in.initial_state.data = pool;
     args.in.initial_state.shape[0] = kSlots;
     args.final_state = args.in.initial_state;
-    gd_tensor& index = args.in.initial_indices;
+    gd_tensor& index = args.in.initial_state_indices;
     index.data = indices.data();
     index.dtype = GD_I32, index.rank = 1, index.shape[0] = 3, index.stride[0] = 1;
-    args.final_indices = index;
+    args.final_state_indices = index;
     ASSERT_EQ(device.run(), "");
     GD_CUDA_OK(cudaDeviceSynchronize());
     std::vector<float> got(3 * kSlot);

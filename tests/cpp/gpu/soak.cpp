@@ -88,12 +88,13 @@ Case draw_case(Dice& dice, size_t kind) {
 // A call whose own tensors lie in a lane's memory: offsets and indices, outputs, workspace, each followed by a gap.
 class Batch {
  public:
-  Batch(const Contents& contents, gd_isa isa, uint64_t seed, uint64_t number) {
+  Batch(const Contents& contents, gd_kernels kernels, uint64_t seed, uint64_t number) {
     Dice dice{seed, number};
     const auto kind = static_cast<size_t>(dice.below(std::size(kKinds)));
     spec_ = draw_case(dice, kind);
     args_ = contents[kind]->args();
-    args_.exec.isa = isa;
+    args_.exec.kernels = kernels;
+    args_.exec.tuning = &tuning_;
     const int64_t T = spec_.total_tokens(), N = spec_.sequences(), Hk = spec_.Hk, Hv = spec_.Hv;
     const int64_t slots = spec_.pool ? 2 * N + 3 : N;
     const auto states = [&](int64_t count) { return std::vector<int64_t>{count, Hv, kHead, kHead}; };
@@ -107,7 +108,7 @@ class Batch {
     if (in.dt_bias.dtype) in.dt_bias = part_of(in.dt_bias, {Hv}, 1, dice);
     in.initial_state = spec_.h0 ? part_of(in.initial_state, states(slots), kHead * kHead, dice) : gd_tensor{};
     in.state_layout = spec_.layout;
-    args_.o = contiguous(spec_.dtype, {1, T, Hv, kHead});
+    args_.out = contiguous(spec_.dtype, {1, T, Hv, kHead});
     if (spec_.ht) args_.final_state = contiguous(spec_.state, states(slots));
 
     std::vector<int64_t> offsets(N + 1, 0), read(N), write(N), checkpoints;
@@ -119,7 +120,7 @@ class Batch {
       write[n] = spec_.pool ? slot(order[spec_.inplace ? n : N + n]) : n;
     }
     written_states_ = write;
-    args_.segment_chunks = static_cast<int32_t>(spec_.segment);
+    tuning_.segment_chunks = static_cast<int32_t>(spec_.segment);
     if (spec_.every) {
       int64_t count = 0;
       for (const int64_t length : spec_.lengths) count += length / spec_.every;
@@ -146,6 +147,8 @@ class Batch {
     workspace_ = place(args_.exec.workspace_bytes);
   }
 
+  Batch(const Batch&) = delete;  // its arguments point to its tuning
+  Batch& operator=(const Batch&) = delete;
   const Case& spec() const { return spec_; }
   size_t bytes() const { return end_; }
   const std::vector<char>& indices() const { return indices_; }  // at the beginning
@@ -189,8 +192,13 @@ class Batch {
  private:
   enum Part { kOffsets, kRead, kWrite, kPlaces, kOutput, kFinal, kCheckpoints, kParts };
   static std::array<gd_tensor*, kParts> own_tensors(gd_forward_args& a) {
-    return {&a.in.cu_seqlens, &a.in.initial_indices, &a.final_indices, &a.checkpoint_indices, &a.o,
-            &a.final_state,   &a.checkpoints};
+    return {&a.in.cu_seqlens,
+            &a.in.initial_state_indices,
+            &a.final_state_indices,
+            &a.checkpoint_indices,
+            &a.out,
+            &a.final_state,
+            &a.checkpoints};
   }
 
   size_t place(size_t bytes) {
@@ -208,6 +216,7 @@ class Batch {
   }
 
   Case spec_;
+  gd_tuning tuning_ = GD_TUNING_INIT;
   gd_forward_args args_{};
   std::vector<int64_t> written_states_, written_checkpoints_;  // slots; negative = none
   std::array<size_t, kParts> begin_{};
@@ -249,19 +258,19 @@ class Lane {
 
 class Soak {
  public:
-  Soak(uint64_t seed, gd_isa isa) : seed_(seed), isa_(isa), contents_(make_contents()) {}
+  Soak(uint64_t seed, gd_kernels kernels) : seed_(seed), kernels_(kernels), contents_(make_contents()) {}
 
   bool run(uint64_t batches) {
     size_t bytes = 0, outputs_bytes = 0;
     for (uint64_t number = 0; number <= batches; ++number) {
-      const Batch batch(contents_, isa_, seed_, number);
+      const Batch batch(contents_, kernels_, seed_, number);
       bytes = std::max(bytes, batch.bytes());
       outputs_bytes = std::max(outputs_bytes, batch.outputs_bytes());
     }
     Lane lanes[] = {{bytes, outputs_bytes}, {bytes, outputs_bytes}};
     uint64_t number = 0;
     while (number < batches && failures_ < kMostFailures) {
-      const Batch pair[] = {{contents_, isa_, seed_, number}, {contents_, isa_, seed_, number + 1}};
+      const Batch pair[] = {{contents_, kernels_, seed_, number}, {contents_, kernels_, seed_, number + 1}};
       const std::string names[] = {name_of(number, pair[0]), name_of(number + 1, pair[1])};
       watchdog_.begin(names[0] + "\n  or " + names[1]);
       for (const int turn : {0, 1}) {
@@ -285,8 +294,8 @@ class Soak {
   bool repeat(uint64_t repeats) {
     uint64_t number = 0;  // the first large batch
     const auto rows = [](const Case& c) { return c.total_tokens() * c.Hv; };
-    while (rows(Batch(contents_, isa_, seed_, number).spec()) < kMaxRows / 2) ++number;
-    const Batch batch(contents_, isa_, seed_, number);
+    while (rows(Batch(contents_, kernels_, seed_, number).spec()) < kMaxRows / 2) ++number;
+    const Batch batch(contents_, kernels_, seed_, number);
     const std::string name = name_of(number, batch);
     std::printf("%s\n", name.c_str());
     Lane lanes[] = {{batch.bytes(), batch.outputs_bytes()}, {batch.bytes(), batch.outputs_bytes()}};
@@ -331,7 +340,7 @@ class Soak {
     Judge judge(c, {.threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()))});
     const auto outputs_of = [](const gd_forward_args& args) {
       std::vector<char> bytes;
-      for (const gd_tensor* t : {&args.o, &args.final_state, &args.checkpoints}) {
+      for (const gd_tensor* t : {&args.out, &args.final_state, &args.checkpoints}) {
         const char* const data = static_cast<const char*>(t->data);
         bytes.insert(bytes.end(), data, data + bytes_of(*t));
       }
@@ -339,7 +348,7 @@ class Soak {
     };
     const auto run = [&](const gd_forward_args& host) -> std::string {
       gd_forward_args args = host;
-      args.exec.isa = isa_;
+      args.exec.kernels = kernels_;
       DeviceForward first(args), second(args);
       watchdog_.begin(name + " (judged)");
       std::string error = first.run(lanes[0].stream());
@@ -366,7 +375,7 @@ class Soak {
   }
 
   uint64_t seed_, judged_ = 0, failures_ = 0;
-  gd_isa isa_;
+  gd_kernels kernels_;
   double worst_ = 0;
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   Contents contents_;
@@ -385,7 +394,7 @@ int run_main(const std::vector<std::string>& arguments) {
     std::fprintf(stderr, "gpu_soak: no CUDA device of compute capability 8.0 or later\n");
     return 2;
   }
-  Soak soak(seed, portable ? GD_ISA_CUDA_PORTABLE : GD_ISA_AUTO);
+  Soak soak(seed, portable ? GD_KERNELS_PORTABLE : GD_KERNELS_AUTO);
   try {
     return (repeats ? soak.repeat(repeats) : soak.run(batches)) ? 0 : 1;
   } catch (const std::runtime_error& e) {  // the device is unusable, or the library refused

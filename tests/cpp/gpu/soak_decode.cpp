@@ -177,7 +177,9 @@ class Round {
     bool has_final = false, is_pool = false;  // is_pool: states after single tokens go to the pool, too
   };
   static std::array<gd_tensor*, kParts> own_tensors(gd_recurrent_args& a) {
-    return {&a.in.cu_seqlens, &a.in.initial_indices, &a.final_indices, &a.accept_lengths, &a.step_indices, &a.o,
+    return {&a.in.cu_seqlens,       &a.in.initial_state_indices,
+            &a.final_state_indices, &a.accept_lengths,
+            &a.step_indices,        &a.out,
             &a.step_states};
   }
 
@@ -216,7 +218,7 @@ class Round {
     if (in.A_log.dtype) in.A_log = part_of(in.A_log, {Hv}, 1, dice);
     if (in.dt_bias.dtype) in.dt_bias = part_of(in.dt_bias, {Hv}, 1, dice);
     in.state_layout = spec_.layout;
-    if (plan.has_output) args.o = contiguous(spec_.dtype, {rows, T, Hv, V});
+    if (plan.has_output) args.out = contiguous(spec_.dtype, {rows, T, Hv, V});
 
     // A slot that one sequence reads is written by no other: reads, writes and single tokens have their own ones.
     const auto order = dice.permutation(named_);
@@ -361,7 +363,7 @@ class Soak {
     Judge judge(c, {.threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()))});
     const auto outputs_of = [](const gd_recurrent_args& args) {
       std::vector<char> bytes;
-      for (const gd_tensor* t : {&args.o, &args.final_state, &args.step_states}) {
+      for (const gd_tensor* t : {&args.out, &args.final_state, &args.step_states}) {
         const char* const data = static_cast<const char*>(t->data);
         bytes.insert(bytes.end(), data, data + bytes_of(*t));
       }

@@ -95,6 +95,8 @@ TEST(Cli, RefusesBadArguments) {
   expect_refused("check --frobnicate", "unknown flag --frobnicate");
   expect_refused("check --isa", "--isa needs a value");
   expect_refused("check --isa sse9", "'sse9' cannot run here");
+  expect_refused("check --kernels portable", "--kernels is for CUDA alone");
+  expect_refused("check --device cuda --kernels hopper", "--kernels hopper: expected auto or portable");
   expect_refused("check --op fwd,sideways", "unknown operation 'sideways'");
   expect_refused("check --verbose=1", "--verbose takes no value");
   expect_refused("check --threads 1 --threads 2", "--threads is given twice");
@@ -238,7 +240,7 @@ TEST(Cli, Cuda) {
   if (gatedelta::cli::get_info().cuda_devices == 0) GTEST_SKIP() << "no CUDA device of compute capability 8.0 or later";
   EXPECT_NE(gatedelta("info").output.find("cuda:0 "), std::string::npos);
   expect_refused("check --device cuda:1000", "--device cuda:1000: there is no such CUDA device");
-  expect_refused("check --device cuda --isa amx", "--isa amx is for the CPU alone: on CUDA it is auto or portable");
+  expect_refused("check --device cuda --isa amx", "--isa is for the CPU alone");
   expect_refused("bench --device cuda --scaling", "--scaling is for the CPU alone");
 
   const Result check = gatedelta("check --device cuda T=70 Hv=2 K=128 V=128 dtype=bf16 --op fwd,bwd,rec");

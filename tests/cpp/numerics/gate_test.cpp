@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "gatedelta/gatedelta.hpp"
-#include "support.hpp"
+#include "tests/cpp/ops/engine.hpp"
 
 namespace gatedelta::testing {
 namespace {
@@ -36,7 +36,7 @@ class RawGate {
     BackwardArgs args;
     set_inputs(args, isa);
     float dg = NAN;
-    args.d_o = tensor(ones_.data(), {1, 1, 1, V});
+    args.do_ = tensor(ones_.data(), {1, 1, 1, V});
     args.dg = tensor(&dg, {1, 1, 1});
     Workspace workspace;
     gatedelta::backward(args, workspace);
@@ -49,7 +49,7 @@ class RawGate {
     Args args;
     set_inputs(args, isa);
     std::vector<float> o(V, NAN);
-    args.o = tensor(o.data(), {1, 1, 1, V});
+    args.out = tensor(o.data(), {1, 1, 1, V});
     Workspace workspace;
     run(args, workspace);
     for (const float x : o) EXPECT_EQ(x, o[0]);

@@ -91,7 +91,7 @@ TEST(Generator, IsWhatItSays) {
     for (int64_t i = 0; i < 16; ++i) length += k[row * 16 + i] * k[row * 16 + i];
     EXPECT_NEAR(length, 1, 0.01);
   }
-  for (const gd_tensor* t : {&in.q, &in.k, &in.v, &in.g, &in.beta, &p.backward.d_o}) {
+  for (const gd_tensor* t : {&in.q, &in.k, &in.v, &in.g, &in.beta, &p.backward.do_}) {
     const auto values = to_doubles(*t);
     const int64_t per_token = element_count(*t) / 135;
     for (int64_t i = 0; i < element_count(*t); ++i) EXPECT_EQ(std::isnan(values[i]), i / per_token >= 128);
@@ -111,7 +111,7 @@ TEST(Generator, DataDoesNotDependOnStorage) {
   EXPECT_EQ(to_doubles(a.forward.in.k), to_doubles(b.forward.in.k));
   EXPECT_EQ(to_doubles(a.forward.in.v), to_doubles(b.forward.in.v));
   EXPECT_EQ(to_doubles(a.forward.in.g), to_doubles(b.forward.in.g));
-  EXPECT_EQ(to_doubles(a.backward.d_o), to_doubles(b.backward.d_o));
+  EXPECT_EQ(to_doubles(a.backward.do_), to_doubles(b.backward.do_));
 }
 
 TEST(Generator, FindsDamage) {
@@ -122,27 +122,27 @@ TEST(Generator, FindsDamage) {
     return p.damage().size();
   };
   const char* spec = "B=2 T=5 Hk=1 Hv=2 K=16 V=16 pool strided";
-  EXPECT_EQ(damaged(spec, [](Problem& p) { static_cast<float*>(p.forward.o.data)[0] = 1; }), 0u);
-  EXPECT_EQ(damaged(spec, [](Problem& p) { static_cast<float*>(p.forward.o.data)[16] = 1; }), 1u);  // a gap
-  EXPECT_EQ(damaged(spec, [](Problem& p) { static_cast<float*>(p.forward.o.data)[-1] = 1; }), 1u);
+  EXPECT_EQ(damaged(spec, [](Problem& p) { static_cast<float*>(p.forward.out.data)[0] = 1; }), 0u);
+  EXPECT_EQ(damaged(spec, [](Problem& p) { static_cast<float*>(p.forward.out.data)[16] = 1; }), 1u);  // a gap
+  EXPECT_EQ(damaged(spec, [](Problem& p) { static_cast<float*>(p.forward.out.data)[-1] = 1; }), 1u);
   EXPECT_EQ(damaged(spec, [](Problem& p) { static_cast<float*>(p.forward.in.q.data)[3] += 1; }), 1u);
   EXPECT_EQ(damaged(spec,
                     [](Problem& p) {
                       const gd_tensor& pool = p.forward.final_state;
-                      const auto slot = index_at(p.forward.final_indices, 0);
+                      const auto slot = index_at(p.forward.final_state_indices, 0);
                       static_cast<float*>(pool.data)[slot * pool.stride[0]] = 1;
                     }),
             0u);
   EXPECT_EQ(damaged(spec,
                     [](Problem& p) {
                       const gd_tensor& pool = p.forward.final_state;
-                      const gd_tensor& used = p.forward.final_indices;
+                      const gd_tensor& used = p.forward.final_state_indices;
                       int64_t slot = 0;
                       while (slot == index_at(used, 0) || slot == index_at(used, 1)) ++slot;
                       static_cast<float*>(pool.data)[slot * pool.stride[0]] = 1;
                     }),
             1u);
-  EXPECT_EQ(damaged("T=4 Hk=1 Hv=1 K=16 V=16", [](Problem& p) { std::memset(p.forward.o.data, 0, 4 * 16 * 4 + 1); }),
+  EXPECT_EQ(damaged("T=4 Hk=1 Hv=1 K=16 V=16", [](Problem& p) { std::memset(p.forward.out.data, 0, 4 * 16 * 4 + 1); }),
             1u);
 }
 

@@ -3,9 +3,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "cases.hpp"
-#include "support.hpp"
 #include "testing/number.hpp"
+#include "tests/cpp/ops/engine.hpp"
 
 namespace gatedelta::testing {
 namespace {
@@ -33,7 +32,7 @@ std::string bytes_of(std::initializer_list<const gd_tensor*> tensors) {
 std::string forward_bits(Problem& p, const Exec& exec) {
   p.reset();
   EXPECT_EQ(run_forward(p.forward, exec), "");
-  return bytes_of({&p.forward.o, &p.forward.final_state, &p.forward.checkpoints});
+  return bytes_of({&p.forward.out, &p.forward.final_state, &p.forward.checkpoints});
 }
 
 std::string backward_bits(Problem& p, const Exec& exec, bool from_saved) {
@@ -51,7 +50,7 @@ std::string backward_bits(Problem& p, const Exec& exec, bool from_saved) {
 std::string recurrent_bits(Problem& p, const Exec& exec) {
   p.reset();
   EXPECT_EQ(run_recurrent(p.recurrent, exec), "");
-  return bytes_of({&p.recurrent.o, &p.recurrent.final_state});
+  return bytes_of({&p.recurrent.out, &p.recurrent.final_state});
 }
 
 TEST(Invariance, RunsAndThreadCounts) {
@@ -109,13 +108,13 @@ TEST(Invariance, BatchNeighbours) {
           for (gd_tensor* t : {&in->q, &in->k, &in->v, &in->g, &in->beta}) cut(*t);
           in->initial_state = sequence_state(in->initial_state, int64_t(n));
         }
-        for (gd_tensor* t : {&f.o, &b.d_o, &b.dq, &b.dk, &b.dv, &b.dg, &b.dbeta}) cut(*t);
-        for (gd_tensor* t : {&f.final_state, &b.d_final_state, &b.d_initial_state}) *t = sequence_state(*t, int64_t(n));
+        for (gd_tensor* t : {&f.out, &b.do_, &b.dq, &b.dk, &b.dv, &b.dg, &b.dbeta}) cut(*t);
+        for (gd_tensor* t : {&f.final_state, &b.dht, &b.d_initial_state}) *t = sequence_state(*t, int64_t(n));
         ASSERT_EQ(run_forward(f, exec), "");
         ASSERT_EQ(run_backward(b, exec), "");
       }
-      EXPECT_TRUE(bytes_of({&pack.forward.o, &pack.forward.final_state}) ==
-                  bytes_of({&alone.forward.o, &alone.forward.final_state}));
+      EXPECT_TRUE(bytes_of({&pack.forward.out, &pack.forward.final_state}) ==
+                  bytes_of({&alone.forward.out, &alone.forward.final_state}));
       const gd_backward_args &x = pack.backward, &y = alone.backward;
       EXPECT_TRUE(bytes_of({&x.dq, &x.dk, &x.dv, &x.dg, &x.dbeta, &x.d_initial_state}) ==
                   bytes_of({&y.dq, &y.dk, &y.dv, &y.dg, &y.dbeta, &y.d_initial_state}));
@@ -147,9 +146,10 @@ TEST(Invariance, InPlaceGivesTheSameBits) {
       apart.reset(), inplace.reset();
       ASSERT_EQ(recurrent ? run_recurrent(apart.recurrent, exec) : run_forward(apart.forward, exec), "");
       ASSERT_EQ(recurrent ? run_recurrent(inplace.recurrent, exec) : run_forward(inplace.forward, exec), "");
-      EXPECT_TRUE(bytes_of({&apart.forward.o}) == bytes_of({&inplace.forward.o}));
+      EXPECT_TRUE(bytes_of({&apart.forward.out}) == bytes_of({&inplace.forward.out}));
       for (int64_t n = 0; n < 5; ++n) {
-        const int64_t from = index_at(apart.forward.final_indices, n), to = index_at(inplace.forward.final_indices, n);
+        const int64_t from = index_at(apart.forward.final_state_indices, n),
+                      to = index_at(inplace.forward.final_state_indices, n);
         if (from < 0) continue;
         const gd_tensor a = sequence_state(apart.forward.final_state, from),
                         b = sequence_state(inplace.forward.final_state, to);
@@ -188,7 +188,7 @@ TEST(Invariance, ResetsForgetEverything) {
           for (Problem* p : {&small, &large}) {
             p->reset();
             ASSERT_EQ(recurrent ? run_recurrent(p->recurrent, exec) : run_forward(p->forward, exec), "");
-            const gd_tensor after = tokens(p->forward.o, kReset, 150 - kReset);
+            const gd_tensor after = tokens(p->forward.out, kReset, 150 - kReset);
             bits[p == &large] = bytes_of({&after, &p->forward.final_state});
           }
           EXPECT_TRUE(bits[0] == bits[1]) << (recurrent ? "recurrent" : "forward");
@@ -196,7 +196,7 @@ TEST(Invariance, ResetsForgetEverything) {
         // Nor does what follows a reset have any on what precedes it.
         small.reset();
         gd_backward_args args = small.backward;
-        for (gd_tensor* t : {&args.in.q, &args.in.k, &args.in.v, &args.in.g, &args.in.beta, &args.d_o, &args.dq,
+        for (gd_tensor* t : {&args.in.q, &args.in.k, &args.in.v, &args.in.g, &args.in.beta, &args.do_, &args.dq,
                              &args.dk, &args.dv, &args.dg, &args.dbeta}) {
           *t = tokens(*t, kReset, 150 - kReset);
         }
@@ -218,14 +218,14 @@ TEST(Invariance, ChainedCalls) {
     gd_forward_args args = parts.forward;
     for (const auto& [begin, length] : {std::pair<int64_t, int64_t>{0, 64}, {64, 128}, {192, 64}}) {
       args = parts.forward;
-      for (gd_tensor* t : {&args.in.q, &args.in.k, &args.in.v, &args.in.g, &args.in.beta, &args.o}) {
+      for (gd_tensor* t : {&args.in.q, &args.in.k, &args.in.v, &args.in.g, &args.in.beta, &args.out}) {
         *t = tokens(*t, begin, length);
       }
       if (begin) args.in.initial_state = args.final_state;  // in place
       ASSERT_EQ(run_forward(args, exec), "");
     }
-    EXPECT_TRUE(bytes_of({&whole.forward.o, &whole.forward.final_state}) ==
-                bytes_of({&parts.forward.o, &parts.forward.final_state}))
+    EXPECT_TRUE(bytes_of({&whole.forward.out, &whole.forward.final_state}) ==
+                bytes_of({&parts.forward.out, &parts.forward.final_state}))
         << gd_isa_name(isa);
   }
 }

@@ -1,9 +1,8 @@
 // The stages of context parallelism against the fp64 truth, each alone and all together.
 #include <cmath>
 
-#include "cases.hpp"
-#include "support.hpp"
 #include "testing/summaries.hpp"
+#include "tests/cpp/ops/engine.hpp"
 
 namespace gatedelta::testing {
 namespace {
@@ -69,7 +68,7 @@ TEST(Summary, RangesAndThreads) {
     const gd_inputs& in = problem.forward.in;
     Summary all(in, 0, 4);
     ASSERT_EQ(run_summary(all.args, {}), "");
-    const auto whole = to_doubles(all.local.tensor), maps = to_doubles(all.transition.tensor);
+    const auto whole = to_doubles(all.local.tensor), transitions = to_doubles(all.transition.tensor);
     for (int64_t first = 0; first < 4; ++first) {
       for (const int threads : {1, 3, 7}) {
         const Pool pool(threads);
@@ -77,7 +76,7 @@ TEST(Summary, RangesAndThreads) {
         ASSERT_EQ(run_summary(one.args, {.isa = GD_ISA_AUTO, .pool = pool, .threads = 0}), "");
         const auto local = to_doubles(one.local.tensor), map = to_doubles(one.transition.tensor);
         EXPECT_TRUE(std::equal(local.begin(), local.end(), whole.begin() + first * static_cast<int64_t>(local.size())));
-        EXPECT_TRUE(std::equal(map.begin(), map.end(), maps.begin() + first * static_cast<int64_t>(map.size())));
+        EXPECT_TRUE(std::equal(map.begin(), map.end(), transitions.begin() + first * static_cast<int64_t>(map.size())));
       }
     }
   }
@@ -106,26 +105,26 @@ TEST(BackwardSummary, Packs) {
                           "T=1500 Hk=1 Hv=4 K=32 V=32 gate=mixed dtype=bf16", "T=900 Hk=1 Hv=4 K=32 V=16 gate=spiky"});
 }
 
-TEST(Fold, IsTheSumOfProducts) {
+TEST(Merge, IsTheSumOfProducts) {
   for (const bool kv : {true, false}) {
     for (const bool transposed : {false, true}) {
       const int64_t P = 5, H = 3, K = 48, V = 80, R = 4;
-      Floats values({P, H, kv ? K : V, kv ? V : K}), maps({P, H, K, K}), state({R, H, kv ? K : V, kv ? V : K});
+      Floats values({P, H, kv ? K : V, kv ? V : K}), transitions({P, H, K, K}), state({R, H, kv ? K : V, kv ? V : K});
       for (int64_t i = 0; i < P * H * K * V; ++i) values.data()[i] = static_cast<float>(normal(1, 1, i));
-      for (int64_t i = 0; i < P * H * K * K; ++i) maps.data()[i] = static_cast<float>(normal(1, 2, i) / 8);
+      for (int64_t i = 0; i < P * H * K * K; ++i) transitions.data()[i] = static_cast<float>(normal(1, 2, i) / 8);
       std::vector<int32_t> first = {0, 2, 4, 3}, count = {5, 2, 1, 0};
-      gd_fold_args args{};
+      gd_merge_args args{};
       args.struct_size = sizeof args;
       args.values = values.tensor;
-      args.maps = maps.tensor;
+      args.transitions = transitions.tensor;
       args.state = state.tensor;
       args.first = {first.data(), GD_I32, 1, {R}, {1}};
       args.count = {count.data(), GD_I32, 1, {R}, {1}};
       args.transposed = transposed;
       args.state_layout = kv ? GD_STATE_KV : GD_STATE_VK;
-      const auto truth = reference_fold(args);
+      const auto truth = reference_merge(args);
       for (const gd_isa isa : usable_isas()) {
-        ASSERT_EQ(run_fold(args, {.isa = isa, .pool = nullptr, .threads = 0}), "");
+        ASSERT_EQ(run_merge(args, {.isa = isa, .pool = nullptr, .threads = 0}), "");
         const Comparison result = compare(to_doubles(state.tensor), truth, {R, H, K * V}, Tolerance{1e-6, 0});
         EXPECT_TRUE(result.ok) << gd_isa_name(isa) << " " << result.text();
       }
@@ -161,17 +160,17 @@ TEST(Stages, SegmentsAreTheSequence) {
       summary.args.skip_faded = skip;
       Floats entering(state_shape(forward.in, P)), leaving(state_shape(forward.in, P)),
           d_local(state_shape(forward.in, P));
-      gd_fold_args fold{};
-      fold.struct_size = sizeof fold;
-      fold.values = summary.local.tensor;
-      fold.maps = summary.transition.tensor;
-      fold.first = indices(zero_to_n);
-      fold.count = indices(counts);
-      fold.state = entering.tensor;
-      fold.state_layout = forward.in.state_layout;
+      gd_merge_args merge{};
+      merge.struct_size = sizeof merge;
+      merge.values = summary.local.tensor;
+      merge.transitions = summary.transition.tensor;
+      merge.first = indices(zero_to_n);
+      merge.count = indices(counts);
+      merge.state = entering.tensor;
+      merge.state_layout = forward.in.state_layout;
       const auto run = [&](const gd_forward_args&) -> std::string {
         if (auto error = run_summary(summary.args, {}); !error.empty()) return error;
-        if (auto error = run_fold(fold, {}); !error.empty()) return error;
+        if (auto error = run_merge(merge, {}); !error.empty()) return error;
         forward.in.initial_state = entering.tensor;
         return run_forward(forward, {});
       };
@@ -184,18 +183,18 @@ TEST(Stages, SegmentsAreTheSequence) {
         gd_backward_summary_args back{};
         back.struct_size = sizeof back;
         back.in = without_state(backward.in);
-        back.d_o = backward.d_o;
+        back.do_ = backward.do_;
         back.d_local = d_local.tensor;
         back.skip_faded = skip;
         if (auto error = run_backward_summary(back, {}); !error.empty()) return error;
-        fold.values = d_local.tensor;
-        fold.first = indices(back_first);
-        fold.count = indices(back_count);
-        fold.state = leaving.tensor;
-        fold.transposed = 1;
-        if (auto error = run_fold(fold, {}); !error.empty()) return error;
+        merge.values = d_local.tensor;
+        merge.first = indices(back_first);
+        merge.count = indices(back_count);
+        merge.state = leaving.tensor;
+        merge.transposed = 1;
+        if (auto error = run_merge(merge, {}); !error.empty()) return error;
         backward.in.initial_state = entering.tensor;
-        backward.d_final_state = leaving.tensor;
+        backward.dht = leaving.tensor;
         backward.d_initial_state = {};
         return run_backward(backward, {});
       };
@@ -216,16 +215,16 @@ TEST(Stages, GradientRowsByIndex) {
   const int64_t size = 2 * 32 * 16;
   std::fill(dense_in.data(), dense_in.data() + 4 * size, 0.0f);
   for (int64_t i = 0; i < size; ++i) dense_in.data()[2 * size + i] = static_cast<float>(normal(3, 3, i));
-  args.d_final_state = dense_in.tensor;
+  args.dht = dense_in.tensor;
   args.d_initial_state = dense_out.tensor;
   ASSERT_EQ(run_backward(args, {}), "");
   const auto dk = to_doubles(args.dk);
   std::vector<int32_t> in_rows = {-1, -1, 0, -5}, out_rows = {1, -1, -1, 0};
-  args.d_final_state.data = dense_in.data() + 2 * size;
-  args.d_final_state.shape[0] = 1;
-  args.d_final_indices = {in_rows.data(), GD_I32, 1, {4}, {1}};
+  args.dht.data = dense_in.data() + 2 * size;
+  args.dht.shape[0] = 1;
+  args.dht_indices = {in_rows.data(), GD_I32, 1, {4}, {1}};
   args.d_initial_state = few_out.tensor;
-  args.d_initial_indices = {out_rows.data(), GD_I32, 1, {4}, {1}};
+  args.d_initial_state_indices = {out_rows.data(), GD_I32, 1, {4}, {1}};
   problem.reset();
   ASSERT_EQ(run_backward(args, {}), "");
   EXPECT_EQ(dk, to_doubles(args.dk));

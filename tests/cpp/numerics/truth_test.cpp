@@ -37,9 +37,9 @@ void expect_close(const std::vector<double>& got, const std::vector<double>& exp
 // loss = <o, do> + <final state, d final state>, whose gradient is what the backward returns.
 double loss(const Problem& p) {
   const auto truth = reference_forward(p.forward);
-  std::vector<double> d_o = to_doubles(p.backward.d_o);
+  std::vector<double> d_o = to_doubles(p.backward.do_);
   for (double& value : d_o) value = std::isnan(value) ? 0 : value;  // rows of no sequence
-  return inner_product(truth.o, d_o) + inner_product(truth.final_state, to_doubles(p.backward.d_final_state));
+  return inner_product(truth.o, d_o) + inner_product(truth.final_state, to_doubles(p.backward.dht));
 }
 
 // Checks about `samples` elements of the gradient of one input by central differences, extrapolated once.
@@ -279,8 +279,7 @@ void check_chunk_form(const std::string& spec) {
   const double s = 1 / std::sqrt(static_cast<double>(K));
   std::vector<double> o(T * H * V), ht(H * K * V), dq(T * Hk * K, 0), dk(T * Hk * K, 0), dv(T * H * V), dg(T * H),
       dbeta(T * H), dh0(H * K * V);
-  const auto d_o = to_doubles(p.backward.d_o), h0 = to_doubles(in.initial_state),
-             dht = to_doubles(p.backward.d_final_state);
+  const auto d_o = to_doubles(p.backward.do_), h0 = to_doubles(in.initial_state), dht = to_doubles(p.backward.dht);
   for (int64_t h = 0; h < H; ++h) {
     Matrix S(K, V), G(K, V);
     std::copy_n(h0.begin() + h * K * V, K * V, S.x.begin());

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import tree
+from tools import dev_paths
 
 
 def write(folder: Path) -> str:
     """A folder for the path, with metadata made of pyproject.toml."""
-    text = (tree.ROOT / "pyproject.toml").read_text()
+    text = (dev_paths.ROOT / "pyproject.toml").read_text()
     points = re.findall(r'^\[project\.entry-points\."(.+?)"\]\n(\w+) = "(.+?)"$', text, re.MULTILINE)
     info = folder / "gatedelta-0.dist-info"
     info.mkdir()

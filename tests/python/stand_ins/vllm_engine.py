@@ -1,7 +1,7 @@
 """Steps of an engine as vLLM 0.32 schedules them, on a layer of gatedelta.vllm, each compared with the oracle.
 
-A step's metadata are what vLLM's builder makes of it: decodes before prefills, slot 0 for nobody, block tables with a
-column for each token of a window, the index tensors of batches with drafts and other requests. The pools are pages
+A step's metadata are what vLLM's builder makes of it: decodes before prefills, slot 0 the null slot, block tables with
+a column for each token of a window, the index tensors of batches with drafts and other requests. The pools are pages
 that hold both states of a slot.
 """
 
@@ -96,7 +96,7 @@ class Engine:
         return self.tree.GDNAttentionMetadata(**(counts | fields))
 
     def call(self, metadata: Any, rows: list[torch.Tensor]) -> torch.Tensor:
-        """Runs the layer on these tokens, with more rows behind them that belong to nobody."""
+        """Runs the layer on these tokens, with more rows behind them that belong to no request."""
         shape = self.weights.shape
         x, a, b, z = (torch.cat([t, torch.full_like(t[:1], torch.nan).expand(3, *t.shape[1:])]) for t in rows)
         wide = torch.full((x.shape[0], shape.channels + 64), torch.nan, dtype=x.dtype, device=x.device)
@@ -190,6 +190,6 @@ class Engine:
             if i >= len(kept):
                 request.accepted = 1
             start += length
-        assert pool[0].isnan().all() and conv[0].isnan().all(), "slot 0 is nobody's"
+        assert pool[0].isnan().all() and conv[0].isnan().all(), "slot 0 is the null slot"
         assert pool[self.free].isnan().all() and conv[self.free].isnan().all()
         return forks

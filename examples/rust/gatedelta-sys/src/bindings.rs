@@ -36,8 +36,10 @@ pub const GD_ISA_AMX: gd_isa = 5;
 pub const GD_ISA_NEON: gd_isa = 6;
 pub const GD_ISA_NEON_BF16: gd_isa = 7;
 pub const GD_ISA_COUNT: gd_isa = 8;
-pub const GD_ISA_CUDA_PORTABLE: gd_isa = 64;
 pub type gd_isa = core::ffi::c_uint;
+pub const GD_KERNELS_AUTO: gd_kernels = 0;
+pub const GD_KERNELS_PORTABLE: gd_kernels = 1;
+pub type gd_kernels = core::ffi::c_uint;
 pub const GD_GATE_LOG: gd_gate = 0;
 pub const GD_GATE_RAW: gd_gate = 1;
 pub type gd_gate = core::ffi::c_uint;
@@ -83,6 +85,16 @@ pub type gd_parallel_for_fn = ::core::option::Option<
     ),
 >;
 #[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct gd_tuning {
+    pub struct_size: usize,
+    pub segment_chunks: i32,
+    pub persistent_segment_chunks: i32,
+    pub segment_halves: i32,
+    pub reserved_flags: i32,
+    pub reserved: [u64; 2usize],
+}
+#[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct gd_exec {
     pub device: i32,
@@ -94,7 +106,10 @@ pub struct gd_exec {
     pub num_threads: i32,
     pub parallel_for: gd_parallel_for_fn,
     pub parallel_for_context: *mut core::ffi::c_void,
-    pub reserved: [u64; 4usize],
+    pub tuning: *const gd_tuning,
+    pub kernels: i32,
+    pub reserved_flags: i32,
+    pub reserved: [u64; 2usize],
 }
 impl Default for gd_exec {
     fn default() -> Self {
@@ -117,7 +132,7 @@ pub struct gd_inputs {
     pub dt_bias: gd_tensor,
     pub cu_seqlens: gd_tensor,
     pub initial_state: gd_tensor,
-    pub initial_indices: gd_tensor,
+    pub initial_state_indices: gd_tensor,
     pub gate: i32,
     pub beta_kind: i32,
     pub state_layout: i32,
@@ -144,22 +159,20 @@ pub struct gd_forward_args {
     pub struct_size: usize,
     pub exec: gd_exec,
     pub in_: gd_inputs,
-    pub o: gd_tensor,
+    pub out: gd_tensor,
     pub final_state: gd_tensor,
-    pub final_indices: gd_tensor,
+    pub final_state_indices: gd_tensor,
     pub checkpoints: gd_tensor,
     pub checkpoint_indices: gd_tensor,
     pub checkpoint_every: i64,
     pub saved: *mut core::ffi::c_void,
     pub saved_bytes: usize,
     pub context_parallel: i32,
-    pub segment_chunks: i32,
     pub batch_invariant: i32,
     pub prepared: i32,
+    pub reserved_flags: i32,
     pub checkpoint_offsets: gd_tensor,
-    pub persistent_segment_chunks: i32,
-    pub segment_halves: i32,
-    pub reserved: [u64; 3usize],
+    pub reserved: [u64; 4usize],
 }
 impl Default for gd_forward_args {
     fn default() -> Self {
@@ -176,8 +189,8 @@ pub struct gd_backward_args {
     pub struct_size: usize,
     pub exec: gd_exec,
     pub in_: gd_inputs,
-    pub d_o: gd_tensor,
-    pub d_final_state: gd_tensor,
+    pub do_: gd_tensor,
+    pub dht: gd_tensor,
     pub saved: *const core::ffi::c_void,
     pub saved_bytes: usize,
     pub dq: gd_tensor,
@@ -189,11 +202,11 @@ pub struct gd_backward_args {
     pub d_dt_bias: gd_tensor,
     pub d_initial_state: gd_tensor,
     pub context_parallel: i32,
-    pub segment_chunks: i32,
     pub batch_invariant: i32,
     pub small_workspace: i32,
-    pub d_final_indices: gd_tensor,
-    pub d_initial_indices: gd_tensor,
+    pub reserved_flags: i32,
+    pub dht_indices: gd_tensor,
+    pub d_initial_state_indices: gd_tensor,
     pub reserved: [u64; 4usize],
 }
 impl Default for gd_backward_args {
@@ -237,7 +250,7 @@ pub struct gd_backward_summary_args {
     pub struct_size: usize,
     pub exec: gd_exec,
     pub in_: gd_inputs,
-    pub d_o: gd_tensor,
+    pub do_: gd_tensor,
     pub d_local: gd_tensor,
     pub saved: *const core::ffi::c_void,
     pub saved_bytes: usize,
@@ -258,11 +271,11 @@ impl Default for gd_backward_summary_args {
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
-pub struct gd_fold_args {
+pub struct gd_merge_args {
     pub struct_size: usize,
     pub exec: gd_exec,
     pub values: gd_tensor,
-    pub maps: gd_tensor,
+    pub transitions: gd_tensor,
     pub first: gd_tensor,
     pub count: gd_tensor,
     pub state: gd_tensor,
@@ -270,7 +283,7 @@ pub struct gd_fold_args {
     pub state_layout: i32,
     pub reserved: [u64; 4usize],
 }
-impl Default for gd_fold_args {
+impl Default for gd_merge_args {
     fn default() -> Self {
         let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
         unsafe {
@@ -295,10 +308,10 @@ extern "C" {
     ) -> gd_status;
 }
 extern "C" {
-    pub fn gd_fold(args: *const gd_fold_args) -> gd_status;
+    pub fn gd_merge(args: *const gd_merge_args) -> gd_status;
 }
 extern "C" {
-    pub fn gd_fold_workspace(args: *const gd_fold_args, bytes: *mut usize) -> gd_status;
+    pub fn gd_merge_workspace(args: *const gd_merge_args, bytes: *mut usize) -> gd_status;
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -306,9 +319,9 @@ pub struct gd_recurrent_args {
     pub struct_size: usize,
     pub exec: gd_exec,
     pub in_: gd_inputs,
-    pub o: gd_tensor,
+    pub out: gd_tensor,
     pub final_state: gd_tensor,
-    pub final_indices: gd_tensor,
+    pub final_state_indices: gd_tensor,
     pub accept_lengths: gd_tensor,
     pub step_states: gd_tensor,
     pub step_indices: gd_tensor,
@@ -337,7 +350,7 @@ pub struct gd_conv1d_inputs {
     pub bias: gd_tensor,
     pub cu_seqlens: gd_tensor,
     pub initial_state: gd_tensor,
-    pub initial_indices: gd_tensor,
+    pub initial_state_indices: gd_tensor,
     pub first_slot: i64,
     pub activation: i32,
     pub reserved_flags: i32,
@@ -358,9 +371,9 @@ pub struct gd_conv1d_args {
     pub struct_size: usize,
     pub exec: gd_exec,
     pub in_: gd_conv1d_inputs,
-    pub y: gd_tensor,
+    pub out: gd_tensor,
     pub final_state: gd_tensor,
-    pub final_indices: gd_tensor,
+    pub final_state_indices: gd_tensor,
     pub previous_accept_lengths: gd_tensor,
     pub step_states: gd_tensor,
     pub reserved: [u64; 4usize],
@@ -380,8 +393,8 @@ pub struct gd_conv1d_backward_args {
     pub struct_size: usize,
     pub exec: gd_exec,
     pub in_: gd_conv1d_inputs,
-    pub d_y: gd_tensor,
-    pub d_final_state: gd_tensor,
+    pub dy: gd_tensor,
+    pub dht: gd_tensor,
     pub dx: gd_tensor,
     pub dweight: gd_tensor,
     pub dbias: gd_tensor,
@@ -442,9 +455,9 @@ pub struct gd_gated_norm_args {
     pub struct_size: usize,
     pub exec: gd_exec,
     pub x: gd_tensor,
-    pub z: gd_tensor,
+    pub gate: gd_tensor,
     pub weight: gd_tensor,
-    pub y: gd_tensor,
+    pub out: gd_tensor,
     pub activation: i32,
     pub round_before_gate: i32,
     pub has_eps: i32,
@@ -466,11 +479,11 @@ pub struct gd_gated_norm_backward_args {
     pub struct_size: usize,
     pub exec: gd_exec,
     pub x: gd_tensor,
-    pub z: gd_tensor,
+    pub gate: gd_tensor,
     pub weight: gd_tensor,
-    pub d_y: gd_tensor,
+    pub dy: gd_tensor,
     pub dx: gd_tensor,
-    pub dz: gd_tensor,
+    pub dgate: gd_tensor,
     pub dweight: gd_tensor,
     pub activation: i32,
     pub round_before_gate: i32,

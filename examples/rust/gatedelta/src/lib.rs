@@ -229,12 +229,12 @@ pub enum States<'a> {
     None,
     /// One entry for each sequence.
     Apart { initial: Option<View<'a>>, last: Option<ViewMut<'a>> },
-    /// A pool `[slots, Hv, ...]`, updated in place: the slots read and written, `[N]`. A negative slot is nobody's:
+    /// A pool `[slots, Hv, ...]`, updated in place: the slots read and written, `[N]`. A negative slot is a null slot:
     /// read, it is zeros; written, nothing is stored; with both the sequence is skipped.
     Pool { pool: ViewMut<'a>, read: View<'a>, write: View<'a> },
 }
 impl States<'_> {
-    /// Sets the two inputs; returns final_state and final_indices.
+    /// Sets the two inputs; returns final_state and final_state_indices.
     fn describe(&self, inputs: &mut sys::gd_inputs) -> (sys::gd_tensor, sys::gd_tensor) {
         match self {
             States::None => Default::default(),
@@ -244,7 +244,7 @@ impl States<'_> {
             }
             States::Pool { pool, read, write } => {
                 inputs.initial_state = pool.raw;
-                inputs.initial_indices = read.raw;
+                inputs.initial_state_indices = read.raw;
                 (pool.raw, write.raw)
             }
         }
@@ -287,10 +287,10 @@ impl Context {
         Ok(context)
     }
 
-    /// Whole sequences: training and prefill. `o [B, T, Hv, V]`.
-    pub fn forward(&mut self, inputs: &Inputs<'_>, o: ViewMut<'_>, states: States<'_>) -> Result<(), Error> {
-        let mut args = sys::gd_forward_args { in_: inputs.describe(), o: o.raw, ..sys::gd_forward_args::new() };
-        (args.final_state, args.final_indices) = states.describe(&mut args.in_);
+    /// Whole sequences: training and prefill. `out [B, T, Hv, V]`.
+    pub fn forward(&mut self, inputs: &Inputs<'_>, out: ViewMut<'_>, states: States<'_>) -> Result<(), Error> {
+        let mut args = sys::gd_forward_args { in_: inputs.describe(), out: out.raw, ..sys::gd_forward_args::new() };
+        (args.final_state, args.final_state_indices) = states.describe(&mut args.in_);
         args.exec = self.exec();
         let mut bytes = 0;
         check(unsafe { sys::gd_forward_workspace(&args, &mut bytes) })?;
@@ -303,17 +303,17 @@ impl Context {
     pub fn recurrent(
         &mut self,
         inputs: &Inputs<'_>,
-        o: ViewMut<'_>,
+        out: ViewMut<'_>,
         states: States<'_>,
         accept_lengths: Option<View<'_>>,
     ) -> Result<(), Error> {
         let mut args = sys::gd_recurrent_args {
             in_: inputs.describe(),
-            o: o.raw,
+            out: out.raw,
             accept_lengths: read(&accept_lengths),
             ..sys::gd_recurrent_args::new()
         };
-        (args.final_state, args.final_indices) = states.describe(&mut args.in_);
+        (args.final_state, args.final_state_indices) = states.describe(&mut args.in_);
         args.exec = self.exec();
         let mut bytes = 0;
         check(unsafe { sys::gd_recurrent_workspace(&args, &mut bytes) })?;

@@ -118,7 +118,7 @@ fn pools_are_updated_in_place() {
     let mut context = Context::new();
     let mut pool = vec![7f32; 3 * STATE];
     let mut o = vec![f32::NAN; T * HV * V];
-    // A prefill that starts from nobody's slot, from zero; then decode.
+    // A prefill that starts from a null slot, that is from zero; then decode.
     for (begin, end) in std::iter::once((0, 50)).chain((50..T).map(|t| (t, t + 1))) {
         let (read, write) = ([if begin == 0 { -1 } else { 2i32 }], [2i32]);
         let states = States::Pool {
@@ -222,7 +222,7 @@ fn refusals_say_why_and_write_nothing() {
     };
     let inputs = data.inputs(0, T, Layer::default());
     let refused = context.recurrent(&inputs, ViewMut::new(&mut o, &[1, T, HV, V]).unwrap(), states, None);
-    assert!(message(refused).contains("initial_indices[0] is 2"));
+    assert!(message(refused).contains("initial_state_indices[0] is 2"));
     assert!(o.iter().all(|&x| x == 3.0) && pool.iter().all(|&x| x == 5.0));
 }
 

@@ -1,20 +1,19 @@
 // The backward on CUDA: a validated problem becomes four to seven kernels on the caller's stream.
 #include <algorithm>
 
-#include "cuda/backend.hpp"
+#include "cuda/kernels.hpp"
 #include "cuda/host/launch.cuh"
-#include "cuda/host/params.cuh"
-#include "cuda/host/tensor_map.cuh"
-#include "cuda/limits.hpp"
-#include "cuda/schedule/backward_lists.cuh"
+#include "cuda/sm90/host/params.cuh"
+#include "cuda/sm90/host/tensor_map.cuh"
+#include "cuda/sm90/schedule/backward_lists.cuh"
 #include "cuda/sm90/backward/grad_chain.cuh"
 #include "cuda/sm90/backward/gradients/kernel.cuh"
 #include "cuda/sm90/backward/states_chain.cuh"
 #include "cuda/sm90/chain/launch.cuh"
 #include "cuda/sm90/prepare/launch.cuh"
-#include "cuda/workspace/backward.hpp"
+#include "cuda/sm90/workspace/backward.hpp"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 namespace {
 
@@ -139,21 +138,15 @@ cudaError_t launch_grad_chain(const CallParams& p, bool bf16, int device, cudaSt
   return bf16 ? launch(__nv_bfloat16{}) : launch(__half{});
 }
 
-Outcome backward(const BackwardProblem& problem, const Context& context) {
-  bool is_hopper = false;
-  if (Outcome outcome = find_hopper(context.device, is_hopper); outcome.status != GD_OK) return outcome;
-  if (!is_hopper) {
-    const Outcome outcome = check_portable_limits(problem);
-    return outcome.status == GD_OK ? portable_backward(problem, context) : outcome;
-  }
-  return with_device(context.device, kHopperDevices, [&](const DeviceFacts& facts) -> Outcome {
+Outcome launch(const BackwardProblem& problem, const Context& context) {
+  return with_device(context.device, kDevices, [&](const DeviceFacts& facts) -> Outcome {
     BackwardParams p = params_of(problem, context.workspace, facts.multiprocessors);
     const bool bf16 = problem.in.q.dtype == GD_BF16;
     if (p.sequences.batch > 0 && p.sequences.tokens > 0) {
       for (const MappedTensor& t : {MappedTensor{"q", &p.q_map, p.q, p.key_heads},
                                     {"k", &p.k_map, p.k, p.key_heads},
                                     {"v", &p.v_map, p.v, p.value_heads},
-                                    {"d_o", &p.d_o_map, p.d_o, p.value_heads},
+                                    {"do", &p.d_o_map, p.d_o, p.value_heads},
                                     {"dv", &p.dv_map, p.dv, p.value_heads},
                                     {"u", &p.u_map, p.u, p.value_heads}})
         if (Outcome outcome = encode_map(t, p.sequences, bf16); outcome.status != GD_OK) return outcome;
@@ -178,4 +171,4 @@ Outcome backward(const BackwardProblem& problem, const Context& context) {
   });
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

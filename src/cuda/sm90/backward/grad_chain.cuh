@@ -11,7 +11,7 @@
 
 #include "cuda/sm90/chain/roles.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 template <class Elem>
 struct GradChain : Chain<Elem, Pass::kBackward> {
@@ -161,4 +161,4 @@ __global__ void __launch_bounds__(kChainThreads, 1) backward_chain_kernel(const 
   run_roles<GradChain<Elem>>(p);
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -7,7 +7,7 @@
 
 #include "cuda/sm90/chain/roles.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 template <class Elem>
 struct StatesChain : Chain<Elem, Pass::kStates> {
@@ -132,4 +132,4 @@ __global__ void __launch_bounds__(kChainThreads, 1)
   run_roles<StatesChain<Elem>>(p, states, waits);
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

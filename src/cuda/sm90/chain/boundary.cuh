@@ -5,7 +5,7 @@
 
 #include "cuda/sm90/chain/chain.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 // This thread's floats of a boundary's state, in accumulator order: loads and stores are coalesced.
 template <class Elem, Pass kPass>
@@ -229,4 +229,4 @@ GD_DEVICE void Chain<Elem, kPass>::store_packed(const uint32_t (&packed)[32], ui
   for (int i = kBegin; i < kEnd; ++i) to[i * 32] = packed[i];
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

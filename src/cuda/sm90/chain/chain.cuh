@@ -11,13 +11,13 @@
 // Members are defined by role: work, loads, keys, scores, math, boundary, state_io (.cuh); roles.cuh runs them.
 #pragma once
 
-#include "cuda/params.hpp"
+#include "cuda/sm90/params.hpp"
 #include "cuda/sm90/chain/config.hpp"
 #include "cuda/sm90/device.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/wgmma.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 template <class Elem, Pass kPass>
 struct Chain {
@@ -267,4 +267,4 @@ struct Chain {
   GD_DEVICE void prefetch_state(int slot, int head, int half) const;
 };
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

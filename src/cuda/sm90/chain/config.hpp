@@ -2,12 +2,12 @@
 // forward, states and gradient chain share all of it.
 #pragma once
 
-#include "cuda/schedule/work_item.hpp"
+#include "cuda/sm90/schedule/work_item.hpp"
 #include "cuda/sm90/pipeline_state.hpp"
 #include "cuda/sm90/prepare/config.hpp"
 #include "cuda/sm90/tiles.hpp"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 // ---- roles ---------------------------------------------------------------------------------------------------------
 
@@ -76,4 +76,4 @@ enum ChainBarrier {
   kItemDone = kOutputStaged + 2 * kValueStages,  // the last step of an item: one per math warpgroup
 };
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -3,7 +3,7 @@
 
 #include "cuda/sm90/chain/chain.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 template <class Elem, Pass kPass>
 GD_DEVICE void Chain<Elem, kPass>::run_keys() const {
@@ -147,4 +147,4 @@ GD_DEVICE void Chain<Elem, kPass>::store_x(const float* c, float2 a, float2 b, i
            pack<Elem>(b.x * c[4], b.y * c[5]), pack<Elem>(b.x * c[6], b.y * c[7]));
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -4,11 +4,11 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/params.hpp"
+#include "cuda/sm90/params.hpp"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 cudaError_t launch_forward_chain(const CallParams& p, bool bf16, int device, cudaStream_t stream);
 cudaError_t launch_grad_chain(const CallParams& p, bool bf16, int device, cudaStream_t stream);
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -3,7 +3,7 @@
 
 #include "cuda/sm90/chain/chain.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 // Issues loads until `wanted` chunks are in flight, the current one included.
 template <class Elem, Pass kPass>
@@ -119,4 +119,4 @@ GD_DEVICE void Chain<Elem, kPass>::load_ragged_chunk(uint32_t tiles, bool two, i
   }
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -3,7 +3,7 @@
 
 #include "cuda/sm90/chain/chain.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 // Calls body for every item of which this warpgroup has columns: with the stage of the item, the item, its first chunk,
 // the half of the value columns, whether the chain starts from the identity, the state, the positions in the pipelines,
@@ -256,4 +256,4 @@ GD_DEVICE void Chain<Elem, kPass>::release_value_stage(int stage) const {
   barrier_arrive(value_pipe.empty(stage));
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -9,7 +9,7 @@
 #include "cuda/sm90/chain/state_io.cuh"
 #include "cuda/sm90/chain/work.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 // `AnyChain` is Chain or a pass derived from it. Its run_math(math_wg) is the only role in which the passes differ.
 template <class AnyChain, class... More>
@@ -40,4 +40,4 @@ GD_DEVICE void run_roles(const CallParams& p, More... more) {
   chain.end();
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -3,7 +3,7 @@
 
 #include "cuda/sm90/chain/chain.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 // K and Q are loaded one chunk ahead of V, in merges two chunks ahead: they do little else.
 template <class Elem, Pass kPass>
@@ -206,4 +206,4 @@ GD_DEVICE void Chain<Elem, kPass>::store_r(const float (&r)[32], const RowFactor
            pack<Elem>(e6, e7));
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -3,7 +3,7 @@
 
 #include "cuda/sm90/chain/chain.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 // Calls f with a pointer to this thread's first element of the head's matrix in a slot, and with the strides of value
 // columns and key dimensions. The strides are compile-time constants: each of the 64 accesses becomes an immediate
@@ -113,4 +113,4 @@ GD_DEVICE void Chain<Elem, kPass>::prefetch_state(int slot, int head, int half) 
   if (reinterpret_cast<uintptr_t>(from) % 16 == 0 && elect_one()) bulk_prefetch(from, bytes);
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -4,7 +4,7 @@
 
 #include "cuda/sm90/chain/chain.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 template <class Elem, Pass kPass>
 GD_DEVICE const WorkItem& Chain<Elem, kPass>::work_item(int stage) const {
@@ -146,4 +146,4 @@ GD_DEVICE void Chain<Elem, kPass>::advance_loader(Loader& loader) const {
   if (cursor.chunk.tokens_left <= 0) fetch_work(loader);
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

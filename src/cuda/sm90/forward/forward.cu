@@ -1,15 +1,13 @@
-// The forward on Hopper: a validated problem becomes one to four kernels on the caller's stream. On other devices the
-// portable kernels take over, if they can do what the problem asks for.
-#include "cuda/backend.hpp"
-#include "cuda/host/params.cuh"
-#include "cuda/host/tensor_map.cuh"
-#include "cuda/limits.hpp"
+// The forward on Hopper: a validated problem becomes one to four kernels on the caller's stream.
+#include "cuda/kernels.hpp"
+#include "cuda/sm90/host/params.cuh"
+#include "cuda/sm90/host/tensor_map.cuh"
 #include "cuda/sm90/chain/launch.cuh"
 #include "cuda/sm90/forward/launch.cuh"
-#include "cuda/sm90/forward/short_walk.hpp"
+#include "cuda/sm90/forward/short_sequences.hpp"
 #include "cuda/sm90/prepare/launch.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 namespace {
 
@@ -18,7 +16,7 @@ Outcome encode_maps(CallParams& p, bool bf16) {
   for (const MappedTensor& t : {MappedTensor{"q", &p.q_map, p.q, p.key_heads},
                                 {"k", &p.k_map, p.k, p.key_heads},
                                 {"v", &p.v_map, p.v, p.value_heads},
-                                {"o", &p.o_map, p.o, p.value_heads}})
+                                {"out", &p.o_map, p.o, p.value_heads}})
     if (Outcome outcome = encode_map(t, p.sequences, bf16); outcome.status != GD_OK) return outcome;
   return {};
 }
@@ -45,27 +43,8 @@ cudaError_t launch_forward_chain(const CallParams& p, bool bf16, int device, cud
   return bf16 ? launch_main<__nv_bfloat16>(p, device, stream) : launch_main<__half>(p, device, stream);
 }
 
-bool is_compiled() { return true; }
-
-int usable_devices() {
-  int count = 0, usable = 0;
-  if (cudaGetDeviceCount(&count)) count = 0;
-  for (int device = 0; device < count; ++device) {
-    DeviceFacts facts{};
-    usable += check_device(device, kPortableDevices, facts).status == GD_OK;
-  }
-  cudaGetLastError();
-  return usable;
-}
-
-Outcome forward(const ForwardProblem& problem, const Context& context) {
-  bool is_hopper = false;
-  if (Outcome outcome = find_hopper(context.device, is_hopper); outcome.status != GD_OK) return outcome;
-  if (!is_hopper) {
-    const Outcome outcome = check_portable_limits(problem);
-    return outcome.status == GD_OK ? portable_forward(problem, context) : outcome;
-  }
-  return with_device(context.device, kHopperDevices, [&](const DeviceFacts& facts) -> Outcome {
+Outcome launch(const ForwardProblem& problem, const Context& context) {
+  return with_device(context.device, kDevices, [&](const DeviceFacts& facts) -> Outcome {
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const WalkPlan plan = walk_plan(problem);
     const auto walk = [&](bool early) -> Outcome {
@@ -87,4 +66,4 @@ Outcome forward(const ForwardProblem& problem, const Context& context) {
   });
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

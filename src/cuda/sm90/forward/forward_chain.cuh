@@ -4,7 +4,7 @@
 
 #include "cuda/sm90/chain/roles.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 template <class Elem>
 struct ForwardChain : Chain<Elem, Pass::kForward> {
@@ -163,4 +163,4 @@ __global__ void __launch_bounds__(kChainThreads, 1) forward_kernel(const __grid_
   run_roles<ForwardChain<Elem>>(p);
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

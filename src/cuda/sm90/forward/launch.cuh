@@ -2,12 +2,12 @@
 #pragma once
 
 #include "cuda/host/launch.cuh"
-#include "cuda/schedule/forward_list.cuh"
+#include "cuda/sm90/schedule/forward_list.cuh"
 #include "cuda/sm90/forward/forward_chain.cuh"
 #include "cuda/sm90/prepare/kernel.cuh"
-#include "cuda/workspace/forward.hpp"
+#include "cuda/sm90/workspace/forward.hpp"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 static_assert(PrepareSmem::allocated(kMaxGroup) <= kMaxSharedBytes);
 
@@ -28,4 +28,4 @@ cudaError_t launch_main(const CallParams& p, int device, cudaStream_t stream) {
                                             p);
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "cuda/sm90/tiles.hpp"
-#include "cuda/tensors.hpp"
+#include "cuda/device/sequences.hpp"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 // Prepare's output per chunk and value head: T as a tile ready for wgmma, then vectors of 64 floats.
 constexpr int kInverseBytes = kTriangleBytes;
@@ -53,4 +53,4 @@ struct PrepareSmem {
   static constexpr int allocated(int group) { return kGates + 2 * group * kVectorBytes + kTileAlign; }
 };
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -1,12 +1,12 @@
 // Gates, betas and the vectors made of them.
 #pragma once
 
-#include "cuda/params.hpp"
+#include "cuda/sm90/params.hpp"
 #include "cuda/sm90/device.cuh"
 #include "cuda/sm90/prepare/config.hpp"
-#include "cuda/warp.cuh"
+#include "cuda/device/warp.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLowestGate = -128.0f;  // e^g is 0 in fp32 from here on, and -inf would make differences NaN
@@ -106,4 +106,4 @@ GD_DEVICE void prepare_vectors(const CallParams& p, int chunk_index, int head, u
   if (lane == 0) *decay = decay_of(end, growth, written);
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -1,11 +1,11 @@
 // The inverse T of a chunk.
 #pragma once
 
-#include "cuda/params.hpp"
+#include "cuda/sm90/params.hpp"
 #include "cuda/sm90/device.cuh"
 #include "cuda/sm90/prepare/config.hpp"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 GD_DEVICE uint32_t pack_half(float first, float second) { return pack<__half>(first, second); }
 GD_DEVICE constexpr uint32_t off_diagonal_offset(int I, int J) {
@@ -221,4 +221,4 @@ GD_DEVICE void invert(const CallParams& p, int chunk_index, int first_head, uint
   }
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

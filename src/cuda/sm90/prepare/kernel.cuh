@@ -12,12 +12,12 @@
 // block (J, I) have the register layout of the operand that warp I needs.
 #pragma once
 
-#include "cuda/schedule/cut_search.cuh"
+#include "cuda/sm90/schedule/cut_search.cuh"
 #include "cuda/sm90/prepare/gates.cuh"
 #include "cuda/sm90/prepare/inverse.cuh"
 #include "cuda/sm90/wgmma.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 static_assert(sizeof(CutSmem) <= PrepareSmem::allocated(1));
 static_assert(kMaxPlannedSequences <= kPrepareThreads);
@@ -130,4 +130,4 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
             [&](auto w) { invert<decltype(w)::value, Elem>(p, chunk_index, first_head, smem, betas, below, lane); });
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -1,12 +1,12 @@
 // How much of an old state is left after all chunks of a sequence (schedule/fade.hpp), by a warp.
 #pragma once
 
-#include "cuda/params.hpp"
-#include "cuda/schedule/fade.hpp"
+#include "cuda/sm90/params.hpp"
+#include "cuda/device/fade.hpp"
 #include "cuda/sm90/ptx.cuh"
-#include "cuda/warp.cuh"
+#include "cuda/device/warp.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 GD_DEVICE const ChunkDecay* decays_of(const CallParams& p, int n, int head) {
   return p.decays + head * p.sequences.workspace_chunks() + p.sequences.first_chunk_index(n);
@@ -54,4 +54,4 @@ GD_DEVICE int gradient_window(const CallParams& p, int n, int head, int chunks, 
   return chunks;
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

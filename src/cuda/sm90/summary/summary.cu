@@ -1,20 +1,19 @@
 // Summaries on CUDA: the chain kernels of the forward and of the backward with lists of their own.
 //   gd_summary            prepare, list of transitions, forward chain, unpack: M and S_loc leave through boundaries
 //   gd_backward_summary   prepare (or what the forward saved), list of warm-up chunks, gradient chain
-#include "cuda/backend.hpp"
+#include "cuda/kernels.hpp"
 #include "cuda/host/launch.cuh"
-#include "cuda/host/params.cuh"
-#include "cuda/host/tensor_map.cuh"
-#include "cuda/limits.hpp"
-#include "cuda/schedule/uncut_list.cuh"
+#include "cuda/sm90/host/params.cuh"
+#include "cuda/sm90/host/tensor_map.cuh"
+#include "cuda/sm90/schedule/uncut_list.cuh"
 #include "cuda/sm90/chain/launch.cuh"
 #include "cuda/sm90/device.cuh"
 #include "cuda/sm90/prepare/launch.cuh"
 #include "cuda/sm90/summary/fade.cuh"
-#include "cuda/warp.cuh"
-#include "cuda/workspace/summary.hpp"
+#include "cuda/device/warp.cuh"
+#include "cuda/sm90/workspace/summary.hpp"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 namespace {
 
@@ -145,14 +144,8 @@ int64_t list_blocks(int64_t pairs) { return (pairs + kListThreads / 32 - 1) / (k
 
 }  // namespace
 
-Outcome summary(const SummaryProblem& problem, const Context& context) {
-  bool is_hopper = false;
-  if (Outcome outcome = find_hopper(context.device, is_hopper); outcome.status != GD_OK) return outcome;
-  if (!is_hopper) {
-    const Outcome outcome = check_portable_limits(problem);
-    return outcome.status == GD_OK ? portable_summary(problem, context) : outcome;
-  }
-  return with_device(context.device, kHopperDevices, [&](const DeviceFacts& facts) -> Outcome {
+Outcome launch(const SummaryProblem& problem, const Context& context) {
+  return with_device(context.device, kDevices, [&](const DeviceFacts& facts) -> Outcome {
     const SummaryWorkspace layout = summary_layout(problem, true, kPreparedBytes);
     if (layout.seq_heads == 0) return {};
     char* const base = aligned(context.workspace);
@@ -191,14 +184,8 @@ Outcome summary(const SummaryProblem& problem, const Context& context) {
   });
 }
 
-Outcome backward_summary(const BackwardSummaryProblem& problem, const Context& context) {
-  bool is_hopper = false;
-  if (Outcome outcome = find_hopper(context.device, is_hopper); outcome.status != GD_OK) return outcome;
-  if (!is_hopper) {
-    const Outcome outcome = check_portable_limits(problem);
-    return outcome.status == GD_OK ? portable_backward_summary(problem, context) : outcome;
-  }
-  return with_device(context.device, kHopperDevices, [&](const DeviceFacts& facts) -> Outcome {
+Outcome launch(const BackwardSummaryProblem& problem, const Context& context) {
+  return with_device(context.device, kDevices, [&](const DeviceFacts& facts) -> Outcome {
     const SummaryWorkspace layout = summary_layout(problem, false, kBackwardPreparedBytes);
     if (layout.seq_heads == 0) return {};
     char* const base = aligned(context.workspace);
@@ -212,7 +199,7 @@ Outcome backward_summary(const BackwardSummaryProblem& problem, const Context& c
     if (Outcome outcome = encode(p,
                                  {{"q", &p.q_map, p.q, p.key_heads},
                                   {"k", &p.k_map, p.k, p.key_heads},
-                                  {"d_o", &p.v_map, p.v, p.value_heads}},
+                                  {"do", &p.v_map, p.v, p.value_heads}},
                                  bf16);
         outcome.status != GD_OK)
       return outcome;
@@ -234,4 +221,4 @@ Outcome backward_summary(const BackwardSummaryProblem& problem, const Context& c
   });
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -1,11 +1,11 @@
 // The gradients kernel in numbers: shared-memory plan, registers, roles and barriers.
 #pragma once
 
-#include "cuda/schedule/work_item.hpp"
+#include "cuda/sm90/schedule/work_item.hpp"
 #include "cuda/sm90/prepare/config.hpp"
 #include "cuda/sm90/tiles.hpp"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 enum class GradientWarpgroup {
   kQueries,  // F, dQ
@@ -55,4 +55,4 @@ struct GradientSmem {
 };
 static_assert(GradientSmem::kAllocated <= kMaxSharedBytes);
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

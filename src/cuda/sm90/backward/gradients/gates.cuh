@@ -4,7 +4,7 @@
 #include "cuda/sm90/backward/gradients/gradients.cuh"
 #include "cuda/sm90/prepare/gates.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 template <class Elem>
 GD_DEVICE void Gradients<Elem>::run_inner_products(int half) const {
@@ -158,4 +158,4 @@ GD_DEVICE float2 Gradients<Elem>::finish_unscaled_rows(const Unit& unit, int hea
   return mine;
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -20,13 +20,13 @@
 // role: loads, products, rows, gates, store (.cuh); kernel.cuh runs them.
 #pragma once
 
-#include "cuda/params.hpp"
+#include "cuda/sm90/params.hpp"
 #include "cuda/sm90/backward/gradients/config.hpp"
 #include "cuda/sm90/device.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/wgmma.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 template <class Elem>
 struct Gradients {
@@ -192,4 +192,4 @@ struct Gradients {
   GD_DEVICE void zero_unused_tokens() const;
 };
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -7,7 +7,7 @@
 #include "cuda/sm90/backward/gradients/rows.cuh"
 #include "cuda/sm90/backward/gradients/store.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 template <class Elem>
 __global__ void __launch_bounds__(kGradientThreads, 1) gradients_kernel(const __grid_constant__ BackwardParams p) {
@@ -67,4 +67,4 @@ __global__ void __launch_bounds__(256, 1) head_sums_kernel(const __grid_constant
   }
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

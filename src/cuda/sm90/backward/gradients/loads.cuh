@@ -3,7 +3,7 @@
 
 #include "cuda/sm90/backward/gradients/gradients.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 template <class Elem>
 GD_DEVICE uint32_t Gradients<Elem>::unit_at(const Cursor& cursor) const {
@@ -152,4 +152,4 @@ GD_DEVICE void Gradients<Elem>::load_keys_queries(const Unit& unit, const Cursor
   __syncwarp();
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

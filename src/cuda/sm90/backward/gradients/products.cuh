@@ -3,7 +3,7 @@
 
 #include "cuda/sm90/backward/gradients/gradients.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 // a [64 x 128] (tiles side by side) times b^T, b alike: 64 x 64.
 template <class Elem>
@@ -140,4 +140,4 @@ GD_DEVICE void Gradients<Elem>::publish_head(Cursor& cursor) const {
   cursor.next_head();
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

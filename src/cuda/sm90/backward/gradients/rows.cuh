@@ -3,7 +3,7 @@
 
 #include "cuda/sm90/backward/gradients/gradients.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 template <class Elem>
 GD_DEVICE void Gradients<Elem>::run_rows(GradientWarpgroup role) const {
@@ -192,4 +192,4 @@ GD_DEVICE void Gradients<Elem>::release_tiles() const {
   }
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -3,7 +3,7 @@
 
 #include "cuda/sm90/backward/gradients/gradients.cuh"
 
-namespace gatedelta::cuda {
+namespace gatedelta::cuda::sm90 {
 
 // l2norm backward: dx = r (dy - y <y, dy>), y = r x; x already holds r dy. Staged through the Q or K tiles, which are
 // free by now.
@@ -89,4 +89,4 @@ GD_DEVICE void Gradients<Elem>::zero_unused_tokens() const {
   zero(p.dbeta, p.value_heads, 1, p.dbeta.dtype == GD_F32 ? 4 : 2);
 }
 
-}  // namespace gatedelta::cuda
+}  // namespace gatedelta::cuda::sm90

@@ -1,0 +1,1 @@
+"""The tables that bench.report.render writes, a module per subject."""

@@ -1,0 +1,158 @@
+"""Checks of what callers pass to the torch functions, and the packing of flags into the operators' options."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .. import _lib
+from . import ops
+
+NO_GRADIENT = (
+    "a call that writes to buffers of yours (out=, final_state=, checkpoints=, step_states=, ...) has no gradient, but "
+    "an input requires one: call it under torch.no_grad(), or without the buffers"
+)
+NO_FORWARD_MODE = (
+    "gatedelta's functions have no forward-mode derivative (torch.func.jvp, jacfwd, linearize, hessian, "
+    "torch.autograd.forward_ad): use reverse mode (backward, torch.func.grad, vjp)"
+)
+NO_VMAP = (
+    "torch.vmap over gatedelta's functions is not supported: fold the mapped dimension into the batch, or loop over it"
+)
+
+
+def check_tensors(names: tuple[str, ...], *tensors: Tensor | None) -> None:
+    """Every one of them is a tensor or None, and none is one of vmap's or carries a tangent of forward-mode AD."""
+    for tensor in tensors:
+        if tensor is not None and not isinstance(tensor, Tensor):
+            name = next(name for name, x in zip(names, tensors) if x is tensor)
+            kind = type(tensor)
+            raise TypeError(f"{name} must be a torch.Tensor, not {kind.__module__}.{kind.__qualname__}")
+    if in_transform() and any(x is not None and torch._C._functorch.is_batchedtensor(x) for x in tensors):
+        raise NotImplementedError(NO_VMAP)
+    refuse_tangents(*tensors)
+
+
+def in_transform() -> bool:
+    """Whether torch.func.grad, vmap, jvp or the like runs the caller. A wrapped tensor then hides from requires_grad
+    what an outer transform differentiates: only GatedDeltaRule is safe to call."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """The operators would drop a tangent, and the derivative would be 0."""
+    if forward_ad._current_level < 0:  # no forward-mode AD is active
+        return
+    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError(NO_FORWARD_MODE)
+
+
+def with_gates(
+    v: Tensor, g: Tensor | None, beta: Tensor | None, raw_gate: bool, beta_sigmoid: bool
+) -> tuple[Tensor, Tensor]:
+    """g and beta, with no decay and a beta of 1 where they are None: one number, expanded."""
+    if g is None:
+        if raw_gate:
+            raise ValueError("use_gate_in_kernel=True takes raw `a` as g, but g is None")
+        g = v.new_zeros((), dtype=torch.float32).expand(v.shape[:3])
+    if beta is None:
+        if beta_sigmoid:
+            raise ValueError("use_beta_sigmoid_in_kernel=True takes logits as beta, but beta is None")
+        beta = v.new_ones((), dtype=torch.float32).expand(v.shape[:3])
+    return g, beta
+
+
+def pack_options(
+    raw_gate: bool = False,
+    beta_sigmoid: bool = False,
+    neg_eigval: bool = False,
+    state_v_first: bool = False,
+    l2norm: bool = False,
+    auto_cp: bool = True,
+    batch_invariant: bool = False,
+    key_head_order: str = "grouped",
+) -> int:
+    """The operators' options, except FINAL_STATE and SMALL_WORKSPACE."""
+    options = 0
+    if raw_gate:
+        options |= ops.GATE_RAW
+    if neg_eigval:
+        _lib.check_neg_eigval(neg_eigval, beta_sigmoid)
+        options |= ops.BETA_LOGIT_DOUBLED
+    elif beta_sigmoid:
+        options |= ops.BETA_LOGIT
+    if state_v_first:
+        options |= ops.STATE_V_FIRST
+    if l2norm:
+        options |= ops.L2NORM
+    if not auto_cp:
+        options |= ops.UNCUT
+    if batch_invariant:
+        options |= ops.BATCH_INVARIANT
+    if key_head_order != "grouped" and _lib.key_head_order(key_head_order):
+        options |= ops.TILED_KEY_HEADS
+    return options
+
+
+def first_slot_option(null_index: int, *indices: Tensor | None) -> int:
+    """The operators' option for null_index."""
+    _lib.check_null_index(null_index, *indices)
+    return (null_index + 1) << ops.FIRST_SLOT_SHIFT
+
+
+def state_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:
+    if state_v_first:
+        raise ValueError("state_v_first and its older name transpose_state_layout are both given")
+    if not torch.compiler.is_compiling():  # which cannot trace a warning
+        warnings.warn("transpose_state_layout is now called state_v_first", DeprecationWarning, stacklevel=3)
+    return transpose_state_layout
+
+
+def check_hints(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, chunk_indices: Tensor | None) -> None:
+    if cu_seqlens_cpu is not None and (cu_seqlens is None or cu_seqlens_cpu.shape != cu_seqlens.shape):
+        raise ValueError("cu_seqlens_cpu must be a copy of cu_seqlens, which is absent or has another shape")
+    if chunk_indices is not None and (cu_seqlens is None or chunk_indices.dim() != 2 or chunk_indices.shape[1] != 2):
+        raise ValueError("chunk_indices must come with cu_seqlens and have shape [number of chunks, 2]")
+
+
+def needs_graph(*tensors: Tensor | None) -> bool:
+    """Whether autograd records this call."""
+    if not torch.is_grad_enabled():
+        return False
+    return in_transform() or any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def check_gradient(initial_state: Tensor | None, initial_state_indices: Tensor | None) -> None:
+    if initial_state_indices is not None and initial_state is not None and initial_state.requires_grad:
+        raise ValueError(
+            "initial_state requires a gradient, but with initial_state_indices it is a pool, which has none: pass "
+            "initial_state=pool[indices] without the indices"
+        )
+
+
+def check_written(names: tuple[str, ...], *tensors: Tensor | None) -> None:
+    """A call overwrites these behind autograd's back: none is a parameter, a view of one, or part of a graph."""
+    for i, tensor in enumerate(tensors):
+        if tensor is not None and tensor.requires_grad:  # a view requires it where its base does
+            raise ValueError(
+                f"{names[i]} is written to, but it requires a gradient, or is a view of a tensor that does: pass a "
+                f"buffer of its own, or {names[i]}.detach() to overwrite it all the same"
+            )
+
+
+def final_state_buffer(q, v, cu_seqlens, state_v_first, output_final_state, final_state, final_state_indices):
+    if final_state is None and final_state_indices is not None:
+        raise ValueError("final_state_indices needs final_state=, the pool to write to")
+    if final_state is None and output_final_state:
+        return ops.empty_states(q, v, cu_seqlens, state_v_first)
+    return final_state
+
+
+def mark_written(*tensors: Tensor | None) -> None:
+    """So that a graph that saved one of these for its backward refuses to use the new contents."""
+    if torch.compiler.is_compiling():
+        return  # compiled graphs write back with copy_, which does it
+    torch.autograd.graph.increment_version([x for x in tensors if x is not None and not x.is_inference()])

@@ -1,0 +1,314 @@
+"""The stages of context parallelism on torch tensors, through the C ABI: no process group, no autograd.
+
+Inputs are ``[1, T, ...]`` of one pack, or ``[B, T, ...]``, as everywhere; ``options`` are the keywords of
+``chunk_gated_delta_rule`` that say how inputs are meant. States are float32, ``[K, V]`` or with state_v_first
+``[V, K]``; a transition M is ``[K, K]`` and acts on states ``[K, V]``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _lib
+from . import ops
+
+_ALIGNMENT = 64
+
+
+class Options(NamedTuple):
+    """How the inputs of a call are meant: keywords of ``chunk_gated_delta_rule``."""
+
+    scale: float | None = None
+    use_qk_l2norm_in_kernel: bool = False
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
+    state_v_first: bool = False
+    use_gate_in_kernel: bool = False
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    key_head_order: str = "grouped"
+    auto_cp: bool = True
+    batch_invariant: bool = False
+
+
+class Summary(NamedTuple):
+    """What sequences do to the states they begin with, ``S_out = M S_in + S_loc``."""
+
+    local_state: Tensor  # [n, Hv, K, V], or [n, Hv, V, K]
+    transition: Tensor  # M, [n, Hv, K, K]
+    fade: Tensor  # [n, Hv], a bound of log2 |M|; -inf where M is given as 0
+
+
+def matrix_shape(K: int, V: int, state_v_first: bool) -> tuple[int, int]:
+    return (V, K) if state_v_first else (K, V)
+
+
+def summary(
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    options: Options,
+    first_sequence: int = 0,
+    sequence_count: int = 0,
+    *,
+    exact: bool = False,
+    local_state: Tensor | None = None,
+    transition: Tensor | None = None,
+    q: Tensor | None = None,
+    saved: Tensor | None = None,
+    prepared: bool = False,
+) -> Summary:
+    """Of sequences first_sequence ... first_sequence + sequence_count - 1 (0: all that follow).
+
+    exact: M of every head. Otherwise heads that fade are read at their ends alone, and their M is 0: what that leaves
+        out is below 2^-24 of the old state and of what was written since, and M below 2^-48.
+    local_state, transition: buffers for the results.
+    saved: of ``empty_saved``, with q: a GPU leaves there what it prepares, for ``forward`` and for another summary of
+        the same inputs (prepared).
+    """
+    count = sequence_count or _sequences(k, options.cu_seqlens) - first_sequence
+    Hv, K, V = v.shape[2], k.shape[3], v.shape[3]
+    if local_state is None:
+        local_state = k.new_empty(count, Hv, *matrix_shape(K, V, options.state_v_first), dtype=torch.float32)
+    if transition is None:
+        transition = k.new_empty(count, Hv, K, K, dtype=torch.float32)
+    fade = k.new_empty(count, Hv, dtype=torch.float32)
+    args = _lib.SummaryArgs()
+    _set_inputs(args.inputs, options, k=k, v=v, g=g, beta=beta)
+    if saved is not None and saved.numel():
+        args.inputs.q = _tensor(q, "q")
+        _set_saved(args, saved)
+        args.prepared = prepared
+    else:
+        args.inputs.has_scale, args.inputs.scale = 0, 0.0
+    args.local_state = _tensor(local_state, "local_state")
+    args.transition = _tensor(transition, "transition")
+    args.fade = _tensor(fade, "fade")
+    args.first_sequence, args.sequence_count = first_sequence, count
+    args.skip_faded = not exact
+    if count > 0:
+        _run("gd_summary", args, k)
+    return Summary(local_state, transition, fade)
+
+
+def merge(
+    values: Tensor,
+    transitions: Tensor,
+    first: Tensor,
+    count: Tensor,
+    *,
+    transposed: bool = False,
+    state_v_first: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The state that enters each of R segments: ``S <- M_i S + values_i`` over i = first ... first + count - 1.
+
+    values ``[P, Hv, K, V]`` and transitions ``[P, Hv, K, K]`` of all segments in the order of time; first and count are
+    integers ``[R]`` on the same device. transposed: gradients, with transposed transitions, from the last i to the
+    first. Returns ``[R, Hv, K, V]``.
+    """
+    if out is None:
+        out = values.new_empty(first.shape[0], *values.shape[1:], dtype=torch.float32)
+    args = _lib.MergeArgs()
+    args.values = _tensor(values, "values")
+    args.transitions = _tensor(transitions, "transitions")
+    args.first = _tensor(first, "first")
+    args.count = _tensor(count, "count")
+    args.state = _tensor(out, "state")
+    args.transposed = transposed
+    args.state_layout = _lib.STATE_VK if state_v_first else _lib.STATE_KV
+    if first.shape[0]:
+        _run("gd_merge", args, values)
+    return out
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    options: Options,
+    initial_state: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    *,
+    save: bool = True,
+    saved: Tensor | None = None,
+    prepared: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(o, what ``backward`` takes as saved). initial_state_indices: the row of initial_state each sequence begins
+    with, -1 for none. saved: of ``empty_saved``; prepared: a summary has left there what it prepared."""
+    o = q.new_empty(v.shape)
+    if save and saved is None:
+        saved = empty_saved(q, k, v, g, beta, options)
+    args = _forward_args(q, k, v, g, beta, options, o)
+    args.inputs.initial_state = _tensor(initial_state, "initial_state")
+    args.inputs.initial_state_indices = _tensor(initial_state_indices, "initial_state_indices")
+    _set_saved(args, saved)
+    args.prepared = prepared and bool(args.saved)
+    _run("gd_forward", args, q)
+    return o, saved
+
+
+def empty_saved(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, options: Options) -> Tensor:
+    """Room for what a forward saves for its backward."""
+    args = _forward_args(q, k, v, g, beta, options, q.new_empty(v.shape, device="meta"))
+    _set_exec(args.exec, q)
+    return _aligned(_lib.size_query("gd_forward_saved_size", args), q)[0]
+
+
+def _forward_args(q, k, v, g, beta, options: Options, o: Tensor) -> _lib.ForwardArgs:
+    args = _lib.ForwardArgs()
+    _set_inputs(args.inputs, options, q=q, k=k, v=v, g=g, beta=beta)
+    args.out = _tensor(o, "out")
+    args.context_parallel = _lib.CP_AUTO if options.auto_cp else _lib.CP_OFF
+    args.batch_invariant = options.batch_invariant
+    return args
+
+
+def backward_summary(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    do: Tensor,
+    options: Options,
+    first_sequence: int = 0,
+    sequence_count: int = 0,
+    *,
+    exact: bool = False,
+    saved: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Gradients of the states that sequences begin with, as if nothing followed them: G_loc ``[n, Hv, K, V]``.
+
+    exact: of all tokens; otherwise tokens behind which 2^-48 of a gradient is left at most are not read.
+    """
+    count = sequence_count or _sequences(k, options.cu_seqlens) - first_sequence
+    if out is None:
+        matrix = matrix_shape(k.shape[3], do.shape[3], options.state_v_first)
+        out = k.new_empty(count, do.shape[2], *matrix, dtype=torch.float32)
+    args = _lib.BackwardSummaryArgs()
+    _set_inputs(args.inputs, options, q=q, k=k, g=g, beta=beta)
+    args.do = _tensor(do, "do")
+    args.d_local = _tensor(out, "d_local")
+    _set_saved(args, saved)
+    args.first_sequence, args.sequence_count = first_sequence, count
+    args.skip_faded = not exact
+    if count > 0:
+        _run("gd_backward_summary", args, q)
+    return out
+
+
+class Gradients(NamedTuple):
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    dg: Tensor | None
+    dbeta: Tensor | None
+    dA_log: Tensor | None
+    d_dt_bias: Tensor | None
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    do: Tensor,
+    options: Options,
+    initial_state: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    dht: Tensor | None = None,
+    dht_indices: Tensor | None = None,
+    *,
+    saved: Tensor | None = None,
+    wanted: tuple[bool, ...] = (True,) * 7,
+) -> Gradients:
+    """Every gradient but that of the initial state. dht: gradients of final states, and dht_indices: the row of each
+    sequence, -1 for none."""
+    inputs = (q, k, v, g, beta, options.A_log, options.dt_bias)
+    results = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) if x is not None and want else None
+        for x, want in zip(inputs, wanted)
+    ]
+    if all(result is None for result in results):
+        return Gradients(*results)
+    args = _lib.BackwardArgs()
+    _set_inputs(args.inputs, options, q=q, k=k, v=v, g=g, beta=beta)
+    args.inputs.initial_state = _tensor(initial_state, "initial_state")
+    args.inputs.initial_state_indices = _tensor(initial_state_indices, "initial_state_indices")
+    args.do = _tensor(do, "do")
+    args.dht = _tensor(dht, "dht")
+    args.dht_indices = _tensor(dht_indices, "dht_indices")
+    _set_saved(args, saved)
+    for name, result in zip(Gradients._fields, results):
+        setattr(args, name, _tensor(result, name))
+    args.context_parallel = _lib.CP_AUTO if options.auto_cp else _lib.CP_OFF
+    args.batch_invariant = options.batch_invariant
+    _run("gd_backward", args, q)
+    return Gradients(*results)
+
+
+def _sequences(k: Tensor, cu_seqlens: Tensor | None) -> int:
+    return k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def _tensor(x: Tensor | None, name: str) -> _lib.Tensor:
+    result = _lib.Tensor()
+    if x is None:
+        return result
+    if x.dtype not in ops.DTYPES:
+        dtype = str(x.dtype).removeprefix("torch.")
+        raise RuntimeError(f"gatedelta: {name}: dtype is {dtype}, must be {_lib.allowed_dtypes(name)}")
+    if x.dim() > _lib.MAX_RANK:
+        raise RuntimeError(f"gatedelta: {name} has rank {x.dim()}, more than any tensor here")
+    data = None if x.device.type == "meta" else x.data_ptr()
+    result.data, result.dtype, result.rank = data or None, ops.DTYPES[x.dtype], x.dim()
+    result.shape[: x.dim()] = x.shape
+    result.stride[: x.dim()] = x.stride()
+    return result
+
+
+def _set_inputs(inputs: _lib.Inputs, options: Options, **tensors: Tensor) -> None:
+    for name, x in {**tensors, "A_log": options.A_log, "dt_bias": options.dt_bias}.items():
+        setattr(inputs, name, _tensor(x, name))
+    inputs.cu_seqlens = _tensor(options.cu_seqlens, "cu_seqlens")
+    _lib.set_options(inputs, options)
+
+
+def _set_saved(args: ctypes.Structure, saved: Tensor | None) -> None:
+    if saved is not None and saved.numel():
+        args.saved, args.saved_bytes = saved.data_ptr(), saved.numel()
+
+
+def _aligned(size: int, like: Tensor) -> tuple[Tensor, int | None]:
+    """So many bytes on the device of `like`, and their address."""
+    memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device=like.device)
+    start = -memory.data_ptr() % _ALIGNMENT
+    part = memory[start : start + size]
+    return part, part.data_ptr() if size else None
+
+
+def _set_exec(call: _lib.Exec, like: Tensor) -> None:
+    if like.is_cuda:
+        call.device, call.device_index, call.kernels = _lib.CUDA, like.device.index, _lib.forced_kernels()
+        call.stream = torch.cuda.current_stream(like.device).cuda_stream
+    else:
+        _lib.set_threads(call, torch.get_num_threads())
+
+
+def _run(function: str, args: ctypes.Structure, like: Tensor) -> None:
+    _set_exec(args.exec, like)
+    args.exec.workspace_bytes = _lib.size_query(f"{function}_workspace", args)
+    _memory, args.exec.workspace = _aligned(args.exec.workspace_bytes, like)
+    status = getattr(_lib.library(), function)(ctypes.byref(args))
+    if status != _lib.OK:
+        raise RuntimeError(f"gatedelta: {_lib.library().gd_last_error().decode()}")

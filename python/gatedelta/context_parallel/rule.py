@@ -1,0 +1,114 @@
+"""The rule over a group: summaries, their exchange, and the forward or backward from the states that enter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._operators import arguments, stages
+from .exchange import Exchange
+from .foreign import as_context
+from .stages import options_of
+
+
+class _Rule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, context, options, recompute, q, k, v, g, beta, A_log, dt_bias):
+        options = options._replace(A_log=A_log, dt_bias=dt_bias, cu_seqlens=context.offsets_on(q.device))
+        heads, K, V = v.shape[2], k.shape[3], v.shape[3]
+        exchange = Exchange(context, k, heads, K, V, options.state_v_first, context.scheme_for(heads, K, V))
+        needs_grad = any(ctx.needs_input_grad)
+        # A GPU prepares the inputs once, for the summaries and for the forward.
+        saved = stages.empty_saved(q, k, v, g, beta, options) if q.is_cuda or (needs_grad and not recompute) else None
+        fades = []
+        for i, piece in enumerate(context.mine):
+            if piece.after:
+                row = exchange.rows[i : i + 1]
+                summary = stages.summary(
+                    k, v, g, beta, options, context.last_sequences[i], 1, exact=context.exact,
+                    local_state=exchange.values_of(row), transition=exchange.transitions_of(row), q=q, saved=saved,
+                    prepared=bool(fades),
+                )  # fmt: skip
+                fades.append(summary.fade)
+        if context.scheme == "neighbour" and not context.exact and exchange.all_fade(fades):
+            exchange.scheme = "neighbour"
+        entering = exchange.forward()
+        o, saved = stages.forward(
+            q, k, v, g, beta, options, entering if entering.shape[0] else None,
+            context.entering_rows(q.device) if entering.shape[0] else None, save=False, saved=saved,
+            prepared=bool(fades),
+        )  # fmt: skip
+        if needs_grad:
+            exchange.rows = None
+            exchange.keep_transitions()
+            ctx.context, ctx.options, ctx.exchange = context, options._replace(A_log=None, dt_bias=None), exchange
+            ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, entering, None if recompute else saved)
+        return o
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do):
+        q, k, v, g, beta, A_log, dt_bias, entering, saved = ctx.saved_tensors
+        context, exchange = ctx.context, ctx.exchange
+        options = ctx.options._replace(A_log=A_log, dt_bias=dt_bias)
+        if do.stride(-1) != 1:
+            do = do.contiguous()
+        d_local = torch.zeros(
+            context.layout.slots, v.shape[2], *stages.matrix_shape(k.shape[3], v.shape[3], options.state_v_first),
+            dtype=torch.float32, device=q.device,
+        )  # fmt: skip
+        for i, piece in enumerate(context.mine):
+            if piece.before:
+                stages.backward_summary(
+                    q, k, g, beta, do, options, context.first_sequences[i], 1, exact=context.exact, saved=saved,
+                    out=d_local[i : i + 1],
+                )  # fmt: skip
+        leaving = exchange.backward(d_local)
+        has_pieces = entering.shape[0] > 0
+        gradients = stages.backward(
+            q, k, v, g, beta, do, options,
+            entering if has_pieces else None, context.entering_rows(q.device) if has_pieces else None,
+            leaving if has_pieces else None, context.leaving_rows(q.device) if has_pieces else None,
+            saved=saved, wanted=ctx.needs_input_grad[3:],
+        )  # fmt: skip
+        return None, None, None, *gradients
+
+
+@torch.compiler.disable
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    cp_context: Any,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    recompute: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """o of this rank's tokens, ``[1, T of this rank, Hv, V]``: what ``gatedelta.chunk_gated_delta_rule`` does with
+    ``cp_context=``. options: its keywords that say how inputs are meant. cu_seqlens: the context's are used; FLA's
+    callers pass those of the same rank, and others would be a mistake. Every rank of the group has to call it."""
+    context = as_context(cp_context)
+    theirs = getattr(cp_context, "cu_seqlens", None)
+    expected = len(context.offsets) if theirs is None else theirs.shape[0]
+    if cu_seqlens is not None and cu_seqlens.shape[0] != expected:
+        raise ValueError(
+            f"cu_seqlens has {cu_seqlens.shape[0]} offsets, but cp_context has {expected} for this rank: leave it out"
+        )
+    arguments.check_tensors(("q", "k", "v", "g", "beta", "A_log", "dt_bias"), q, k, v, g, beta, A_log, dt_bias)
+    if q.dim() != 4 or q.shape[0] != 1 or q.shape[1] != context.tokens:
+        raise ValueError(
+            f"q is {list(q.shape)}, but with this cp_context rank {context.rank} holds {context.tokens} tokens: "
+            f"[1, {context.tokens}, Hk, K]"
+        )
+    if g is None or beta is None:
+        g, beta = arguments.with_gates(
+            v, g, beta, options.get("use_gate_in_kernel", False), options.get("use_beta_sigmoid_in_kernel", False)
+        )
+    return _Rule.apply(context, options_of(None, options), recompute, q, k, v, g, beta, A_log, dt_bias)

@@ -1,0 +1,35 @@
+// The gradients kernels of a portable backward.
+#include "cuda/host/launch.cuh"
+#include "cuda/portable/backward/gradients/gradients.cuh"
+#include "cuda/portable/launch.hpp"
+
+namespace gatedelta::cuda::portable {
+
+namespace {
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
+    portable_gradients_kernel(const __grid_constant__ BackwardParams p) {
+  Gradients<Config>(p, static_cast<int>(threadIdx.x)).run(static_cast<int>(blockIdx.x));
+}
+
+template <class Config>
+cudaError_t launch(const BackwardParams& p, int64_t ctas, int device, cudaStream_t stream) {
+  return launch_large<portable_gradients_kernel<Config>>(false, ctas, Config::kThreads, Config::Smem::kBytes, device,
+                                                         stream, p);
+}
+template <class Elem>
+cudaError_t launch_instance(const BackwardParams& p, int64_t ctas, int device, cudaStream_t stream) {
+  return part_columns(p.key_dim) == 64 ? launch<GradientsConfig<Elem, 64>>(p, ctas, device, stream)
+                                       : launch<GradientsConfig<Elem, 128>>(p, ctas, device, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_gradients(const BackwardParams& p, int64_t ctas, int device, cudaStream_t stream) {
+  if (ctas == 0) return cudaSuccess;
+  return p.q.dtype == GD_BF16 ? launch_instance<Bf16>(p, ctas, device, stream)
+                              : launch_instance<Fp16>(p, ctas, device, stream);
+}
+
+}  // namespace gatedelta::cuda::portable

@@ -1,0 +1,35 @@
+// The states kernels: the first pass of a portable backward, and the transitions of states where sequences are cut.
+#include "cuda/host/launch.cuh"
+#include "cuda/portable/launch.hpp"
+#include "cuda/portable/backward/states_chain.cuh"
+
+namespace gatedelta::cuda::portable {
+
+namespace {
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
+    portable_states_kernel(const __grid_constant__ Params p) {
+  States<Config>(p, static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x)).run();
+}
+
+template <class Elem>
+cudaError_t launch_instance(const Params& p, const ChainLaunch& how, int device, cudaStream_t stream) {
+  return with_chain<StatesPass, Elem>(how.kind, [&](auto config) {
+    using Config = decltype(config);
+    constexpr int kBytes = Config::Smem::kBytes;
+    const SharedMemory memory(how.bytes(kBytes), how.most_bytes(kBytes));
+    return launch_large<portable_states_kernel<Config>>(false, chain_ctas(p), Config::kThreads, memory, device, stream,
+                                                        p);
+  });
+}
+
+}  // namespace
+
+cudaError_t launch_states(const Params& p, const ChainLaunch& how, int device, cudaStream_t stream) {
+  if (chain_ctas(p) == 0) return cudaSuccess;
+  return p.q.dtype == GD_BF16 ? launch_instance<Bf16>(p, how, device, stream)
+                              : launch_instance<Fp16>(p, how, device, stream);
+}
+
+}  // namespace gatedelta::cuda::portable

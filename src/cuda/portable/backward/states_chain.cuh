@@ -1,0 +1,97 @@
+// The forward kernel without Q and O, for two things. As the first pass of a backward it stores the state before every
+// chunk and U, what tokens write, for the gradients. As transitions (segments.cuh) it stores the state that a segment
+// ends with, or its M: columns from map_column on stand for those of M, a state that begins with the identity and has
+// no values. A summary is a transition of a whole sequence (summary.cuh).
+#pragma once
+
+#include "cuda/portable/chain/chain.cuh"
+
+namespace gatedelta::cuda::portable {
+
+template <class Config>
+struct States : Chain<Config> {
+  using Base = Chain<Config>;
+  using Base::kI, Base::p;
+  using typename Base::Place, typename Base::Tokens;
+
+  uint32_t* snapshot;
+
+  GD_DEVICE States(const Params& params, int cta, int tid) : Base(params, cta, tid) {}
+
+  GD_DEVICE void run() {
+    const Segment segment = this->segment();
+    if (segment.sequence < 0) return;
+    const Place at = this->place_in(segment);
+    const bool is_map = this->map_column() >= 0;
+    if (this->is_transition() && !p.summaries && !(is_map ? leaves_map(segment, at) : this->leaves_entry(segment, at)))
+      return;
+    const int first_column = (is_map ? this->map_column() : at.column) - this->warp * Config::kRows;
+    if (first_column >= (is_map ? p.key_dim : p.value_dim)) return;  // the power of two is larger than needed
+    const int warmup = is_map ? 0 : segment.warmup_chunks(), first = segment.chunk - warmup;
+    int rows = static_cast<int>(Base::end_of(segment, at)) - first * kChunkTokens;
+    if (rows <= 0 && !p.summaries) return;
+    const int outputs = this->is_transition() ? 0 : rows - warmup * kChunkTokens;
+    this->set_rows(at, first * kStepsPerChunk, segment.chunk * kStepsPerChunk);
+    snapshot = this->snapshot_at(at, segment.chunk);
+    this->load_first(rows);
+    if (this->is_transition() && (is_map || segment.is_entered())) {
+      this->zero_state();
+      if (is_map && segment.chunks > 0)
+        this->each_number(this->map_column(), p.key_dim, 1, p.key_dim,
+                          [&](float& x, int i) { x = i % (p.key_dim + 1) == 0 ? 1.0f : 0.0f; });
+    } else {
+      this->enter(segment, at);
+    }
+    int stage = 0;
+#pragma unroll 1
+    for (; rows > outputs && rows > 0; stage ^= 1, rows -= kStep) {
+      this->begin_step();
+      this->advance_state(stage, rows, [](const Tokens&) {});
+    }
+#pragma unroll 1
+    for (; rows > 0; stage ^= 1, rows -= kStep) {
+      this->begin_step();
+      if (stage == 0) this->keep_state(snapshot);  // before the first step of a chunk
+      this->advance_state(stage, rows, [&](const Tokens& U) { this->store_outputs(U, rows); });
+    }
+    if (this->is_transition()) p.summaries ? store_summary() : store();
+  }
+
+  // ---- transitions -------------------------------------------------------------------------------------------------
+
+  // Whether a fold goes over the segment, from state to state or from gradient to gradient.
+  GD_DEVICE bool leaves_map(const Segment& segment, const Place& at) const {
+    if (segment.is_entered() && this->leaves_entry(segment, at)) return true;
+    if (!p.gradient_segments || segment.chunk == 0) return false;
+    const Segment* const gradients = p.gradient_segments + this->block();
+    return gradients->is_entered() && gradients[-p.value_heads].is_entered();
+  }
+  // Both kinds by one loop: the code that stores is long. M leaves as the folds read it: M^T by rows, and M by rows for
+  // gradients.
+  GD_DEVICE void store() {
+    const int64_t map = int64_t{this->block()} * p.key_dim * p.key_dim;
+    const bool is_map = this->map_column() >= 0;
+#pragma unroll 1
+    for (int i = 0; i < (is_map && p.gradient_maps ? 2 : 1); ++i) {
+      float* to = p.entries + this->next_block() * p.state_numbers();
+      int key_stride = p.key_state_stride, value_stride = p.value_state_stride;
+      if (is_map) {
+        to = (i == 0 ? p.maps : p.gradient_maps) + map;
+        key_stride = i == 0 ? 1 : p.key_dim;
+        value_stride = i == 0 ? p.key_dim : 1;
+      }
+      this->each_number(is_map ? this->map_column() : this->column(), is_map ? p.key_dim : p.value_dim, key_stride,
+                        value_stride, [&](const float& x, int at) { to[at] = x; });
+    }
+  }
+  GD_DEVICE void store_summary() {
+    const Place at = this->place_in(this->segment());
+    const bool is_map = this->map_column() >= 0;
+    const StateRows& to = is_map ? p.transition : p.final;
+    this->store_state(to.data, to.dtype, to.offset(at.sequence, at.head), is_map ? this->map_column() : at.column,
+                      is_map ? p.key_dim : p.value_dim, is_map ? p.key_dim : p.key_state_stride,
+                      is_map ? 1 : p.value_state_stride);
+  }
+};
+
+}  // namespace gatedelta::cuda::portable

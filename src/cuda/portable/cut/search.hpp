@@ -1,0 +1,357 @@
+// Which cut of a call's sequences is taken: plain arithmetic on the host, from shapes and the number of
+// multiprocessors. Lengths and gates are on the device: what a segment begins with is found there, and how long the
+// segments of a pack are (segments.cuh).
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+
+#include "cuda/portable/config.hpp"
+
+namespace gatedelta::cuda::portable {
+
+// `resident`: as registers allow.
+constexpr ChainCosts chain_costs(ChainKind kind) {
+  switch (kind) {
+    case ChainKind::k64: return {2.6f, 0.7f, 4};
+    case ChainKind::k128: return {3.1f, 1.4f, 2};
+    case ChainKind::k128Half: return {1.97f, 1.1f, 3};
+    case ChainKind::k128Quarter: return {1.84f, 0.6f, 6};
+    case ChainKind::k256: break;
+  }
+  return {5.1f, 0.0f, 1};
+}
+constexpr ChainWork kForwardWork = {1.0f, 0.8f, 8, true}, kStatesWork = {1.13f, 0.78f, 8.6f, true},
+                    kGradientsWork = {1.25f, 0.98f, 7.7f, false};
+
+// Lengths that a call may have, in chunks: one sequence, and others that are not longer.
+struct Lengths {
+  int longest, others, other;
+  float weight;
+
+  LengthSums sums() const {
+    const bool are_equal = other == longest;
+    return {longest, other > 0 ? others + 1 : 1, are_equal ? others + 1 : 1,
+            static_cast<float>(longest) + static_cast<float>(others) * static_cast<float>(other)};
+  }
+  SegmentSums segments(int length) const {
+    SegmentSums sums;
+    sums.add(longest, length);
+    sums.add(other, length, static_cast<float>(others));
+    return sums;
+  }
+};
+
+// The cut of a call whose chains run one after the other, by the same segments.
+struct CutSearch {
+  const Layer& in;
+  std::initializer_list<ChainWork> chains;  // CutPrices::kMostChains at most
+  int64_t entry_slots;                      // that entries and maps have room for
+  Multiprocessors device;
+
+  bool is_pack() const { return in.sequences.offsets && in.sequences.count > 1; }
+  static int64_t chunks_of(int64_t tokens) { return ChunkedSequences::chunks(tokens); }
+  float ctas(ChainKind kind, int columns) const {
+    return static_cast<float>(in.value_heads << log_parts(columns, chain_columns(kind)));
+  }
+  ChainCosts costs_of(ChainKind kind) const {
+    ChainCosts costs = chain_costs(kind);
+    costs.resident = std::min(costs.resident, static_cast<float>(device.resident(chain_bytes(kind))));
+    return costs;
+  }
+  CutPrices prices_of(ChainKind kind) const { return prices_of(kind, kind, false); }
+  CutPrices prices_of(ChainKind kind, ChainKind whole_kind, bool has_whole_grid) const {
+    const ChainKind narrow = transition_kind(kind);
+    CutPrices prices;
+    prices.costs = costs_of(kind), prices.transition_costs = costs_of(narrow);
+    prices.whole_costs = costs_of(whole_kind);
+    prices.multiprocessors = static_cast<float>(device.count);
+    prices.has_whole_grid = has_whole_grid;
+    for (const ChainWork& work : chains)
+      prices.chains[prices.chain_count++] = {work.chunk,
+                                             work.silent,
+                                             work.warmup,
+                                             ctas(kind, in.value_dim),
+                                             ctas(narrow, in.value_dim + (work.makes_maps ? in.key_dim : 0)),
+                                             ctas(whole_kind, in.value_dim)};
+    return prices;
+  }
+  // The widest instance first.
+  template <class Consider>
+  void each_kind(const Consider& consider) const {
+    if (compiled_keys(in.key_dim) != 128) return consider(chain_kind(in, device.count));
+    if (in.value_dim > 64) consider(ChainKind::k128);
+    consider(ChainKind::k128Half);
+    consider(ChainKind::k128Quarter);
+  }
+  // Lengths of a batch count as they are. Those of a pack are not known: they may be equal; cut at random places, where
+  // the longest is expected to have 1 + 1/2 + ... + 1/N of N parts; or one sequence may have half of what is left then.
+  static constexpr int kGuesses = 3;
+  static constexpr float kNever = 1e30f;
+  // Times that prices cannot tell apart. The widest instance wins: K, Q and what prepare left are read once for all of
+  // its columns.
+  static constexpr float kTie = 1.02f;
+  static constexpr float kSameTime = 1.05f;  // of an instance for equal lengths that are not cut
+  int guesses() const { return is_pack() ? kGuesses : 1; }
+  Lengths guess(int i) const {
+    const Sequences& s = in.sequences;
+    const int others = static_cast<int>(s.count) - 1, chunks = static_cast<int>(chunks_of(s.tokens));
+    if (!is_pack()) return {chunks, others, others > 0 ? chunks : 0, 1};
+    float part = 1;
+    for (int n = 2; i > 0 && n <= others + 1; ++n) part += 1.0f / static_cast<float>(n);
+    part /= static_cast<float>(others + 1);
+    if (i == 2) part += (1 - part) / 2;
+    constexpr float kWeights[] = {2, 2, 1};
+    const int longest = std::max(1, static_cast<int>(part * static_cast<float>(chunks)));
+    const int other = i == 0 ? longest : std::max(1, (chunks - longest) / others);
+    return {longest, others, other, kWeights[i]};
+  }
+
+  // The host's time counts: no number of segments is tried that would fill the device several times.
+  template <class Try>
+  void each_length(const Lengths& lengths, const Try& attempt) const {
+    const float heads = lengths.segments(lengths.longest).segments * static_cast<float>(in.value_heads);
+    const float most = 4 * static_cast<float>(device.count) / heads + 1;
+    for (int number = 2; number <= lengths.longest / kLeastSegment && static_cast<float>(number) <= most;
+         number = next_number(number)) {
+      const int length = (lengths.longest + number - 1) / number;
+      if (SegmentSlots{int64_t{length} * kChunkTokens}.count(sequences_of(in.sequences)) > entry_slots) break;
+      attempt(length);
+    }
+  }
+  // What cuts of some lengths take, where segments may not be shorter than the host's.
+  struct Curve {
+    static constexpr int kMost = 48;
+    int count = 0;
+    int length[kMost];  // falling; the first one is no cut
+    float time[kMost];  // the least of this length and of all longer ones
+
+    float at(int least_length) const {
+      const int* const end = std::partition_point(length + 1, length + count, [&](int l) { return l >= least_length; });
+      return time[end - length - 1];
+    }
+    float least() const { return time[count - 1]; }
+  };
+  Curve curve_of(const CutPrices& prices, const Lengths& lengths) const {
+    const LengthSums sums = lengths.sums();
+    Curve curve;
+    float least = kNever;
+    curve.length[0] = lengths.longest, curve.time[0] = least;
+    curve.count = 1;
+    each_length(lengths, [&](int length) {
+      if (curve.count == Curve::kMost) return;
+      least = std::min(least, prices.cut(sums, lengths.segments(length), length));
+      curve.length[curve.count] = length, curve.time[curve.count] = least;
+      ++curve.count;
+    });
+    return curve;
+  }
+
+  Cut forced(int length) const {
+    const Lengths lengths = guess(0);
+    const SegmentSums sums = lengths.segments(length);
+    Cut cut;
+    float least = 0;
+    each_kind([&](ChainKind kind) {
+      const float time = prices_of(kind).cut(lengths.sums(), sums, length);
+      if (cut.chunks > 0 && time >= least) return;
+      cut = {length, kind, kind, {}, expected(lengths, length)};
+      least = time;
+    });
+    return cut;
+  }
+  // What loses least where lengths are guessed: the weighted sum of times, each against the best for its guess.
+  struct Guesses {
+    int count;
+    Lengths lengths[kGuesses];
+    float best[kGuesses], weights[kGuesses];  // the best time so far; of a microsecond
+
+    void consider(int i, float time) {
+      best[i] = std::min(best[i], time);
+      weights[i] = lengths[i].weight / best[i];
+    }
+    template <class Time>
+    float sum(const Time& time) const {
+      float sum = 0;
+      for (int i = 0; i < count; ++i) sum += weights[i] * time(i);
+      return sum;
+    }
+  };
+  Guesses all_guesses() const {
+    Guesses all{guesses(), {}, {}, {}};
+    for (int i = 0; i < all.count; ++i) all.lengths[i] = guess(i), all.best[i] = kNever;
+    return all;
+  }
+  // The instance for sequences that are not cut: among those that are good for equal lengths.
+  ChainKind whole_kind() const {
+    Guesses all = all_guesses();
+    each_kind([&](ChainKind kind) {
+      const CutPrices prices = prices_of(kind);
+      for (int i = 0; i < all.count; ++i) all.consider(i, prices.uncut(all.lengths[i].sums()));
+    });
+    ChainKind best = ChainKind::k64;
+    float least = kNever;
+    each_kind([&](ChainKind kind) {
+      const CutPrices prices = prices_of(kind);
+      const float sum = all.sum([&](int i) { return prices.uncut(all.lengths[i].sums()); });
+      if (prices.uncut(all.lengths[0].sums()) > kSameTime * all.best[0] || sum >= least) return;
+      least = sum;
+      best = kind;
+    });
+    return best;
+  }
+  // The instance for lengths that are about equal: those of a batch, and those that get to the second grid, because the
+  // device cuts all others.
+  ChainKind equal_kind() const {
+    const LengthSums equal = guess(0).sums();
+    float least = kNever;
+    each_kind([&](ChainKind kind) { least = std::min(least, prices_of(kind).uncut(equal)); });
+    ChainKind widest = ChainKind::k64;
+    bool is_found = false;
+    each_kind([&](ChainKind kind) {
+      if (is_found || prices_of(kind).uncut(equal) > kTie * least) return;
+      widest = kind;
+      is_found = true;
+    });
+    return widest;
+  }
+  // An instance for segments, perhaps with a second grid for whole sequences.
+  struct Option {
+    ChainKind kind;
+    CutPrices prices;
+    const Curve* curves;    // [kGuesses], without a second grid
+    float whole[kGuesses];  // where the device cuts nothing
+
+    float time(int i, int least_length) const {
+      return std::min(whole[i], curves[i].at(least_length) + prices.second_grids());
+    }
+  };
+  Option option_of(ChainKind kind, const CutPrices& prices, const Curve* curves, Guesses& all) const {
+    Option option{kind, prices, curves, {}};
+    for (int i = 0; i < all.count; ++i) {
+      const LengthSums sums = all.lengths[i].sums();
+      option.whole[i] = is_pack() ? prices.of(sums, {}, sums.longest) : prices.uncut(sums);
+      all.consider(i, option.time(i, 1));
+    }
+    return option;
+  }
+  // Where segments may be cut, no guess has shorter ones than another one wants. A second grid is worth it where whole
+  // sequences may be as good.
+  Cut chosen() const {
+    constexpr int kKinds = 3;
+    Curve curves[kKinds][kGuesses];
+    Option options[2 * kKinds];
+    int kinds = 0, option_count = 0;
+    Guesses all = all_guesses();
+    // Batches of a backward are up to 5% slower by the widest of about equal instances.
+    const bool is_backward = chains.size() > 1;
+    const ChainKind equal = equal_kind(), whole = is_pack() || is_backward ? whole_kind() : equal;
+    const auto uncut = [&, prices = prices_of(whole)](int i) { return prices.uncut(all.lengths[i].sums()); };
+    for (int i = 0; i < all.count; ++i) all.consider(i, uncut(i));
+    each_kind([&](ChainKind kind) {
+      const CutPrices prices = prices_of(kind);
+      Curve* const mine = curves[kinds++];
+      for (int i = 0; i < all.count; ++i) mine[i] = curve_of(prices, all.lengths[i]);
+      options[option_count++] = option_of(kind, prices, mine, all);
+      if (is_pack()) options[option_count++] = option_of(kind, prices_of(kind, equal, true), mine, all);
+    });
+    Cut best;
+    float least = kNever;
+    for (int k = 0; k < option_count; ++k) {
+      const Option& option = options[k];
+      for (int g = 0; g < all.count; ++g)
+        for (int at = 1; at < option.curves[g].count; ++at) {
+          const int length = option.curves[g].length[at];
+          const float sum = all.sum([&](int i) { return option.time(i, length); });
+          if (sum >= least) continue;
+          least = sum;
+          best = {length, option.kind, equal, is_pack() ? option.prices : CutPrices{}, {}};
+        }
+    }
+    if (CutCosts::kWorth * least >= all.sum(uncut)) best = {0, whole, whole, {}, {}};
+    if (best.chunks > 0) best.expected = expected(all.lengths[all.count - 1], best.chunks);
+    return best;
+  }
+  // Segments of a pack have half of a last one each in the mean.
+  SegmentSums expected(const Lengths& lengths, int length) const {
+    SegmentSums sums = lengths.segments(length);
+    if (is_pack())
+      sums.segments = static_cast<float>(chunks_of(in.sequences.tokens)) / static_cast<float>(length) +
+                      static_cast<float>(in.sequences.count) / 2;
+    return sums;
+  }
+};
+
+// forced: chunks of a segment, or 0.
+inline Cut choose_cut(const Layer& in, std::initializer_list<ChainWork> chains, int64_t entry_slots, int64_t forced,
+                      const Multiprocessors& device) {
+  const CutSearch search{in, chains, entry_slots, device};
+  if (entry_slots > 0 && !forced) return search.chosen();
+  if (entry_slots > 0 && forced * kChunkTokens < in.sequences.tokens) return search.forced(static_cast<int>(forced));
+  return {0, chain_kind(in, device.count), {}, {}, {}};
+}
+inline Cut choose_cut(const ForwardProblem& p, const ForwardWorkspace& layout, const Multiprocessors& device) {
+  return choose_cut(p.in, {kForwardWork}, layout.entry_slots, p.segment_chunks, device);
+}
+
+// ---- launches ------------------------------------------------------------------------------------------------------
+
+// Of the transitions of a chain: those of states have more CTAs of a head, for M.
+inline Params transition_params(const Params& p, ChainKind kind, bool makes_maps) {
+  const int columns = chain_columns(transition_kind(kind));
+  Params transitions = p;
+  transitions.log_parts = log_parts(p.value_dim, columns);
+  transitions.map_column = columns << transitions.log_parts;
+  if (makes_maps) transitions.log_parts = log_parts(transitions.map_column + p.key_dim, columns);
+  return transitions;
+}
+
+// Of the grid of whole sequences, beside one of segments (CutPrices::has_whole_grid). Each of its CTAs sees whether its
+// sequence has been cut.
+inline Params whole_params(const Params& p, ChainKind kind) {
+  Params whole = p;
+  whole.segment_chunks = 0;
+  whole.segments = whole.gradient_segments = nullptr;
+  whole.initial_copy = nullptr;
+  whole.log_parts = log_parts(p.value_dim, chain_columns(kind));
+  return whole;
+}
+
+// How a chain kernel is launched. CTAs that have nothing to do leave too many of the others on some multiprocessors,
+// unless no more than `resident` fit there. 0: as many as do, where all have something to do.
+struct ChainLaunch {
+  ChainKind kind;
+  int resident;      // of a multiprocessor
+  int shared_bytes;  // likewise: always the device's, because a kernel is allowed its most once for all launches
+  ChainLaunch(ChainKind kind_, int resident_, const Multiprocessors& device)
+      : kind(kind_), resident(resident_), shared_bytes(device.shared_bytes) {}
+  int bytes(int needed) const { return resident > 0 ? std::max(needed, spread_bytes(resident, shared_bytes)) : needed; }
+  int most_bytes(int needed) const { return std::max(needed, spread_bytes(1, shared_bytes)); }
+};
+inline ChainLaunch chain_launch(const Cut& cut, const Params& p, const Multiprocessors& device) {
+  const bool has_idle = p.segment_chunks > 0 && p.sequences.offsets && p.sequences.count > 1;
+  const float ctas = cut.expected.segments * static_cast<float>(p.value_heads << p.log_parts);
+  return {cut.kind, has_idle ? spread(ctas, device.count) : 0, device};
+}
+inline ChainLaunch whole_launch(const Cut& cut, const Multiprocessors& device) { return {cut.whole_kind, 0, device}; }
+inline ChainLaunch transition_launch(const Cut& cut, const Params& transitions, const Multiprocessors& device) {
+  const float ctas = CutCosts::kPersistent * cut.expected.boundaries *
+                     static_cast<float>(transitions.value_heads << transitions.log_parts);
+  return {transition_kind(cut.kind), spread(ctas, device.count), device};
+}
+
+inline int64_t chain_ctas(const Params& p) {
+  const int64_t items = p.summaries ? p.summaries : p.segment_chunks ? p.slots().count(p.sequences) : p.sequences.count;
+  return (items * p.value_heads) << p.log_parts;
+}
+inline int64_t segment_ctas(const Params& p) {
+  const int64_t copies = p.initial_copy ? int64_t{p.sequences.count} * p.value_heads : 0;
+  return p.slots().count(p.sequences) + copies;
+}
+// Both chains of a backward fold at the same time.
+inline int64_t fold_ctas(const Params& p) {
+  const int chains = p.gradient_segments ? 2 : 1;
+  return int64_t{chains} * p.sequences.count * p.value_heads * (p.value_dim / kFoldColumns);
+}
+
+}  // namespace gatedelta::cuda::portable

@@ -1,0 +1,101 @@
+// Parameters and memory of the portable summaries: plain arithmetic that needs no CUDA.
+#pragma once
+
+#include "cuda/portable/cut/search.hpp"
+
+namespace gatedelta::cuda::portable {
+
+// The forward of the same layer that cuts nothing, as far as summaries need it: what prepare leaves.
+template <class Problem>
+ForwardProblem prepared_forward(const Problem& p) {
+  ForwardProblem forward;
+  forward.in = p.in;
+  forward.context_parallel = false;
+  forward.saved = p.saved;
+  if constexpr (requires { p.prepared; }) forward.prepared = p.prepared;
+  return forward;
+}
+
+struct SummaryWorkspace {
+  ForwardWorkspace forward;
+  size_t decays = 0, segments = 0;
+  size_t bytes = 0;
+};
+template <class Problem>
+SummaryWorkspace summary_layout(const Problem& p) {
+  SummaryWorkspace w;
+  w.forward = forward_layout(prepared_forward(p));
+  w.bytes = w.forward.bytes;
+  w.decays = take_bytes(w.bytes, p.saved ? 0 : decay_bytes(p.in));
+  w.segments = take_bytes(w.bytes, segment_bytes(p.in, p.count));
+  return w;
+}
+
+// What the kernel that finds the segments of a summary is told besides.
+struct SummaryRange {
+  int first;  // sequence
+  bool skip_faded;
+  TokenRows fade;
+};
+
+// A row of the results is that of a sequence from `first` on, and chains ask for the row of a sequence.
+inline StateRows rows_by_sequence(StateRows rows, int64_t first) {
+  if (rows) rows.data = static_cast<char*>(rows.data) - first * rows.slot_stride * dtype_bytes(rows.dtype);
+  return rows;
+}
+
+// Columns of a head: those of V, and those of M.
+template <class Problem>
+ChainKind summary_kind(const Problem& p, int columns, int multiprocessors) {
+  Layer summarised = p.in;
+  summarised.sequences.count = p.count, summarised.value_dim = columns;
+  return chain_kind(summarised, multiprocessors);
+}
+
+// layout: that of the problem.
+template <class Problem>
+Params summary_params(const Problem& problem, const SummaryWorkspace& layout, char* workspace, ChainKind kind) {
+  Params p = params_of(prepared_forward(problem), layout.forward, workspace, {0, kind});
+  if (!problem.saved) p.decays = reinterpret_cast<ChunkDecay*>(workspace + layout.decays);
+  p.summaries = static_cast<int>(problem.count);
+  p.segments = reinterpret_cast<Segment*>(workspace + layout.segments);
+  return p;
+}
+// The chain of states.
+struct SummaryChain {
+  Params p;  // of prepare, and of the kernel that finds segments
+  Params transitions;
+  ChainKind kind;
+  SummaryRange range;
+};
+inline SummaryChain chain_of(const SummaryProblem& problem, const SummaryWorkspace& layout, char* workspace,
+                             int multiprocessors) {
+  const Layer& in = problem.in;
+  const ChainKind kind =
+      transition_kind(summary_kind(problem, in.value_dim + (problem.transition ? in.key_dim : 0), multiprocessors));
+  Params p = summary_params(problem, layout, workspace, kind);
+  p.final = rows_by_sequence(problem.local, problem.first);
+  p.transition = rows_by_sequence(problem.transition, problem.first);
+  return {p,
+          transition_params(p, kind, static_cast<bool>(problem.transition)),
+          kind,
+          {static_cast<int>(problem.first), problem.skip_faded, problem.fade}};
+}
+// The chain of gradients, none of whose steps has outputs.
+inline SummaryChain chain_of(const BackwardSummaryProblem& problem, const SummaryWorkspace& layout, char* workspace,
+                             int multiprocessors) {
+  const ChainKind kind = summary_kind(problem, problem.in.value_dim, multiprocessors);
+  Params p = summary_params(problem, layout, workspace, kind);
+  p.v = problem.d_o, p.v_stride = static_cast<uint32_t>(problem.d_o.token_stride);
+  p.final = rows_by_sequence(problem.d_local, problem.first);
+  return {p, p, kind, {static_cast<int>(problem.first), problem.skip_faded, {}}};
+}
+
+// ---- launches ------------------------------------------------------------------------------------------------------
+
+// Of the kernel that finds segments: a thread has a sequence and head.
+inline int64_t summary_ctas(const Params& p) {
+  return (int64_t{p.summaries} * p.value_heads + kSegmentThreads - 1) / kSegmentThreads;
+}
+
+}  // namespace gatedelta::cuda::portable
