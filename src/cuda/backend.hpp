@@ -4,6 +4,7 @@
 
 #include "core/backend.hpp"
 #include "core/conv1d.hpp"
+#include "cuda/device/pdl.hpp"
 
 namespace gatedelta::cuda {
 
@@ -27,7 +28,7 @@ struct Context {
   int device = 0;
   void* stream = nullptr;     // cudaStream_t
   char* workspace = nullptr;  // 64-byte aligned
-  bool early = false;         // the kernel before is one of ours that lets others start before its end, where they can
+  Pdl pdl = Pdl::kOff;        // on where the previous kernel is the library's own and allows PDL
 };
 
 // The layer's step in kernels of its own, where there are any for it. The rule's q, k and v are parts of the

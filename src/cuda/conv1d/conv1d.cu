@@ -1,12 +1,12 @@
 // The convolution on CUDA: a validated problem becomes one kernel, a backward with dweight or dbias two, on the
 // caller's stream. No instruction here is newer than compute capability 8.0.
-#include "cuda/kernels.hpp"
 #include "cuda/conv1d/columns_backward.cuh"
 #include "cuda/conv1d/rows_backward.cuh"
 #include "cuda/conv1d/update.cuh"
 #include "cuda/conv1d/update_near.cuh"
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
+#include "cuda/kernels.hpp"
 
 namespace gatedelta::cuda {
 
@@ -79,24 +79,24 @@ cudaError_t launch(const Conv1dProblem& problem, cudaStream_t stream) {
   if (kind == ConvKernel::update_near) {
     const ConvNearGrid grid = near_grid(problem.in);
     if (grid.sequences * grid.blocks == 0) return cudaSuccess;
-    return launch_kernel(false, near_kernel_of(problem), {grid.sequences, grid.blocks}, kConvNearThreads, 0, stream,
+    return launch_kernel(Pdl::kOff, near_kernel_of(problem), {grid.sequences, grid.blocks}, kConvNearThreads, 0, stream,
                          near_params(problem));
   }
   if (kind == ConvKernel::update) {
     const UpdateParams params = update_params(problem);
     if (params.grid.ctas() == 0) return cudaSuccess;
-    return launch_kernel(false, conv_update_kernel, params.grid.ctas(), kConvThreads, update_bytes(params), stream,
+    return launch_kernel(Pdl::kOff, conv_update_kernel, params.grid.ctas(), kConvThreads, update_bytes(params), stream,
                          params);
   }
   const ConvParams params = {problem, conv_grid(problem)};
   if (params.grid.ctas() == 0) return cudaSuccess;
-  return launch_kernel(false, kernel_of(problem, kind), params.grid.ctas(), kConvThreads, 0, stream, params);
+  return launch_kernel(Pdl::kOff, kernel_of(problem, kind), params.grid.ctas(), kConvThreads, 0, stream, params);
 }
 
 int64_t step_bytes(const TokenRows& rows) { return rows ? rows.token_stride * dtype_bytes(rows.dtype) : 0; }
 
-// `early`: the device can start the second kernel before the first one is over.
-cudaError_t launch(const Conv1dBackwardProblem& problem, bool early, cudaStream_t stream, char* workspace) {
+// `pdl`: of the second kernel.
+cudaError_t launch(const Conv1dBackwardProblem& problem, Pdl pdl, cudaStream_t stream, char* workspace) {
   const ConvKernel kind = conv_kernel(problem);
   const ConvBackwardParams params = {problem,
                                      conv_grid(problem),
@@ -107,12 +107,12 @@ cudaError_t launch(const Conv1dBackwardProblem& problem, bool early, cudaStream_
   const bool has_work = params.grid.ctas() > 0;
   if (has_work) {
     const cudaError_t error =
-        launch_kernel(false, kernel_of(problem, kind), params.grid.ctas(), kConvThreads, 0, stream, params);
+        launch_kernel(Pdl::kOff, kernel_of(problem, kind), params.grid.ctas(), kConvThreads, 0, stream, params);
     if (error) return error;
   }
   if (!params.partial) return cudaSuccess;
   const int64_t blocks = conv_ceil(problem.in.channels, 32);
-  return launch_kernel(early && has_work, conv_sum_kernel, blocks, 32 * kSumRows, 0, stream, params);
+  return launch_kernel(has_work ? pdl : Pdl::kOff, conv_sum_kernel, blocks, 32 * kSumRows, 0, stream, params);
 }
 
 }  // namespace
@@ -130,7 +130,7 @@ Outcome launch(const Conv1dBackwardProblem& problem, const Context& context) {
     DeviceFacts facts{};
     if (Outcome outcome = find_facts(context.device, facts); outcome.status != GD_OK) return outcome;
     const auto stream = static_cast<cudaStream_t>(context.stream);
-    if (const cudaError_t error = launch(problem, launches_early(facts), stream, context.workspace))
+    if (const cudaError_t error = launch(problem, pdl_on(facts), stream, context.workspace))
       return failure(error, "launch the kernels of the convolution's backward");
     return {};
   });

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "cuda/device/pdl.hpp"
+
 namespace gatedelta::cuda {
 
 // The next kernel's CTAs may start where there is room.
@@ -18,10 +20,10 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// Begins a kernel that was launched early. Its arguments, cold lines of constant memory, are read while the previous
+// Begins a kernel that was launched with PDL. Its arguments, cold lines of constant memory, are read while the previous
 // kernel ends; nothing else may be.
 template <class Params>
-__device__ __forceinline__ void begin_early(const Params& p) {
+__device__ __forceinline__ void begin_with_pdl(const Params& p) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kLine = 64;
   const auto* const words = reinterpret_cast<const uint32_t*>(&p);

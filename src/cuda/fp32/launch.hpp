@@ -9,7 +9,6 @@
 
 namespace gatedelta::cuda::fp32 {
 
-
 // A loop over tokens. CTAs: one per sequence, value head and part of its columns.
 template <class Config, template <class> class Loop>
 __global__ void __launch_bounds__(kThreads, Config::Shape::kCtasPerSm)
@@ -20,7 +19,7 @@ template <class Config, template <class> class Loop>
 cudaError_t launch_loop(const Params& p, int device, cudaStream_t stream) {
   const int64_t ctas = int64_t{p.sequences.count} * p.value_heads * p.parts;
   if (ctas == 0) return cudaSuccess;
-  return launch_large<fp32_loop_kernel<Config, Loop>>(false, ctas, kThreads, Config::kBytes, device, stream, p);
+  return launch_large<fp32_loop_kernel<Config, Loop>>(Pdl::kOff, ctas, kThreads, Config::kBytes, device, stream, p);
 }
 
 // What has no state.
@@ -31,7 +30,7 @@ __global__ void __launch_bounds__(kThreads) fp32_chunk_kernel(const __grid_const
 template <class Kernel>
 cudaError_t launch_chunks(const Params& p, int64_t ctas, cudaStream_t stream) {
   if (ctas == 0) return cudaSuccess;
-  return launch_kernel(false, fp32_chunk_kernel<Kernel>, ctas, kThreads, 0, stream, p);
+  return launch_kernel(Pdl::kOff, fp32_chunk_kernel<Kernel>, ctas, kThreads, 0, stream, p);
 }
 
 cudaError_t launch_prepare(const Params& p, cudaStream_t stream);

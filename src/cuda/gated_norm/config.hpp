@@ -7,6 +7,7 @@
 
 #include "core/problem.hpp"
 #include "cuda/decode/config.hpp"
+#include "cuda/device/pdl.hpp"
 
 namespace gatedelta::cuda {
 
@@ -101,7 +102,7 @@ struct NearNormParams {
   float eps = 0, inverse_dim = 0;
   bool wide_weight = false, round_before_gate = false;
   bool gated = false, sigmoid = false;
-  bool early = false;  // launched before the kernel before it has ended; of the forward
+  Pdl pdl = Pdl::kOff;  // of the forward
 
   NearNormParams() = default;
   explicit NearNormParams(const GatedNorm& in)
@@ -120,8 +121,8 @@ struct NearNormParams {
 struct NearNormForwardParams : NearNormParams {
   NearNormRows y;
 
-  NearNormForwardParams(const GatedNormProblem& p, bool is_early) : NearNormParams(p.in), y(p.in, p.y) {
-    early = is_early;
+  NearNormForwardParams(const GatedNormProblem& p, Pdl with_pdl) : NearNormParams(p.in), y(p.in, p.y) {
+    pdl = with_pdl;
   }
 };
 struct NearNormBackwardParams : NearNormParams {

@@ -1,9 +1,9 @@
 // The gated norm on CUDA: a validated problem becomes one kernel on the caller's stream, a backward with dweight two.
-// No instruction here is newer than compute capability 8.0. From 9.0 on the second kernel is launched early.
-#include "cuda/kernels.hpp"
+// No instruction here is newer than compute capability 8.0. From 9.0 on the second kernel is launched with PDL.
 #include "cuda/gated_norm/near.cuh"
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
+#include "cuda/kernels.hpp"
 
 namespace gatedelta::cuda {
 
@@ -27,20 +27,20 @@ bool with_near_type(const GatedNorm& in, std::initializer_list<const TokenRows*>
 }
 
 template <class Config>
-cudaError_t launch_forward(const GatedNormProblem& problem, bool early, cudaStream_t stream) {
+cudaError_t launch_forward(const GatedNormProblem& problem, Pdl pdl, cudaStream_t stream) {
   const GatedNorm& in = problem.in;
-  const auto launch = [&](bool early_too, auto kernel, const auto& params) {
+  const auto launch = [&](Pdl with, auto kernel, const auto& params) {
     constexpr int kRows = kNormThreads / Config::kLanes;
-    return launch_kernel(early_too, kernel, (in.rows() + kRows - 1) / kRows, kNormThreads, 0, stream, params);
+    return launch_kernel(with, kernel, (in.rows() + kRows - 1) / kRows, kNormThreads, 0, stream, params);
   };
   cudaError_t error = cudaSuccess;
   if (with_near_type<Config>(in, {&problem.y}, [&](auto type) {
-        error = launch(early, near_norm_kernel<Config, decltype(type)::value>, NearNormForwardParams(problem, early));
+        error = launch(pdl, near_norm_kernel<Config, decltype(type)::value>, NearNormForwardParams(problem, pdl));
       }))
     return error;
   const NormParams params = {problem, divider(in.heads), divider(in.tokens), 1.0f / static_cast<float>(in.dim),
                              is_aligned(in) && is_aligned(problem.y)};
-  return launch(false, norm_forward_kernel<Config>, params);
+  return launch(Pdl::kOff, norm_forward_kernel<Config>, params);
 }
 
 template <class Config>
@@ -48,7 +48,7 @@ cudaError_t launch_backward(const GatedNormBackwardProblem& problem, char* works
   const GatedNorm& in = problem.in;
   auto* const partials = problem.dweight ? reinterpret_cast<float*>(workspace) : nullptr;
   const auto launch = [&](auto kernel, const auto& params) {
-    return launch_kernel(false, kernel, norm_backward_ctas(in), kNormBackwardThreads, 0, stream, params);
+    return launch_kernel(Pdl::kOff, kernel, norm_backward_ctas(in), kNormBackwardThreads, 0, stream, params);
   };
   cudaError_t error = cudaSuccess;
   if (with_near_type<Config>(in, {&problem.d_y, &problem.dx, &problem.dz}, [&](auto type) {
@@ -73,7 +73,7 @@ Outcome launch(const GatedNormProblem& problem, const Context& context) {
     if (problem.in.rows() == 0) return {};
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const cudaError_t error = with_norm_config(
-        problem.in.dim, [&](auto config) { return launch_forward<decltype(config)>(problem, context.early, stream); });
+        problem.in.dim, [&](auto config) { return launch_forward<decltype(config)>(problem, context.pdl, stream); });
     if (error) return failure(error, "launch the gated norm's kernel");
     return {};
   });
@@ -91,8 +91,8 @@ Outcome launch(const GatedNormBackwardProblem& problem, const Context& context) 
       if (error) return failure(error, "launch the gated norm's backward kernel");
     }
     if (!problem.dweight) return {};
-    const bool early = launches_early(facts) && in.rows() > 0;  // without rows this is the call's first kernel
-    const cudaError_t error = launch_kernel(early, norm_sum_kernel, in.dim / kSumColumns, kSumColumns * kSumRows, 0,
+    const Pdl pdl = in.rows() > 0 ? pdl_on(facts) : Pdl::kOff;  // without rows this is the call's first kernel
+    const cudaError_t error = launch_kernel(pdl, norm_sum_kernel, in.dim / kSumColumns, kSumColumns * kSumRows, 0,
                                             stream, reinterpret_cast<const float*>(context.workspace),
                                             static_cast<int>(norm_backward_ctas(in)), in.dim, problem.dweight);
     if (error) return failure(error, "launch the sum of dweight");

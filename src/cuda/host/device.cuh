@@ -45,9 +45,8 @@ struct DeviceFacts {
   int16_t multiprocessors;  // 0 = not known yet
   int16_t shared_kib;       // shared memory of a multiprocessor
 };
-// Whether kernels may be launched early. Those of 9.0 wait for the kernel before; later devices run the code of 8.0,
-// which does not.
-inline bool launches_early(const DeviceFacts& facts) { return facts.major == 9; }
+// Code of 9.0 waits for the previous kernel (griddepcontrol.wait). Later devices run the code of 8.0, which does not.
+inline Pdl pdl_on(const DeviceFacts& facts) { return pdl_if(facts.major == 9); }
 
 // Cached for the first 64 devices.
 inline Outcome find_facts(int device, DeviceFacts& facts) {

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "cuda/device/pdl.hpp"
+
 namespace gatedelta::cuda {
 
 // Raises a kernel's shared-memory limit to the most any launch needs. Done once per device for the first 64 devices.
@@ -24,21 +26,19 @@ struct GridSize {
   dim3 size;
 };
 
-// PDL launch: CTAs of this kernel may start while the last ones of the previous kernel still run; they wait before they
-// read. Not for the first kernel of a call: the work before it is the caller's.
 template <class Kernel, class... Args>
-cudaError_t launch_kernel(bool early_too, Kernel kernel, GridSize grid, int threads, int bytes, cudaStream_t stream,
+cudaError_t launch_kernel(Pdl pdl, Kernel kernel, GridSize grid, int threads, int bytes, cudaStream_t stream,
                           const Args&... args) {
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid.size;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(bytes);
   config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = early_too ? 1 : 0;
+  config.attrs = &overlap;
+  config.numAttrs = pdl == Pdl::kOn ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 // Shared memory of a launch, in bytes, and the most of all launches of its kernel.
@@ -48,15 +48,15 @@ struct SharedMemory {
   int bytes, most;
 };
 template <auto kKernel, class... Args>
-cudaError_t launch_large(bool early_too, GridSize grid, int threads, SharedMemory memory, int device,
-                         cudaStream_t stream, const Args&... args) {
+cudaError_t launch_large(Pdl pdl, GridSize grid, int threads, SharedMemory memory, int device, cudaStream_t stream,
+                         const Args&... args) {
   if (const cudaError_t error = allow_shared_memory<kKernel>(memory.most, device)) return error;
-  return launch_kernel(early_too, kKernel, grid, threads, memory.bytes, stream, args...);
+  return launch_kernel(pdl, kKernel, grid, threads, memory.bytes, stream, args...);
 }
 template <class Kernel, class... Args>
-cudaError_t launch_early(Kernel kernel, int64_t blocks, int threads, int bytes, cudaStream_t stream,
-                         const Args&... args) {
-  return launch_kernel(true, kernel, blocks, threads, bytes, stream, args...);
+cudaError_t launch_with_pdl(Kernel kernel, int64_t blocks, int threads, int bytes, cudaStream_t stream,
+                            const Args&... args) {
+  return launch_kernel(Pdl::kOn, kernel, blocks, threads, bytes, stream, args...);
 }
 
 }  // namespace gatedelta::cuda

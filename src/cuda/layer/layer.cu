@@ -1,8 +1,8 @@
-// The layer's step on CUDA: two or three kernels on the caller's stream, all but the first launched early where the
+// The layer's step on CUDA: two or three kernels on the caller's stream, all but the first launched with PDL where the
 // device can.
-#include "cuda/kernels.hpp"
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
+#include "cuda/kernels.hpp"
 #include "cuda/layer/finish.cuh"
 #include "cuda/layer/rule.cuh"
 
@@ -11,7 +11,7 @@ namespace gatedelta::cuda {
 namespace {
 
 template <class State, class Input>
-cudaError_t launch_layer(const LayerStepProblem& problem, bool early, cudaStream_t stream) {
+cudaError_t launch_layer(const LayerStepProblem& problem, Pdl pdl, cudaStream_t stream) {
   using Config = LayerTile<State>;
   const LayerRuleParams rule = layer_rule_params(problem);
   const LayerFinishParams finish = layer_finish_params(problem);
@@ -22,12 +22,12 @@ cudaError_t launch_layer(const LayerStepProblem& problem, bool early, cudaStream
   config.stream = stream;
   if (const cudaError_t error = cudaLaunchKernelEx(&config, layer_rule_kernel<State, Input>, rule)) return error;
   const int64_t ctas = finish.row_ctas + (int64_t{finish.shifts} + kFinishThreads - 1) / kFinishThreads;
-  return launch_kernel(early, layer_finish_kernel<kDtype<Input>>, ctas, kFinishThreads, 0, stream, finish);
+  return launch_kernel(pdl, layer_finish_kernel<kDtype<Input>>, ctas, kFinishThreads, 0, stream, finish);
 }
 template <class State>
-cudaError_t launch_layer(const LayerStepProblem& problem, bool early, cudaStream_t stream) {
-  return problem.conv.in.x.dtype == GD_BF16 ? launch_layer<State, __nv_bfloat16>(problem, early, stream)
-                                            : launch_layer<State, __half>(problem, early, stream);
+cudaError_t launch_layer(const LayerStepProblem& problem, Pdl pdl, cudaStream_t stream) {
+  return problem.conv.in.x.dtype == GD_BF16 ? launch_layer<State, __nv_bfloat16>(problem, pdl, stream)
+                                            : launch_layer<State, __half>(problem, pdl, stream);
 }
 
 }  // namespace
@@ -40,19 +40,19 @@ Outcome layer_step(const Conv1dProblem& conv, const RecurrentProblem& rule, cons
     const LayerStepProblem problem = {conv, rule, norm};
     if (problem.norm.in.rows() == 0) return {};
     const auto stream = static_cast<cudaStream_t>(context.stream);
-    const bool early = launches_early(facts);
+    const Pdl pdl = pdl_on(facts);
     if (!takes_two_kernels(problem)) {
       Context next = context;
-      next.early = early;
+      next.pdl = pdl;
       if (Outcome outcome = launch(conv, context); outcome.status != GD_OK) return outcome;
       if (Outcome outcome = launch(rule, next); outcome.status != GD_OK) return outcome;
       return launch(norm, next);
     }
     cudaError_t error;
     switch (state_dtype(rule)) {
-      case GD_F32: error = launch_layer<float>(problem, early, stream); break;
-      case GD_BF16: error = launch_layer<__nv_bfloat16>(problem, early, stream); break;
-      default: error = launch_layer<__half>(problem, early, stream);
+      case GD_F32: error = launch_layer<float>(problem, pdl, stream); break;
+      case GD_BF16: error = launch_layer<__nv_bfloat16>(problem, pdl, stream); break;
+      default: error = launch_layer<__half>(problem, pdl, stream);
     }
     if (error) return failure(error, "launch the layer's step");
     return {};

@@ -135,7 +135,7 @@ Outcome launch(const MergeProblem& p, const Context& context) {
     if (p.results == 0) return {};
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const GridSize grid(p.results * p.heads, (p.value_dim + kColumns - 1) / kColumns);
-    const auto launch = [&](auto kernel) { return launch_kernel(false, kernel, grid, kThreads, 0, stream, p); };
+    const auto launch = [&](auto kernel) { return launch_kernel(Pdl::kOff, kernel, grid, kThreads, 0, stream, p); };
     const bool is_small = p.key_dim <= kRows;
     const cudaError_t error = p.transposed ? launch(is_small ? fold_kernel<1, 16, true> : fold_kernel<2, 8, true>)
                                            : launch(is_small ? fold_kernel<1, 16, false> : fold_kernel<2, 8, false>);

@@ -1,8 +1,8 @@
 // The chunked backward on devices of compute capability 8.0 and later, for all head sizes: four to eleven kernels on
 // the caller's stream, twice as many with small_workspace. No instruction here is newer than 8.0.
-#include "cuda/kernels.hpp"
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
+#include "cuda/kernels.hpp"
 #include "cuda/portable/backward/gates.cuh"
 #include "cuda/portable/launch.hpp"
 
@@ -31,7 +31,7 @@ Outcome launch_slice(const BackwardProblem& problem, const BackwardParams& p, co
   const int device = context.device;
   Launched ran;
   const auto small = [&](auto kernel, int64_t ctas, int threads) {
-    return ctas == 0 ? cudaSuccess : launch_kernel(false, kernel, ctas, threads, 0, stream, p);
+    return ctas == 0 ? cudaSuccess : launch_kernel(Pdl::kOff, kernel, ctas, threads, 0, stream, p);
   };
   const auto begin_chains = [&] {
     const Params of_states = transition_params(states, cut.kind, true),

@@ -19,8 +19,8 @@ cudaError_t launch_instance(const Params& p, const ChainLaunch& how, int device,
     using Config = decltype(config);
     constexpr int kBytes = Config::Smem::kBytes;
     const SharedMemory memory(how.bytes(kBytes), how.most_bytes(kBytes));
-    return launch_large<portable_gradient_chain_kernel<Config>>(false, chain_ctas(p), Config::kThreads, memory, device,
-                                                                stream, p);
+    return launch_large<portable_gradient_chain_kernel<Config>>(Pdl::kOff, chain_ctas(p), Config::kThreads, memory,
+                                                                device, stream, p);
   });
 }
 

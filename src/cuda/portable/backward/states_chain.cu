@@ -1,7 +1,7 @@
 // The states kernels: the first pass of a portable backward, and the transitions of states where sequences are cut.
 #include "cuda/host/launch.cuh"
-#include "cuda/portable/launch.hpp"
 #include "cuda/portable/backward/states_chain.cuh"
+#include "cuda/portable/launch.hpp"
 
 namespace gatedelta::cuda::portable {
 
@@ -19,8 +19,8 @@ cudaError_t launch_instance(const Params& p, const ChainLaunch& how, int device,
     using Config = decltype(config);
     constexpr int kBytes = Config::Smem::kBytes;
     const SharedMemory memory(how.bytes(kBytes), how.most_bytes(kBytes));
-    return launch_large<portable_states_kernel<Config>>(false, chain_ctas(p), Config::kThreads, memory, device, stream,
-                                                        p);
+    return launch_large<portable_states_kernel<Config>>(Pdl::kOff, chain_ctas(p), Config::kThreads, memory, device,
+                                                        stream, p);
   });
 }
 

@@ -1,7 +1,7 @@
 // The kernels of cuts that are no chains: segments and folds.
 #include "cuda/host/launch.cuh"
-#include "cuda/portable/launch.hpp"
 #include "cuda/portable/cut/segments.cuh"
+#include "cuda/portable/launch.hpp"
 
 namespace gatedelta::cuda::portable {
 
@@ -19,15 +19,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1) portable_fold_kernel(cons
 
 template <class Config>
 cudaError_t launch_fold(const Params& p, int device, cudaStream_t stream) {
-  return launch_large<portable_fold_kernel<Config>>(false, fold_ctas(p), Config::kThreads, Config::Smem::kBytes, device,
-                                                    stream, p);
+  return launch_large<portable_fold_kernel<Config>>(Pdl::kOff, fold_ctas(p), Config::kThreads, Config::Smem::kBytes,
+                                                    device, stream, p);
 }
 
 }  // namespace
 
 cudaError_t launch_segments(const Params& p, const CutPrices& prices, cudaStream_t stream) {
   const auto slots = static_cast<int>(p.slots().count(p.sequences));
-  return launch_kernel(false, portable_segments_kernel, segment_ctas(p), kSegmentThreads, 0, stream, p, prices, slots);
+  return launch_kernel(Pdl::kOff, portable_segments_kernel, segment_ctas(p), kSegmentThreads, 0, stream, p, prices,
+                       slots);
 }
 cudaError_t launch_folds(const Params& p, int device, cudaStream_t stream) {
   switch (compiled_keys(p.key_dim)) {

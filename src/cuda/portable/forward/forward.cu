@@ -1,8 +1,8 @@
 // The chunked forward on devices of compute capability 8.0 and later, for all head sizes: two kernels on the caller's
 // stream, or five or six where sequences are cut. No instruction here is newer than 8.0.
-#include "cuda/kernels.hpp"
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
+#include "cuda/kernels.hpp"
 #include "cuda/portable/forward/forward_chain.cuh"
 #include "cuda/portable/launch.hpp"
 
@@ -22,8 +22,8 @@ cudaError_t launch_forward(const Params& p, const ChainLaunch& how, int device, 
     using Config = decltype(config);
     constexpr int kBytes = Config::Smem::kBytes;
     const SharedMemory memory(how.bytes(kBytes), how.most_bytes(kBytes));
-    return launch_large<portable_forward_kernel<Config>>(false, chain_ctas(p), Config::kThreads, memory, device, stream,
-                                                         p);
+    return launch_large<portable_forward_kernel<Config>>(Pdl::kOff, chain_ctas(p), Config::kThreads, memory, device,
+                                                         stream, p);
   });
 }
 

@@ -17,7 +17,7 @@ template <class Config>
 cudaError_t launch(const Params& p, int64_t ctas, int device, cudaStream_t stream) {
   using Smem = typename Config::Smem;
   const SharedMemory memory(Smem::allocated(p.group), Smem::allocated(Config::kHeadsAtOnce));
-  return launch_large<portable_prepare_kernel<Config>>(false, ctas, Config::kThreads, memory, device, stream, p);
+  return launch_large<portable_prepare_kernel<Config>>(Pdl::kOff, ctas, Config::kThreads, memory, device, stream, p);
 }
 template <class Elem>
 cudaError_t launch_instance(const Params& p, int64_t ctas, int device, cudaStream_t stream) {

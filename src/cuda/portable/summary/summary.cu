@@ -1,8 +1,8 @@
 // Summaries on devices of compute capability 8.0 and later, for all head sizes: prepare, what is read of each sequence,
 // and a chain of the backward. No instruction here is newer than 8.0.
-#include "cuda/kernels.hpp"
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
+#include "cuda/kernels.hpp"
 #include "cuda/portable/launch.hpp"
 #include "cuda/portable/summary/summary.cuh"
 
@@ -27,7 +27,7 @@ Outcome launch_summary(const Problem& problem, const Context& context, const Mul
   const bool all =
       (is_prepared || ran(launch_prepare(chain.p, prepare_ctas(prepared_forward(problem)), device, stream),
                           "launch the prepare kernel")) &&
-      (problem.count == 0 || ran(launch_kernel(false, portable_summary_kernel<kPass>, summary_ctas(chain.p),
+      (problem.count == 0 || ran(launch_kernel(Pdl::kOff, portable_summary_kernel<kPass>, summary_ctas(chain.p),
                                                kSegmentThreads, 0, stream, chain.p, chain.range),
                                  "launch the kernel that finds what is read"));
   const ChainLaunch how(chain.kind, 0, multiprocessors);
@@ -39,15 +39,14 @@ Outcome launch_summary(const Problem& problem, const Context& context, const Mul
 
 Outcome launch(const SummaryProblem& problem, const Context& context) {
   return with_device(context.device, kAllDevices, [&](const DeviceFacts& facts) -> Outcome {
-    return launch_summary<Pass::kForward>(problem, context, multiprocessors_of(facts),
-                                                    problem.prepared, launch_states);
+    return launch_summary<Pass::kForward>(problem, context, multiprocessors_of(facts), problem.prepared, launch_states);
   });
 }
 
 Outcome launch(const BackwardSummaryProblem& problem, const Context& context) {
   return with_device(context.device, kAllDevices, [&](const DeviceFacts& facts) -> Outcome {
-    return launch_summary<Pass::kBackward>(problem, context, multiprocessors_of(facts),
-                                                     problem.saved.present, launch_gradient_chain);
+    return launch_summary<Pass::kBackward>(problem, context, multiprocessors_of(facts), problem.saved.present,
+                                           launch_gradient_chain);
   });
 }
 

@@ -1,16 +1,16 @@
 // The backward on CUDA: a validated problem becomes four to seven kernels on the caller's stream.
 #include <algorithm>
 
-#include "cuda/kernels.hpp"
 #include "cuda/host/launch.cuh"
-#include "cuda/sm90/host/params.cuh"
-#include "cuda/sm90/host/tensor_map.cuh"
-#include "cuda/sm90/schedule/backward_lists.cuh"
+#include "cuda/kernels.hpp"
 #include "cuda/sm90/backward/grad_chain.cuh"
 #include "cuda/sm90/backward/gradients/kernel.cuh"
 #include "cuda/sm90/backward/states_chain.cuh"
 #include "cuda/sm90/chain/launch.cuh"
+#include "cuda/sm90/host/params.cuh"
+#include "cuda/sm90/host/tensor_map.cuh"
 #include "cuda/sm90/prepare/launch.cuh"
+#include "cuda/sm90/schedule/backward_lists.cuh"
 #include "cuda/sm90/workspace/backward.hpp"
 
 namespace gatedelta::cuda::sm90 {
@@ -103,11 +103,12 @@ Outcome launch(const BackwardParams& p, const BackwardParams* later, int device,
   constexpr int kBytes = ChainSmem::kAllocated;
   if (p.sequences.count > 0) {
     const int lists = p.list == kPlannedList ? kPlannedLists : kScheduleBlocks;
-    const bool all = ran(launch_kernel(!p.has_saved, backward_lists_kernel, lists, kScheduleThreads, 0, stream, p),
-                         "launch the lists of work") &&
-                     ran(launch_large<backward_chain_kernel<Elem>>(true, chain_blocks, kChainThreads, kBytes, device,
-                                                                   stream, chain_params(p)),
-                         "launch the chain of gradients");
+    const bool all =
+        ran(launch_kernel(pdl_if(!p.has_saved), backward_lists_kernel, lists, kScheduleThreads, 0, stream, p),
+            "launch the lists of work") &&
+        ran(launch_large<backward_chain_kernel<Elem>>(Pdl::kOn, chain_blocks, kChainThreads, kBytes, device, stream,
+                                                      chain_params(p)),
+            "launch the chain of gradients");
     if (!all) return ran.outcome;
   }
   const int64_t units = p.sequences.workspace_chunks() * p.key_heads,
@@ -115,16 +116,17 @@ Outcome launch(const BackwardParams& p, const BackwardParams* later, int device,
   for (const BackwardParams* of : {&p, later}) {
     if (!of) continue;
     if (p.sequences.count > 0 &&
-        !ran(launch_large<states_kernel<Elem>>(true, chain_blocks, kChainThreads, kBytes, device, stream,
+        !ran(launch_large<states_kernel<Elem>>(Pdl::kOn, chain_blocks, kChainThreads, kBytes, device, stream,
                                                states_params(*of), of->states, later != nullptr),
              "launch the states kernel"))
       return ran.outcome;
-    if (blocks > 0 && !ran(launch_large<gradients_kernel<Elem>>(true, blocks, kGradientThreads,
+    if (blocks > 0 && !ran(launch_large<gradients_kernel<Elem>>(Pdl::kOn, blocks, kGradientThreads,
                                                                 GradientSmem::kAllocated, device, stream, *of),
                            "launch the gradients kernel"))
       return ran.outcome;
   }
-  if (p.head_sums) ran(launch_early(head_sums_kernel, p.value_heads, 256, 0, stream, p), "launch the sums over tokens");
+  if (p.head_sums)
+    ran(launch_with_pdl(head_sums_kernel, p.value_heads, 256, 0, stream, p), "launch the sums over tokens");
   return ran.outcome;
 }
 
@@ -132,7 +134,7 @@ Outcome launch(const BackwardParams& p, const BackwardParams* later, int device,
 
 cudaError_t launch_grad_chain(const CallParams& p, bool bf16, int device, cudaStream_t stream) {
   const auto launch = [&](auto elem) {
-    return launch_large<backward_chain_kernel<decltype(elem)>>(true, p.main_blocks(), kChainThreads,
+    return launch_large<backward_chain_kernel<decltype(elem)>>(Pdl::kOn, p.main_blocks(), kChainThreads,
                                                                ChainSmem::kAllocated, device, stream, p);
   };
   return bf16 ? launch(__nv_bfloat16{}) : launch(__half{});

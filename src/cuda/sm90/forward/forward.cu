@@ -1,10 +1,10 @@
 // The forward on Hopper: a validated problem becomes one to four kernels on the caller's stream.
 #include "cuda/kernels.hpp"
-#include "cuda/sm90/host/params.cuh"
-#include "cuda/sm90/host/tensor_map.cuh"
 #include "cuda/sm90/chain/launch.cuh"
 #include "cuda/sm90/forward/launch.cuh"
 #include "cuda/sm90/forward/short_sequences.hpp"
+#include "cuda/sm90/host/params.cuh"
+#include "cuda/sm90/host/tensor_map.cuh"
 #include "cuda/sm90/prepare/launch.cuh"
 
 namespace gatedelta::cuda::sm90 {
@@ -47,12 +47,12 @@ Outcome launch(const ForwardProblem& problem, const Context& context) {
   return with_device(context.device, kDevices, [&](const DeviceFacts& facts) -> Outcome {
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const WalkPlan plan = walk_plan(problem);
-    const auto walk = [&](bool early) -> Outcome {
-      if (const cudaError_t error = launch_short_walk(problem, plan, early, stream))
+    const auto walk = [&](Pdl pdl) -> Outcome {
+      if (const cudaError_t error = launch_short_walk(problem, plan, pdl, stream))
         return failure(error, "launch the walk of short sequences");
       return {};
     };
-    if (plan.which == Walked::kAll) return walk(false);
+    if (plan.which == Walked::kAll) return walk(Pdl::kOff);
     CallParams p = call_params(problem, context.workspace, facts.multiprocessors);
     p.may_balance = may_balance(problem, p.limits);
     if (!problem.saved) p.limits.merged_halves = kMostMergedHalves;
@@ -62,7 +62,7 @@ Outcome launch(const ForwardProblem& problem, const Context& context) {
       if (Outcome outcome = encode_maps(p, bf16); outcome.status != GD_OK) return outcome;
     Outcome outcome =
         bf16 ? launch<__nv_bfloat16>(p, context.device, stream) : launch<__half>(p, context.device, stream);
-    return outcome.status != GD_OK || plan.which == Walked::kNone ? outcome : walk(true);
+    return outcome.status != GD_OK || plan.which == Walked::kNone ? outcome : walk(Pdl::kOn);
   });
 }
 

@@ -76,11 +76,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 }
 
 template <class Config>
-cudaError_t launch_walk(const RecurrentProblem& problem, int64_t longest, bool early, cudaStream_t stream) {
+cudaError_t launch_walk(const RecurrentProblem& problem, int64_t longest, Pdl pdl, cudaStream_t stream) {
   const ShortWalkParams p{decode_params(problem, Config::kCtaColumns), longest};
   const int64_t ctas = decode_pairs(problem.in) * p.parts.divisor;
   if (ctas == 0) return cudaSuccess;
-  return launch_kernel(early, short_walk_kernel<Config>, ctas, Config::kThreads, 0, stream, p);
+  return launch_kernel(pdl, short_walk_kernel<Config>, ctas, Config::kThreads, 0, stream, p);
 }
 
 // ---- eight tokens at a time -----------------------------------------------------------------------------------------
@@ -142,32 +142,32 @@ __global__ void __launch_bounds__(Config::kThreads) short_fold_kernel(const __gr
 }
 
 template <class State, class Input>
-cudaError_t launch_fold(const RecurrentProblem& problem, int64_t longest, bool early, cudaStream_t stream) {
+cudaError_t launch_fold(const RecurrentProblem& problem, int64_t longest, Pdl pdl, cudaStream_t stream) {
   using Config = FoldConfig<State, Input, FoldKind::any, 8, 2, false>;
   const ShortFoldParams p{fold_params(problem), Divider(static_cast<uint32_t>(problem.in.value_heads)),
                           static_cast<uint32_t>(longest)};
   const int64_t ctas = decode_pairs(problem.in) * Config::kParts;
   if (ctas == 0) return cudaSuccess;
-  return launch_kernel(early, short_fold_kernel<Config>, ctas, Config::kThreads, 0, stream, p);
+  return launch_kernel(pdl, short_fold_kernel<Config>, ctas, Config::kThreads, 0, stream, p);
 }
 template <class State>
-cudaError_t launch_fold(const RecurrentProblem& problem, int64_t longest, bool early, cudaStream_t stream) {
-  return problem.in.q.dtype == GD_BF16 ? launch_fold<State, __nv_bfloat16>(problem, longest, early, stream)
-                                       : launch_fold<State, __half>(problem, longest, early, stream);
+cudaError_t launch_fold(const RecurrentProblem& problem, int64_t longest, Pdl pdl, cudaStream_t stream) {
+  return problem.in.q.dtype == GD_BF16 ? launch_fold<State, __nv_bfloat16>(problem, longest, pdl, stream)
+                                       : launch_fold<State, __half>(problem, longest, pdl, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_short_walk(const ForwardProblem& problem, const WalkPlan& plan, bool early, cudaStream_t stream) {
+cudaError_t launch_short_walk(const ForwardProblem& problem, const WalkPlan& plan, Pdl pdl, cudaStream_t stream) {
   const RecurrentProblem walked = recurrent_of(problem);
   if (plan.folds) switch (state_dtype(walked)) {
-      case GD_F32: return launch_fold<float>(walked, plan.longest, early, stream);
-      case GD_BF16: return launch_fold<__nv_bfloat16>(walked, plan.longest, early, stream);
-      default: return launch_fold<__half>(walked, plan.longest, early, stream);
+      case GD_F32: return launch_fold<float>(walked, plan.longest, pdl, stream);
+      case GD_BF16: return launch_fold<__nv_bfloat16>(walked, plan.longest, pdl, stream);
+      default: return launch_fold<__half>(walked, plan.longest, pdl, stream);
     }
-  if (problem.in.layout == GD_STATE_KV) return launch_walk<WalkKv<16>>(walked, plan.longest, early, stream);
-  return state_vector(walked) == 4 ? launch_walk<WalkVk<4, 16>>(walked, plan.longest, early, stream)
-                                   : launch_walk<WalkVk<8, 16>>(walked, plan.longest, early, stream);
+  if (problem.in.layout == GD_STATE_KV) return launch_walk<WalkKv<16>>(walked, plan.longest, pdl, stream);
+  return state_vector(walked) == 4 ? launch_walk<WalkVk<4, 16>>(walked, plan.longest, pdl, stream)
+                                   : launch_walk<WalkVk<8, 16>>(walked, plan.longest, pdl, stream);
 }
 
 }  // namespace gatedelta::cuda::sm90

@@ -8,8 +8,8 @@
 
 namespace gatedelta::cuda::sm90 {
 
-// Walks the sequences that `plan` says, empty and padded ones included. `early`: beside the forward kernel, which must
-// be the previous one in the stream.
-cudaError_t launch_short_walk(const ForwardProblem& problem, const WalkPlan& plan, bool early, cudaStream_t stream);
+// Walks the sequences that `plan` says, empty and padded ones included. With PDL, beside the forward
+// kernel, which must be the previous one in the stream.
+cudaError_t launch_short_walk(const ForwardProblem& problem, const WalkPlan& plan, Pdl pdl, cudaStream_t stream);
 
 }  // namespace gatedelta::cuda::sm90

@@ -1,16 +1,16 @@
 // Summaries on CUDA: the chain kernels of the forward and of the backward with lists of their own.
 //   gd_summary            prepare, list of transitions, forward chain, unpack: M and S_loc leave through boundaries
 //   gd_backward_summary   prepare (or what the forward saved), list of warm-up chunks, gradient chain
-#include "cuda/kernels.hpp"
+#include "cuda/device/warp.cuh"
 #include "cuda/host/launch.cuh"
-#include "cuda/sm90/host/params.cuh"
-#include "cuda/sm90/host/tensor_map.cuh"
-#include "cuda/sm90/schedule/uncut_list.cuh"
+#include "cuda/kernels.hpp"
 #include "cuda/sm90/chain/launch.cuh"
 #include "cuda/sm90/device.cuh"
+#include "cuda/sm90/host/params.cuh"
+#include "cuda/sm90/host/tensor_map.cuh"
 #include "cuda/sm90/prepare/launch.cuh"
+#include "cuda/sm90/schedule/uncut_list.cuh"
 #include "cuda/sm90/summary/fade.cuh"
-#include "cuda/device/warp.cuh"
 #include "cuda/sm90/workspace/summary.hpp"
 
 namespace gatedelta::cuda::sm90 {
@@ -170,15 +170,15 @@ Outcome launch(const SummaryProblem& problem, const Context& context) {
     p.boundary_ready = reinterpret_cast<int*>(base + layout.ready);
     p.boundaries = reinterpret_cast<uint8_t*>(base + layout.boundaries);
     p.limits = {facts.multiprocessors, static_cast<int>(2 * layout.seq_heads), static_cast<int>(layout.seq_heads)};
-    if (const cudaError_t error = launch_kernel(!problem.prepared, list_transitions_kernel,
+    if (const cudaError_t error = launch_kernel(pdl_if(!problem.prepared), list_transitions_kernel,
                                                 list_blocks(layout.seq_heads), kListThreads, 0, stream, p, s))
       return failure(error, "launch the list of transitions");
     if (const cudaError_t error = launch_forward_chain(p, bf16, context.device, stream))
       return failure(error, "launch the forward chain");
     const GridSize grid(layout.seq_heads, kUnpackParts);
     const cudaError_t error =
-        bf16 ? launch_kernel(true, unpack_kernel<__nv_bfloat16>, grid, kUnpackThreads, 0, stream, p, s)
-             : launch_kernel(true, unpack_kernel<__half>, grid, kUnpackThreads, 0, stream, p, s);
+        bf16 ? launch_kernel(Pdl::kOn, unpack_kernel<__nv_bfloat16>, grid, kUnpackThreads, 0, stream, p, s)
+             : launch_kernel(Pdl::kOn, unpack_kernel<__half>, grid, kUnpackThreads, 0, stream, p, s);
     if (error) return failure(error, "launch the kernel that unpacks summaries");
     return {};
   });
@@ -212,8 +212,8 @@ Outcome launch(const BackwardSummaryProblem& problem, const Context& context) {
     p.final = problem.d_local;
     p.final.indices = {s.rows, false, true, 1, 0, 1};
     p.limits = {facts.multiprocessors, static_cast<int>(s.parts * layout.seq_heads), 0};
-    if (const cudaError_t error = launch_kernel(!p.has_saved, list_gradients_kernel, list_blocks(layout.seq_heads),
-                                                kListThreads, 0, stream, p, s))
+    if (const cudaError_t error = launch_kernel(pdl_if(!p.has_saved), list_gradients_kernel,
+                                                list_blocks(layout.seq_heads), kListThreads, 0, stream, p, s))
       return failure(error, "launch the list of gradients");
     if (const cudaError_t error = launch_grad_chain(p, bf16, context.device, stream))
       return failure(error, "launch the chain of gradients");

@@ -15,8 +15,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
 template <class Config>
 cudaError_t launch(const BackwardParams& p, int64_t ctas, int device, cudaStream_t stream) {
-  return launch_large<portable_gradients_kernel<Config>>(false, ctas, Config::kThreads, Config::Smem::kBytes, device,
-                                                         stream, p);
+  return launch_large<portable_gradients_kernel<Config>>(Pdl::kOff, ctas, Config::kThreads, Config::Smem::kBytes,
+                                                         device, stream, p);
 }
 template <class Elem>
 cudaError_t launch_instance(const BackwardParams& p, int64_t ctas, int device, cudaStream_t stream) {
