@@ -10,7 +10,6 @@
 
 #include "core/problem.hpp"
 #include "cuda/device/host_device.hpp"
-#include "cuda/device/pdl.hpp"
 
 namespace gatedelta::cuda {
 
@@ -209,7 +208,7 @@ struct StepParams {
   NearStates initial;
   uint32_t sequences = 0;
   bool l2norm = false, pads_by_read_index = false;
-  Pdl pdl = Pdl::kOff;  // of `step` [V, K]
+  bool pdl = false;  // launched with it; of `step` [V, K]
   NearRows k, q, v, g, beta, A_log, dt_bias;
   KeyHeads key_heads;
   float scale = 0;

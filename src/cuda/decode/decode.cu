@@ -44,14 +44,14 @@ template <class Config, class Params>
 cudaError_t launch_near(void (*kernel)(Params), const Params& params, const RecurrentProblem& problem,
                         cudaStream_t stream) {
   const NearGrid grid = near_grid(problem, Config::kParts);
-  return launch_grid(kernel, dim3(grid.x, grid.y, grid.z), Config::kThreads, stream, params, params.pdl);
+  return launch_grid(kernel, dim3(grid.x, grid.y, grid.z), Config::kThreads, stream, params, pdl_if(params.pdl));
 }
 
 // Which instance is fastest follows from the number of states alone: measured on an H200, see docs/kernels/decode.md.
 template <class Config, class State, class Input, bool kTokenFirst>
 cudaError_t launch_step(const RecurrentProblem& problem, Pdl pdl, cudaStream_t stream) {
   StepParams params = step_params(problem);
-  params.pdl = pdl;
+  params.pdl = pdl == Pdl::kOn;
   return launch_near<Config>(step_kernel<Config, State, Input, kTokenFirst>, params, problem, stream);
 }
 template <class Config, class State, class Input>

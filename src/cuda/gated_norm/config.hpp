@@ -102,7 +102,7 @@ struct NearNormParams {
   float eps = 0, inverse_dim = 0;
   bool wide_weight = false, round_before_gate = false;
   bool gated = false, sigmoid = false;
-  Pdl pdl = Pdl::kOff;  // of the forward
+  bool pdl = false;  // launched with it; of the forward
 
   NearNormParams() = default;
   explicit NearNormParams(const GatedNorm& in)
@@ -122,7 +122,7 @@ struct NearNormForwardParams : NearNormParams {
   NearNormRows y;
 
   NearNormForwardParams(const GatedNormProblem& p, Pdl with_pdl) : NearNormParams(p.in), y(p.in, p.y) {
-    pdl = with_pdl;
+    pdl = with_pdl == Pdl::kOn;
   }
 };
 struct NearNormBackwardParams : NearNormParams {
