@@ -354,8 +354,8 @@ def test_gpu_record(results, bench_folder):
     assert written == {"record.json", "history.csv", *pictures}
     headline, summary, forward, profile = (block() for block in blocks.values())
     rows = csv.FILES["results/h200/rows/forward.csv"]()
-    assert "| prefill, the kernels | fastest of FLA, FlashQLA and FlashInfer | **1.98×** | 0.50× | 171 |" in headline
-    assert "- Prefill: 1 of 171 rows, down to 0.50× (2/8 1x2048)." in headline
+    assert "| prefill kernels | fastest of FLA, FlashQLA, FlashInfer | **1.98×** | 0.50× | 171 |" in headline
+    assert "- Longer prefill: 1 of 171 rows, down to 0.50× (2 key and 8 value heads, one sequence of" in headline
     assert "over the fastest of FLA, FlashQLA and FlashInfer | **1.98×** | 0.50× (2/8 1x2048) | 171 | 171 |" in summary
     assert "over the fastest of FLA and FlashQLA | **1.92×** | 0.50× (2/4 8k_2seq) | 32 | 32 |" in summary
     faster = render.TABLES["peers-faster"]()
@@ -445,6 +445,7 @@ def test_tables_of_runs_in_turns(results):
     from bench.lib.rows import BACKWARD_HEADS, BACKWARD_LENGTHS, forward_rows
     from bench.report import render
     from bench.report.tables import text
+    from bench.report.tables.headline import over_fla
     from bench.report.tables.in_turns import headline_cells
 
     blocks = [render.TABLES[name] for name in ("flashinfer-same-run", "portable")]
@@ -466,6 +467,7 @@ def test_tables_of_runs_in_turns(results):
     write("in_turns.json", forward + ragged, {"hopper": 1.0, "flashinfer 1": 2.0, "flashinfer 1 use_cp=False": 3.0},
           {"flashinfer 1 use_cp=False": 0.5})  # fmt: skip
     write("portable.json", forward + backward, {"hopper": 1.0, "portable": 2.0, "fla 1": 5.0}, {"fla 1": 1.0})
+    assert over_fla()[0].endswith("with FLA in the same run, we measure 5.0× and 5.0×.")
     flashinfer, portable = (block() for block in blocks)
     assert "| all rows | 1.98× | 0.50× (2/8 1x32768) | 171 | 1 | 1 |" in flashinfer
     assert "| 1024x8 | 2.00× | 2.00× (2/8 1024x8) | 9 | 0 | 0 |" in flashinfer
