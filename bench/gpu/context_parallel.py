@@ -76,7 +76,7 @@ def milliseconds(work, replays: int = 9) -> float:
 
 
 def part_times(tokens: int, hk: int, hv: int, fading: bool, parts: int) -> dict[str, float]:
-    """The stages of one part of so many tokens; `parts`: segments that the fold sees."""
+    """The stages of one part of so many tokens; `parts`: segments that are merged."""
     x = make_inputs(tokens, hk, hv, fading)
     rule, do = {name: x[name] for name in ("q", "k", "v", "g", "beta")}, x["do"]
     options = _stages.Options()
@@ -84,7 +84,7 @@ def part_times(tokens: int, hk: int, hv: int, fading: bool, parts: int) -> dict[
     saved = _stages.empty_saved(**rule, options=options)
     state = torch.zeros(1, hv, DIM, DIM, device=DEVICE)
     values = torch.randn(parts, hv, DIM, DIM, device=DEVICE)
-    maps = torch.randn(parts, hv, DIM, DIM, device=DEVICE) / DIM
+    transitions = torch.randn(parts, hv, DIM, DIM, device=DEVICE) / DIM
     first, count = (torch.tensor([i], dtype=torch.int32, device=DEVICE) for i in (0, parts - 1))
     result = {
         "summary": milliseconds(
@@ -95,7 +95,7 @@ def part_times(tokens: int, hk: int, hv: int, fading: bool, parts: int) -> dict[
         "forward": milliseconds(
             lambda: _stages.forward(**rule, options=options, initial_state=state, saved=saved, prepared=True)
         ),
-        "fold": milliseconds(lambda: _stages.merge(values, maps, first, count)),
+        "merge": milliseconds(lambda: _stages.merge(values, transitions, first, count)),
         "backward_summary": milliseconds(
             lambda: _stages.backward_summary(x["q"], x["k"], x["g"], x["beta"], do, options, exact=exact, saved=saved)
         ),
@@ -128,7 +128,7 @@ def measure(tokens: int, hk: int, hv: int, fading: bool) -> dict:
     whole = whole_times(tokens, hk, hv, fading)
     parts = {cards: part_times(tokens // cards, hk, hv, fading, cards) for cards in CARDS}
     eight = parts[CARDS[-1]]
-    folds = 0 if fading else eight["fold"]
+    merge = 0 if fading else eight["merge"]
     row = {
         "hk": hk,
         "hv": hv,
@@ -137,14 +137,14 @@ def measure(tokens: int, hk: int, hv: int, fading: bool) -> dict:
         "whole_ms": whole,
         "part_ms": {str(cards): times for cards, times in parts.items()},
         # Eight parts in sequence against one call.
-        "forward_ratio": round(8 * (eight["summary"] + folds + eight["forward"]) / whole["forward"], 3),
-        "backward_ratio": round(8 * (eight["backward_summary"] + folds + eight["backward"]) / whole["backward"], 3),
+        "forward_ratio": round(8 * (eight["summary"] + merge + eight["forward"]) / whole["forward"], 3),
+        "backward_ratio": round(8 * (eight["backward_summary"] + merge + eight["backward"]) / whole["backward"], 3),
         "predicted": {},
     }
     for cards, times in parts.items():
-        fold = 0 if fading else times["fold"]
-        forward = times["summary"] + fold + travel_ms(cards, hv, fading, False) + times["forward"]
-        backward = times["backward_summary"] + fold + travel_ms(cards, hv, fading, True) + times["backward"]
+        merge = 0 if fading else times["merge"]
+        forward = times["summary"] + merge + travel_ms(cards, hv, fading, False) + times["forward"]
+        backward = times["backward_summary"] + merge + travel_ms(cards, hv, fading, True) + times["backward"]
         row["predicted"][str(cards)] = {
             "forward_ms": round(forward, 3),
             "backward_ms": round(backward, 3),
