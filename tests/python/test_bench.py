@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 
 import pytest
@@ -107,37 +105,6 @@ def test_plot_of_what_the_tool_writes(run_python, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     machine = json.loads(results.read_text())["machine"]
     assert machine["cpu"] and machine["cpus"] > 0
-
-
-@pytest.mark.parametrize("has_matplotlib", [True, False])
-def test_make_run_needs_no_matplotlib(root, tmp_path, has_matplotlib):
-    """The rule of the Makefile, with scripts in place of all that it calls."""
-    if not shutil.which("make"):
-        pytest.skip("no make")
-    (tmp_path / "Makefile").write_text((root / "Makefile").read_text())
-    scripts = {
-        "tools/require": f'case "$*" in *matplotlib*) exit {0 if has_matplotlib else 1};; esac',
-        "bin/cmake": "exit 0",
-        "build/release/cli/gatedelta": "echo ran $*",
-        ".venv/bin/python": "echo drew $*",
-    }
-    for name, line in scripts.items():
-        script = tmp_path / name
-        script.parent.mkdir(parents=True, exist_ok=True)
-        script.write_text(f"#!/bin/sh\n{line}\n")
-        script.chmod(0o755)
-    path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
-    outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}  # of the make that runs the tests
-    env = {name: value for name, value in os.environ.items() if name not in outer} | {"PATH": path}
-    result = subprocess.run(["make", "run"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    ran, *drew = result.stdout.splitlines()
-    assert ran == "ran run --json build/run/run.json"
-    if has_matplotlib:
-        picture = tmp_path / "build" / "run" / "timings.png"
-        assert drew == ["drew -m bench.plots cpu build/run/run.json build/run/timings.png", f"picture: {picture}"]
-    else:
-        assert drew == ["picture: left out, because there is no matplotlib"]
 
 
 def gpu_row(hv: int, seq: str, ms: float, **more) -> dict:
