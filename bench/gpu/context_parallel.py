@@ -15,15 +15,11 @@ import time
 from pathlib import Path
 
 import torch
+from gatedelta import __version__
+from gatedelta._operators import stages as _stages
+from gatedelta.context_parallel import schemes
 
 from tools import records
-
-ROOT = Path(__file__).resolve().parents[2]
-from gatedelta import __version__  # noqa: E402
-from gatedelta._operators import stages as _stages  # noqa: E402
-from gatedelta.context_parallel import schemes  # noqa: E402
-
-from tools import dev_paths  # noqa: E402, F401  (finds the library)
 
 DEVICE = torch.device("cuda")
 DIM = 128
@@ -157,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", default="32768,131072,524288")
     parser.add_argument("--heads", default="16/64")
-    parser.add_argument("--output", type=Path, default=ROOT / "build" / "bench" / "context_parallel.json")
+    parser.add_argument("--output", type=Path, default=Path("build/bench/context_parallel.json"))
     options = parser.parse_args()
     hk, hv = map(int, options.heads.split("/"))
     rows = []

@@ -261,7 +261,6 @@ def test_nvcc_that_rejects_the_host_compiler_is_an_error_with_cuda_on(configure,
     ("18.1.3", "clang-tidy", None), ("18.1.3", "clang-tidy-14", None), ("14.0.6", "other", None),
 ])  # fmt: skip
 def test_lint_refuses_other_versions(root, monkeypatch, tmp_path, version, name, chosen):
-    monkeypatch.syspath_prepend(root / "tools")
     import lint
 
     script(tmp_path / name, f"echo Debian LLVM version {version}\n")
