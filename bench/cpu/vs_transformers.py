@@ -26,7 +26,7 @@ from gatedelta import torch as gd
 from gatedelta import transformers as plugin
 
 from bench.lib import model_calls
-from bench.lib.targets import TARGETS, judged
+from bench.lib.targets import judged_on_cpu
 from bench.peers import transformers_torch as peer
 from testing import truth
 from tools import dev_paths, records
@@ -216,22 +216,6 @@ def machine() -> dict:
     return json.loads(text)["machine"]
 
 
-def judge(result: dict) -> list[dict]:
-    targets, first = TARGETS["cpu"], result["shapes"][0]
-    bars = [
-        judged(f"{kind}, 1x{shape['tokens']}, {shape['heads']} heads", shape[kind]["speedup"], targets[kind])
-        for shape in result["shapes"]
-        for kind in ("forward", "forward+backward")
-    ]
-    model = result["model"]
-    return bars + [
-        judged(f"decode, {DECODE_HEADS} heads", result["decode"]["speedup"], targets["decode"]),
-        judged(f"prefill of a model, 1x{model['tokens']}", model["speedup"], targets["model"]),
-        judged(f"share of bf16 matmul, 1x{first['tokens']}, {first['heads']} heads",
-               first["forward"]["share_of_matmul"], targets["share_of_matmul"]),
-    ]  # fmt: skip
-
-
 def print_report(result: dict) -> None:
     machine, versions = result["machine"], result["versions"]
     print(f"\n{machine['cpu']} ({machine['architecture']}), {result['threads']} threads, {machine['best_isa']}")
@@ -313,7 +297,7 @@ def main() -> None:
         "verified_heads": verified,
         "errors": errors,
     }
-    result["bars"] = [] if options.smoke else judge(result)
+    result["bars"] = [] if options.smoke else judged_on_cpu(result)
     print_report(result)
     if options.output:
         records.write(options.output, result)
