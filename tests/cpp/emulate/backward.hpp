@@ -3,7 +3,11 @@
 
 #include "cuda/portable/backward/gates.cuh"
 #include "cuda/portable/backward/grad_chain.cuh"
-#include "cuda/portable/backward/gradients/gradients.cuh"
+#include "cuda/portable/backward/gradients/head.cuh"
+#include "cuda/portable/backward/gradients/loads.cuh"
+#include "cuda/portable/backward/gradients/output.cuh"
+#include "cuda/portable/backward/gradients/pairs.cuh"
+#include "cuda/portable/backward/gradients/products.cuh"
 #include "forward.hpp"
 
 namespace gatedelta::testing::emulated {

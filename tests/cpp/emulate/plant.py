@@ -20,7 +20,7 @@ class Mistake(NamedTuple):
 FORWARD = {
     # barriers
     "no_barrier_between_steps": Mistake(
-        "chain/chain.cuh", "sync_cta();      // of every thread", "// of every thread"
+        "chain/advance.cuh", "sync_cta();      // of every thread", "// of every thread"
     ),
     "no_barrier_before_tiles_are_reused": Mistake(
         "prepare/prepare.cuh", "sync_cta();  // K and Q are not read any more", "// K and Q"
@@ -28,16 +28,16 @@ FORWARD = {
     "no_barrier_before_operands": Mistake("prepare/prepare.cuh", "sync_cta();\n    Operands operands;", "Operands operands;"),
     # asynchronous copies
     "rows_are_not_waited_for": Mistake(
-        "chain/chain.cuh", "copy_wait<1>();  // the rows of this step", "copy_wait<2>();  // the rows"
+        "chain/advance.cuh", "copy_wait<1>();  // the rows of this step", "copy_wait<2>();  // the rows"
     ),
     "values_are_not_waited_for": Mistake("forward/forward_chain.cuh", "copy_wait<1>();  // V of this step", "copy_wait<2>();  // V"),
     "chunk_is_not_waited_for": Mistake("prepare/prepare.cuh", "copy_wait<0>();", "copy_wait<1>();"),
     "next_rows_overwrite_this_stage": Mistake(
-        "chain/chain.cuh", "load_shared_part(stage ^ 1, rows, part)", "load_shared_part(stage, rows, part)"
+        "chain/loads.cuh", "load_shared_part(stage ^ 1, rows, part)", "load_shared_part(stage, rows, part)"
     ),
     # addresses
     "no_swizzle": Mistake(
-        "chain/chain.cuh", "tile_offset(first, tid & 7) +", "first * kTileRowBytes + (tid & 7) * kPacketBytes +"
+        "chain/loads.cuh", "tile_offset(first, tid & 7) +", "first * kTileRowBytes + (tid & 7) * kPacketBytes +"
     ),
     "misaligned_values": Mistake("config.hpp", "kPrepared = kValues + kWarps * kValueBytes", "kPrepared = kValues + 8"),
     "states_by_the_wrong_stride": Mistake(
@@ -47,29 +47,29 @@ FORWARD = {
     "one_place_for_all_checkpoints": Mistake("forward/forward_chain.cuh", "first + done / p.checkpoint_every - 1", "first"),
     # ends of sequences
     "rows_past_the_end_are_read": Mistake(
-        "chain/chain.cuh", "first + i * kRowStep < rows && tile", "(first + i * kRowStep < rows || rows > 0) && tile"
+        "chain/loads.cuh", "first + i * kRowStep < rows && tile", "(first + i * kRowStep < rows || rows > 0) && tile"
     ),
-    "rows_past_the_end_are_written": Mistake("chain/chain.cuh", "if (8 * n + g < rows && 16", "if (8 * n + g <= rows && 16"),
+    "rows_past_the_end_are_written": Mistake("chain/state.cuh", "if (8 * n + g < rows && 16", "if (8 * n + g <= rows && 16"),
     # numbers
     "infinite_gates_are_not_clamped": Mistake(
         "prepare/gates.cuh", "return g < kLowestGate ? kLowestGate : g;", "return g;"
     ),
-    "scores_without_their_diagonal": Mistake("prepare/prepare.cuh", "on = 2 * t <= g", "on = 2 * t < g"),
+    "scores_without_their_diagonal": Mistake("prepare/outputs.cuh", "on = 2 * t <= g", "on = 2 * t < g"),
     "state_decays_before_it_is_read": Mistake(
         "forward/forward_chain.cuh", "this->pack_state(s, kk);\n      this->scale_state(kk, end);",
         "this->scale_state(kk, end);\n      this->pack_state(s, kk);",
     ),
     "writes_do_not_decay": Mistake("forward/forward_chain.cuh", "this->scale(W, prep, kTail);", ""),
     "errors_carried_between_unequal_keys": Mistake(
-        "prepare/prepare.cuh", "most <= 4 * least && alike > 0.75f * least", "most > 0"
+        "prepare/products.cuh", "most <= 4 * least && alike > 0.75f * least", "most > 0"
     ),
     "errors_of_triangles_are_left": Mistake(
-        "prepare/prepare.cuh", "if (is_last) reinterpret_cast<uint32_t*>(out + at)[lane] = both;", ""
+        "prepare/outputs.cuh", "if (is_last) reinterpret_cast<uint32_t*>(out + at)[lane] = both;", ""
     ),
     "errors_of_other_lanes_are_left": Mistake(
-        "chain/chain.cuh", "first + (is_last ? error + others : 0), second);", "first, second);"
+        "chain/rounding.cuh", "first + (is_last ? error + others : 0), second);", "first, second);"
     ),
-    "norms_left_out_of_writes": Mistake("prepare/prepare.cuh", "exp2_approx(end - log) * rk;", "exp2_approx(end - log);"),
+    "norms_left_out_of_writes": Mistake("prepare/outputs.cuh", "exp2_approx(end - log) * rk;", "exp2_approx(end - log);"),
     # segments
     "warmup_is_a_chunk_short": Mistake(
         "cut/segments.cuh", "warmup > 0 && warmup < boundary ? warmup :", "warmup > 0 && warmup < boundary ? warmup - 1 :"
@@ -79,14 +79,14 @@ FORWARD = {
         "return first < 0 ? decays[first] : ChunkDecay{-99, 1};",
     ),
     "values_of_warmups_are_not_waited_for": Mistake(
-        "chain/chain.cuh", "copy_wait<1>();  // V of this step", "copy_wait<2>();  // V"
+        "chain/advance.cuh", "copy_wait<1>();  // V of this step", "copy_wait<2>();  // V"
     ),
     "outputs_begin_with_the_warmup": Mistake(
-        "chain/chain.cuh", "p.o.offset(batch, at.span.begin + output_step * kStep, at.head)",
+        "chain/loads.cuh", "p.o.offset(batch, at.span.begin + output_step * kStep, at.head)",
         "p.o.offset(batch, at.span.begin + (step + 0 * output_step) * kStep, at.head)",
     ),
     "entry_of_another_head": Mistake(
-        "chain/chain.cuh", "load_matrix(p.entries, GD_F32, block() * p.state_numbers()",
+        "chain/state.cuh", "load_matrix(p.entries, GD_F32, block() * p.state_numbers()",
         "load_matrix(p.entries, GD_F32, (block() ^ 1) * p.state_numbers()",
     ),
     "initial_states_are_overwritten": Mistake("config.hpp", "if (!a || !b) return false;", "return false;"),
@@ -121,7 +121,7 @@ FORWARD = {
 BACKWARD = {
     # barriers
     "no_barrier_between_steps_of_states": Mistake(
-        "chain/chain.cuh", "sync_cta();      // of every thread", "// of every thread"
+        "chain/advance.cuh", "sync_cta();      // of every thread", "// of every thread"
     ),
     "no_barrier_between_steps_of_gradients": Mistake(
         "backward/grad_chain.cuh", "this->begin_step();", "copy_wait<1>();"
@@ -131,14 +131,14 @@ BACKWARD = {
     "no_barrier_after_pairs": Mistake("backward/gradients/gradients.cuh", "store_pairs(matrices);\n      sync_cta();",
                                       "store_pairs(matrices);"),
     "no_barrier_before_sums": Mistake("backward/gradients/gradients.cuh", "sync_cta();  // the sums are there", "// the sums"),
-    "no_barrier_after_sums": Mistake("backward/gradients/gradients.cuh", "sync_cta();  // the last head's sums", "// the last"),
+    "no_barrier_after_sums": Mistake("backward/gradients/output.cuh", "sync_cta();  // the last head's sums", "// the last"),
     # asynchronous copies
     "stage_is_not_waited_for": Mistake("backward/gradients/gradients.cuh", "copy_wait<0>();", "copy_wait<1>();"),
     "outputs_are_not_waited_for": Mistake(
         "backward/grad_chain.cuh", "copy_wait<1>();  // dO of this step", "copy_wait<2>();  // dO"
     ),
     # addresses
-    "prepared_steps_in_the_wrong_order": Mistake("chain/chain.cuh", "Pass::kDirection > 0 ? kStepsPerChunk - 1 : 0", "0"),
+    "prepared_steps_in_the_wrong_order": Mistake("chain/loads.cuh", "Pass::kDirection > 0 ? kStepsPerChunk - 1 : 0", "0"),
     "states_after_half_a_chunk": Mistake(
         "backward/states_chain.cuh", "if (stage == 0) this->keep_state", "if (stage == 1) this->keep_state"
     ),
@@ -146,15 +146,15 @@ BACKWARD = {
         "backward/grad_chain.cuh", "ends_chunk = step % kStepsPerChunk == 0", "ends_chunk = step % kStepsPerChunk == 1"
     ),
     "snapshots_are_transposed": Mistake(
-        "chain/chain.cuh", "(2 * i + h % 2) * (p.key_dim / 8) + 2 * kk + h / 2",
+        "chain/state.cuh", "(2 * i + h % 2) * (p.key_dim / 8) + 2 * kk + h / 2",
         "(2 * i + h / 2) * (p.key_dim / 8) + 2 * kk + h % 2",
     ),
     # ends of sequences
     "values_past_the_end_are_read": Mistake(
-        "backward/gradients/gradients.cuh", "valid = r < rows && first + packet * kPacketColumns < p.value_dim",
+        "backward/gradients/loads.cuh", "valid = r < rows && first + packet * kPacketColumns < p.value_dim",
         "valid = (r < rows || rows) && first + packet * kPacketColumns < p.value_dim",
     ),
-    "vectors_of_a_step_without_tokens": Mistake("backward/gradients/gradients.cuh", "is_there = step == 0 || both", "is_there = true"),
+    "vectors_of_a_step_without_tokens": Mistake("backward/gradients/loads.cuh", "is_there = step == 0 || both", "is_there = true"),
     "tokens_of_no_sequence_are_left": Mistake("backward/gradients/gradients.cuh", "return zero_rows();", "return;"),
     "sums_of_no_chunk_are_left": Mistake("backward/gates.cuh", "if (!p.head_sums) return;",
                                          "if (!p.head_sums || at.rows <= 0) return;"),
@@ -163,17 +163,17 @@ BACKWARD = {
         "backward/grad_chain.cuh", "if (stores_unscaled(beta.x)) beta.x = 1;", ""
     ),
     "pairs_of_small_betas_are_not_scaled": Mistake(
-        "backward/gradients/gradients.cuh", "pack<Elem>(pending * first, pending * second)", "pack<Elem>(first, second)"
+        "backward/gradients/pairs.cuh", "pack<Elem>(pending * first, pending * second)", "pack<Elem>(first, second)"
     ),
-    "pairs_with_their_diagonal": Mistake("backward/gradients/gradients.cuh", "first = c < r ?", "first = c <= r ?"),
+    "pairs_with_their_diagonal": Mistake("backward/gradients/pairs.cuh", "first = c < r ?", "first = c <= r ?"),
     "steps_of_a_chunk_do_not_decay": Mistake(
-        "backward/gradients/gradients.cuh", "pair_tile >= 2 && J < 2 ? first_end : 0.0f", "0.0f"
+        "backward/gradients/pairs.cuh", "pair_tile >= 2 && J < 2 ? first_end : 0.0f", "0.0f"
     ),
     "reads_of_the_second_step_do_not_decay": Mistake(
-        "backward/gradients/gradients.cuh", "exp2_approx(step == 0 ? log : log + first_end)", "exp2_approx(log)"
+        "backward/gradients/loads.cuh", "exp2_approx(step == 0 ? log : log + first_end)", "exp2_approx(log)"
     ),
     "gates_pass_their_own_write": Mistake("backward/gates.cuh", "float sum = shuffle_up(x, 1);", "float sum = x;"),
-    "no_projection": Mistake("backward/gradients/gradients.cuh", "-r * r * sum_of(which, row(i, h))", "0"),
+    "no_projection": Mistake("backward/gradients/output.cuh", "-r * r * sum_of(which, row(i, h))", "0"),
     "queries_do_not_move_the_gradient": Mistake(
         "backward/grad_chain.cuh", "this->add_to_state(outputs, Q, [](int) {});", ""
     ),

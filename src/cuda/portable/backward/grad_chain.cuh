@@ -7,7 +7,11 @@
 // may begin with steps of a warm-up, which store nothing, as do all steps of a transition (segments.cuh).
 #pragma once
 
-#include "cuda/portable/chain/chain.cuh"
+#include "cuda/portable/chain/advance.cuh"
+#include "cuda/portable/chain/loads.cuh"
+#include "cuda/portable/chain/products.cuh"
+#include "cuda/portable/chain/rounding.cuh"
+#include "cuda/portable/chain/state.cuh"
 
 namespace gatedelta::cuda::portable {
 

@@ -7,7 +7,11 @@
 // group have arrived in both places that wait.
 #pragma once
 
-#include "cuda/portable/chain/chain.cuh"
+#include "cuda/portable/chain/advance.cuh"
+#include "cuda/portable/chain/loads.cuh"
+#include "cuda/portable/chain/products.cuh"
+#include "cuda/portable/chain/rounding.cuh"
+#include "cuda/portable/chain/state.cuh"
 
 namespace gatedelta::cuda::portable {
 
