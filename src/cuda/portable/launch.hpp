@@ -5,7 +5,7 @@
 
 #include "cuda/host/device.cuh"
 #include "cuda/portable/backward/config.hpp"
-#include "cuda/portable/cut/search.hpp"
+#include "cuda/portable/cut/launches.hpp"
 
 namespace gatedelta::cuda::portable {
 

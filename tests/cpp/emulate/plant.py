@@ -39,9 +39,9 @@ FORWARD = {
     "no_swizzle": Mistake(
         "chain/loads.cuh", "tile_offset(first, tid & 7) +", "first * kTileRowBytes + (tid & 7) * kPacketBytes +"
     ),
-    "misaligned_values": Mistake("config.hpp", "kPrepared = kValues + kWarps * kValueBytes", "kPrepared = kValues + 8"),
+    "misaligned_values": Mistake("instances.hpp", "kPrepared = kValues + kWarps * kValueBytes", "kPrepared = kValues + 8"),
     "states_by_the_wrong_stride": Mistake(
-        "config.hpp", "p.key_state_stride = in.layout == GD_STATE_KV ? in.value_dim : 1;",
+        "workspace.hpp", "p.key_state_stride = in.layout == GD_STATE_KV ? in.value_dim : 1;",
         "p.key_state_stride = in.layout == GD_STATE_KV ? in.key_dim : 1;",
     ),
     "one_place_for_all_checkpoints": Mistake("forward/forward_chain.cuh", "first + done / p.checkpoint_every - 1", "first"),
@@ -89,7 +89,7 @@ FORWARD = {
         "chain/state.cuh", "load_matrix(p.entries, GD_F32, block() * p.state_numbers()",
         "load_matrix(p.entries, GD_F32, (block() ^ 1) * p.state_numbers()",
     ),
-    "initial_states_are_overwritten": Mistake("config.hpp", "if (!a || !b) return false;", "return false;"),
+    "initial_states_are_overwritten": Mistake("workspace.hpp", "if (!a || !b) return false;", "return false;"),
     "segments_share_the_final_state": Mistake(
         "forward/forward_chain.cuh", "if (rows <= 0 && end < at.span.length) return;", ""
     ),
@@ -102,19 +102,19 @@ FORWARD = {
         "cut/segments.cuh", "left - shuffle(counts.up_to - counts.mine, found)", "left"
     ),
     "ranges_begin_a_slot_late": Mistake("cut/segments.cuh", "first + counts.up_to - counts.mine", "first + counts.up_to"),
-    "no_folds": Mistake("cut/segments.cuh", "if (folds) {", "if (folds && i < 0) {"),
+    "no_folds": Mistake("cut/merge.cuh", "if (folds) {", "if (folds && i < 0) {"),
     "fold_by_the_next_map": Mistake(
-        "cut/segments.cuh", "load_block(segment, ahead, block + ahead);", "load_block(segment + 1, ahead, block + ahead);"
+        "cut/merge.cuh", "load_block(segment, ahead, block + ahead);", "load_block(segment + 1, ahead, block + ahead);"
     ),
     "fold_goes_on_with_the_same_map": Mistake(
-        "cut/segments.cuh", "load_block(segment + 1, ahead - kBlocks", "load_block(segment, ahead - kBlocks"
+        "cut/merge.cuh", "load_block(segment + 1, ahead - kBlocks", "load_block(segment, ahead - kBlocks"
     ),
-    "fold_does_not_wait": Mistake("cut/segments.cuh", "copy_wait<Config::kStages - 2>();", ""),
+    "fold_does_not_wait": Mistake("cut/merge.cuh", "copy_wait<Config::kStages - 2>();", ""),
     "no_barrier_between_blocks_of_a_fold": Mistake(
-        "cut/segments.cuh", "sync_cta();  // the block is there", "// the block is there"
+        "cut/merge.cuh", "sync_cta();  // the block is there", "// the block is there"
     ),
     "no_barrier_after_a_fold": Mistake(
-        "cut/segments.cuh", "sync_cta();  // all sums are there, and S is not", "// S is not"
+        "cut/merge.cuh", "sync_cta();  // all sums are there, and S is not", "// S is not"
     ),
 }  # fmt: skip
 
@@ -200,9 +200,9 @@ BACKWARD = {
     ),
     "gradients_enter_the_wrong_segment": Mistake("chain/chain.cuh", "block() + Pass::kDirection * p.value_heads",
                                                  "block() + p.value_heads"),
-    "folds_of_gradients_are_not_mirrored": Mistake("cut/segments.cuh", "is_mirrored ? segments - 1 - segment : segment",
+    "folds_of_gradients_are_not_mirrored": Mistake("cut/merge.cuh", "is_mirrored ? segments - 1 - segment : segment",
                                                    "segment"),
-    "gradients_by_the_map_of_states": Mistake("cut/segments.cuh", "maps = is_mirrored ? p.gradient_maps : p.maps;",
+    "gradients_by_the_map_of_states": Mistake("cut/merge.cuh", "maps = is_mirrored ? p.gradient_maps : p.maps;",
                                               "maps = p.maps;"),
     "no_maps_for_gradients": Mistake(
         "backward/states_chain.cuh", "return gradients->is_entered() && gradients[-p.value_heads].is_entered();", "return false;"

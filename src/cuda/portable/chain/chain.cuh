@@ -10,7 +10,7 @@
 #pragma once
 
 #include "cuda/device/numbers.cuh"
-#include "cuda/portable/config.hpp"
+#include "cuda/portable/params.hpp"
 
 namespace gatedelta::cuda::portable {
 

@@ -1,5 +1,6 @@
 // The kernels of cuts that are no chains: segments and folds.
 #include "cuda/host/launch.cuh"
+#include "cuda/portable/cut/merge.cuh"
 #include "cuda/portable/cut/segments.cuh"
 #include "cuda/portable/launch.hpp"
 

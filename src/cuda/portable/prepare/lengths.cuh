@@ -2,7 +2,8 @@
 #pragma once
 
 #include "cuda/device/chunks.cuh"
-#include "cuda/portable/config.hpp"
+#include "cuda/portable/instances.hpp"
+#include "cuda/portable/params.hpp"
 
 namespace gatedelta::cuda::portable {
 
