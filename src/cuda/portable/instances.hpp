@@ -36,10 +36,10 @@ struct PrepareConfig {
     static constexpr int kLogs = kInverses + kThreads / 32 * 2 * kInverseBytes;  // [warp][kStep]
     static constexpr int kTilesEnd = kQ + kTiles * kTileBytes;
     static_assert(kLogs + kThreads / 32 * Prepared::kVectorBytes <= kTilesEnd);
-    static constexpr int kNorms = kTilesEnd;                      // r^k, then r^q
-    static constexpr int kCarry = kNorms + 2 * kChunkTokens * 4;  // [step] as Prepared::kCarry
-    static constexpr int kLengths = kCarry + kPacketBytes;        // [64]: |k|^2, of normalised keys with l2norm
-    static constexpr int kGates = kLengths + kChunkTokens * 4;    // [heads][64]: gates in units of log 2; then betas
+    static constexpr int kNorms = kTilesEnd;                              // r^k, then r^q
+    static constexpr int kErrorFeedback = kNorms + 2 * kChunkTokens * 4;  // [step] as Prepared::kErrorFeedback
+    static constexpr int kLengths = kErrorFeedback + kPacketBytes;        // [64]: |k|^2, of normalised keys with l2norm
+    static constexpr int kGates = kLengths + kChunkTokens * 4;  // [heads][64]: gates in units of log 2; then betas
     GD_HOST_DEVICE static constexpr int heads(int group) { return group < kHeadsAtOnce ? group : kHeadsAtOnce; }
     GD_HOST_DEVICE static constexpr int allocated(int group) { return kGates + 2 * heads(group) * kChunkTokens * 4; }
   };
@@ -59,26 +59,26 @@ struct GradientPass {
   static constexpr bool kReadsQueries = true;
 };
 
-// kRows: value columns of a warp, 16 or 32. A CTA has kWarps of them, of one head.
-template <class PassOf, class ElemOf, int kKeysOf, int kRowsOf, int kWarpsOf, int kCtasPerSmOf>
+// kWarpColumns: value columns of a warp, 16 or 32. A CTA has kWarps of them, of one head.
+template <class PassOf, class ElemOf, int kKeysOf, int kWarpColumnsOf, int kWarpsOf, int kCtasPerSmOf>
 struct ChainConfig {
   using Pass = PassOf;
   using Elem = ElemOf;
-  static constexpr int kKeys = kKeysOf, kRows = kRowsOf, kWarps = kWarpsOf, kCtasPerSm = kCtasPerSmOf;
+  static constexpr int kKeys = kKeysOf, kWarpColumns = kWarpColumnsOf, kWarps = kWarpsOf, kCtasPerSm = kCtasPerSmOf;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kColumns = kRows * kWarps;
+  static constexpr int kColumns = kWarpColumns * kWarps;
   static constexpr int kTiles = kKeys / kTileColumns;
   static constexpr int kTileBytes = kStep * kTileRowBytes;
   static constexpr int kStages = 2;
   // Whether it runs transitions, too: transition_kind. With 32 rows the states kernel would spill.
-  static constexpr bool kHasTransitions = kRows == 16;
+  static constexpr bool kHasTransitions = kWarpColumns == 16;
 
   struct Smem {
     static constexpr int kK = 0;
     static constexpr int kQ = kK + kStages * kTiles * kTileBytes;
     static constexpr int kQueryBytes = Pass::kReadsQueries ? kStages * kTiles * kTileBytes : 0;
-    static constexpr int kValues = kQ + kQueryBytes;  // [warp][token][kRows], one stage
-    static constexpr int kValueBytes = kStep * kRows * 2;
+    static constexpr int kValues = kQ + kQueryBytes;  // [warp][token][kWarpColumns], one stage
+    static constexpr int kValueBytes = kStep * kWarpColumns * 2;
     static constexpr int kPrepared = kValues + kWarps * kValueBytes;
     static constexpr int kBytes = kPrepared + kStages * Prepared::kBytes;
     static_assert(kBytes <= 99 << 10);  // what a CTA can have on every device from 8.0 on
@@ -98,12 +98,12 @@ using Chain256 = ChainConfig<Pass, Elem, 256, 16, 8, 1>;
 // How many value columns a CTA has changes no bit: a warp never meets a number of another warp's columns. Few columns
 // where there are few heads, so that more multiprocessors work.
 enum class ChainKind { k64, k128, k128Half, k128Quarter, k256 };
-inline ChainKind chain_kind(const Layer& in, int multiprocessors) {
+inline ChainKind chain_kind(const Layer& in, int sm_count) {
   const int keys = compiled_keys(in.key_dim);
   if (keys != 128) return keys == 64 ? ChainKind::k64 : ChainKind::k256;
   const int64_t ctas = in.sequences.count * in.value_heads * ((in.value_dim + 127) / 128);  // of whole heads
-  if (2 * ctas > multiprocessors && in.value_dim > 64) return ChainKind::k128;
-  return 4 * ctas > multiprocessors ? ChainKind::k128Half : ChainKind::k128Quarter;
+  if (2 * ctas > sm_count && in.value_dim > 64) return ChainKind::k128;
+  return 4 * ctas > sm_count ? ChainKind::k128Half : ChainKind::k128Quarter;
 }
 // What transitions of a call run with. Most heads have none, so few columns of more CTAs are better anyway.
 inline ChainKind transition_kind(ChainKind kind) { return kind == ChainKind::k128 ? ChainKind::k128Half : kind; }
@@ -121,10 +121,10 @@ auto with_chain(ChainKind kind, const Run& run) {
 }
 
 constexpr int kSegmentThreads = 128;
-constexpr int kFoldColumns = 8;  // value columns of a CTA of the fold
+constexpr int kMergeColumns = 8;  // value columns of a CTA of the fold
 template <int kKeysOf>
-struct FoldConfig {
-  static constexpr int kKeys = kKeysOf, kColumns = kFoldColumns;
+struct MergeConfig {
+  static constexpr int kKeys = kKeysOf, kColumns = kMergeColumns;
   static constexpr int kDepth = kKeys == 128 ? 32 : 16, kStages = kKeys == 256 ? 3 : 4;  // rows of M^T in a stage
   static_assert(kStages - 1 <= kKeys / kDepth);  // what is loaded ahead is the next M's at most
   static constexpr int kSlices = 4;              // of a stage's rows, each multiplied by its warps
@@ -132,10 +132,10 @@ struct FoldConfig {
 
   struct Smem {
     static constexpr int kState = 0;
-    static constexpr int kMaps = kState + kKeys * kColumns * 4;
+    static constexpr int kTransitions = kState + kKeys * kColumns * 4;
     static constexpr int kStageBytes = kDepth * kKeys * 4;
-    static constexpr int kSums = kMaps + kStages * kStageBytes;  // [slice][column][kKeys]
-    static constexpr int kColumnBytes = kKeys * 4 + 16;          // no two columns of a row in the same banks
+    static constexpr int kSums = kTransitions + kStages * kStageBytes;  // [slice][column][kKeys]
+    static constexpr int kColumnBytes = kKeys * 4 + 16;                 // no two columns of a row in the same banks
     static constexpr int kSumBytes = kColumns * kColumnBytes;
     static constexpr int kBytes = kSums + kSlices * kSumBytes;
     static_assert(kBytes <= 99 << 10);
@@ -143,7 +143,7 @@ struct FoldConfig {
 };
 
 // CTAs of a chain kernel for columns of a head, as a power of two.
-inline int log_parts(int columns, int cta_columns) {
+inline int log2_ctas_per_head(int columns, int cta_columns) {
   int log = 0;
   while ((cta_columns << log) < columns) ++log;
   return log;
@@ -157,20 +157,20 @@ inline int chain_bytes(ChainKind kind) {
 }
 
 // Of a device: what a choice of CTAs asks of it.
-struct Multiprocessors {
-  int count;
+struct DeviceLimits {
+  int sm_count;
   int shared_bytes;                       // of each
   static constexpr int kReserved = 1024;  // of each CTA, the system's
-  int resident(int bytes) const { return shared_bytes / (bytes + kReserved); }
+  int ctas_per_sm(int bytes) const { return shared_bytes / (bytes + kReserved); }
 };
-// CTAs on each multiprocessor where as many are spread evenly.
-inline int spread(float ctas, int multiprocessors) {
-  const float each = ceil_of(ctas / static_cast<float>(multiprocessors));
+// CTAs on each multiprocessor where as many are even_ctas_per_sm evenly.
+inline int even_ctas_per_sm(float ctas, int sm_count) {
+  const float each = ceil_of(ctas / static_cast<float>(sm_count));
   return each > 1 ? static_cast<int>(each) : 1;
 }
 // Shared memory of a CTA with which so many of them fit on a multiprocessor, and no more.
-inline int spread_bytes(int resident, int shared_bytes) {
-  return (shared_bytes / (resident + 1) - Multiprocessors::kReserved) / 128 * 128 + 128;
+inline int shared_bytes_for(int ctas_per_sm, int shared_bytes) {
+  return (shared_bytes / (ctas_per_sm + 1) - DeviceLimits::kReserved) / 128 * 128 + 128;
 }
 
 }  // namespace gatedelta::cuda::portable

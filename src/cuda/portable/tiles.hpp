@@ -52,7 +52,7 @@ struct Prepared {
   static constexpr int kP = kN + kTriangleBytes;                  // s Gamma o tril(Q K^T), Q and K normalised
   static constexpr int kVector = kP + kTriangleBytes;             // [kVectors][kStep]
   static constexpr int kEnd = kVector + kVectors * kVectorBytes;  // gamma of the step's last token
-  static constexpr int kCarry = kEnd + 4;                         // 1: errors are carried on; otherwise 0
+  static constexpr int kErrorFeedback = kEnd + 4;                 // 1: errors are carried on; otherwise 0
   static constexpr int kBytes = kEnd + kPacketBytes;
   static_assert(kBytes % kPacketBytes == 0);
 };

@@ -60,7 +60,7 @@ FORWARD = {
         "this->scale_state(kk, end);\n      this->pack_state(s, kk);",
     ),
     "writes_do_not_decay": Mistake("forward/forward_chain.cuh", "this->scale(W, prep, kTail);", ""),
-    "errors_carried_between_unequal_keys": Mistake(
+    "error_feedback_between_unequal_keys": Mistake(
         "prepare/products.cuh", "most <= 4 * least && alike > 0.75f * least", "most > 0"
     ),
     "errors_of_triangles_are_left": Mistake(
@@ -85,35 +85,35 @@ FORWARD = {
         "chain/loads.cuh", "p.o.offset(batch, at.span.begin + output_step * kStep, at.head)",
         "p.o.offset(batch, at.span.begin + (step + 0 * output_step) * kStep, at.head)",
     ),
-    "entry_of_another_head": Mistake(
-        "chain/state.cuh", "load_matrix(p.entries, GD_F32, block() * p.state_numbers()",
-        "load_matrix(p.entries, GD_F32, (block() ^ 1) * p.state_numbers()",
+    "boundary_state_of_another_head": Mistake(
+        "chain/state.cuh", "load_matrix(p.boundary_states, GD_F32, work_item() * p.state_numbers()",
+        "load_matrix(p.boundary_states, GD_F32, (work_item() ^ 1) * p.state_numbers()",
     ),
     "initial_states_are_overwritten": Mistake("workspace.hpp", "if (!a || !b) return false;", "return false;"),
     "segments_share_the_final_state": Mistake(
         "forward/forward_chain.cuh", "if (rows <= 0 && end < at.span.length) return;", ""
     ),
-    "maps_begin_with_zero": Mistake("backward/states_chain.cuh", "== 0 ? 1.0f : 0.0f", "== 0 ? 0.0f : 0.0f"),
-    "maps_are_transposed": Mistake(
+    "transitions_begin_with_zero": Mistake("backward/states_chain.cuh", "== 0 ? 1.0f : 0.0f", "== 0 ? 0.0f : 0.0f"),
+    "transitions_are_transposed": Mistake(
         "backward/states_chain.cuh", "key_stride = i == 0 ? 1 : p.key_dim;\n        value_stride = i == 0 ? p.key_dim : 1;",
         "key_stride = i == 1 ? 1 : p.key_dim;\n        value_stride = i == 1 ? p.key_dim : 1;",
     ),
-    "segments_are_counted_from_the_first_slot": Mistake(
+    "segments_are_counted_from_the_first": Mistake(
         "cut/segments.cuh", "left - shuffle(counts.up_to - counts.mine, found)", "left"
     ),
-    "ranges_begin_a_slot_late": Mistake("cut/segments.cuh", "first + counts.up_to - counts.mine", "first + counts.up_to"),
-    "no_folds": Mistake("cut/merge.cuh", "if (folds) {", "if (folds && i < 0) {"),
-    "fold_by_the_next_map": Mistake(
+    "ranges_begin_a_segment_late": Mistake("cut/segments.cuh", "first + counts.up_to - counts.mine", "first + counts.up_to"),
+    "no_merges": Mistake("cut/merge.cuh", "if (merges) {", "if (merges && i < 0) {"),
+    "merge_by_the_next_transition": Mistake(
         "cut/merge.cuh", "load_block(segment, ahead, block + ahead);", "load_block(segment + 1, ahead, block + ahead);"
     ),
-    "fold_goes_on_with_the_same_map": Mistake(
+    "merge_goes_on_with_the_same_transition": Mistake(
         "cut/merge.cuh", "load_block(segment + 1, ahead - kBlocks", "load_block(segment, ahead - kBlocks"
     ),
-    "fold_does_not_wait": Mistake("cut/merge.cuh", "copy_wait<Config::kStages - 2>();", ""),
-    "no_barrier_between_blocks_of_a_fold": Mistake(
+    "merge_does_not_wait": Mistake("cut/merge.cuh", "copy_wait<Config::kStages - 2>();", ""),
+    "no_barrier_between_blocks_of_a_merge": Mistake(
         "cut/merge.cuh", "sync_cta();  // the block is there", "// the block is there"
     ),
-    "no_barrier_after_a_fold": Mistake(
+    "no_barrier_after_a_merge": Mistake(
         "cut/merge.cuh", "sync_cta();  // all sums are there, and S is not", "// S is not"
     ),
 }  # fmt: skip
@@ -140,7 +140,7 @@ BACKWARD = {
     # addresses
     "prepared_steps_in_the_wrong_order": Mistake("chain/loads.cuh", "Pass::kDirection > 0 ? kStepsPerChunk - 1 : 0", "0"),
     "states_after_half_a_chunk": Mistake(
-        "backward/states_chain.cuh", "if (stage == 0) this->keep_state", "if (stage == 1) this->keep_state"
+        "backward/states_chain.cuh", "if (stage == 0) this->store_snapshot", "if (stage == 1) this->store_snapshot"
     ),
     "gradients_after_half_a_chunk": Mistake(
         "backward/grad_chain.cuh", "ends_chunk = step % kStepsPerChunk == 0", "ends_chunk = step % kStepsPerChunk == 1"
@@ -193,19 +193,19 @@ BACKWARD = {
     "values_begin_with_the_warmup": Mistake(
         "backward/grad_chain.cuh", "first + step, first + steps_of(end) - 1", "first + step, first + step"
     ),
-    "segments_share_the_initial_gradient": Mistake("backward/grad_chain.cuh", "if (!is_entry && segment.chunk > 0) return;",
+    "segments_share_the_initial_gradient": Mistake("backward/grad_chain.cuh", "if (!is_boundary && segment.chunk > 0) return;",
                                                    ""),
-    "local_gradients_begin_with_their_entry": Mistake(
-        "backward/grad_chain.cuh", "if (this->is_transition() && segment.is_entered()) {", "if (segment.chunk < 0) {"
+    "local_gradients_begin_with_their_boundary": Mistake(
+        "backward/grad_chain.cuh", "if (this->is_transition() && segment.begins_at_boundary()) {", "if (segment.chunk < 0) {"
     ),
-    "gradients_enter_the_wrong_segment": Mistake("chain/chain.cuh", "block() + Pass::kDirection * p.value_heads",
-                                                 "block() + p.value_heads"),
-    "folds_of_gradients_are_not_mirrored": Mistake("cut/merge.cuh", "is_mirrored ? segments - 1 - segment : segment",
+    "gradients_go_to_the_wrong_segment": Mistake("chain/chain.cuh", "work_item() + Pass::kDirection * p.value_heads",
+                                                 "work_item() + p.value_heads"),
+    "merges_of_gradients_are_not_mirrored": Mistake("cut/merge.cuh", "is_mirrored ? segments - 1 - segment : segment",
                                                    "segment"),
-    "gradients_by_the_map_of_states": Mistake("cut/merge.cuh", "maps = is_mirrored ? p.gradient_maps : p.maps;",
-                                              "maps = p.maps;"),
-    "no_maps_for_gradients": Mistake(
-        "backward/states_chain.cuh", "return gradients->is_entered() && gradients[-p.value_heads].is_entered();", "return false;"
+    "gradients_by_the_transition_of_states": Mistake("cut/merge.cuh", "transitions = is_mirrored ? p.gradient_transitions : p.transitions;",
+                                              "transitions = p.transitions;"),
+    "no_transitions_for_gradients": Mistake(
+        "backward/states_chain.cuh", "return gradients->begins_at_boundary() && gradients[-p.value_heads].begins_at_boundary();", "return false;"
     ),
 }  # fmt: skip
 
@@ -231,7 +231,7 @@ FP32 = {
     # numbers
     "fp32_state_is_read_before_it_decays": Mistake("forward.cuh", "read = f.gamma * f.r_k", "read = f.r_k"),
     "fp32_own_output_left_out_of_du": Mistake("backward.cuh", "f.beta * fmaf(f.qk, z[c], y[c])", "f.beta * y[c]"),
-    "fp32_length_is_kept": Mistake("finish.cuh", "r * (d[i] - along * unit[i])", "r * d[i]"),
+    "fp32_length_is_not_removed": Mistake("finish.cuh", "r * (d[i] - along * unit[i])", "r * d[i]"),
     "fp32_chunks_begin_with_nothing": Mistake(
         "finish.cuh", "Known after = after_span(span);", "Known after = {0, 0};"
     ),

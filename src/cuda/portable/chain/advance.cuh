@@ -37,13 +37,13 @@ GD_DEVICE void Chain<Config>::advance_state(int stage, int rows, const Store& st
   }
   copy_wait<1>();  // V of this step; the rows of the next one may still be on their way
   sync_warp();
-  find_values(W, prep);
+  compute_w(W, prep);
   sync_warp();  // all lanes have read V
-  pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
+  pack_with_error_feedback(packed, W, load_shared(prep + Prepared::kErrorFeedback) > 0);
   multiply_triangle(W, packed, prep + Prepared::kN);  // U = W + N W
   store(W);
   scale(W, prep, kTail);
-  pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
+  pack_with_error_feedback(packed, W, load_shared(prep + Prepared::kErrorFeedback) > 0);
   add_to_state_and_load(packed, K, rows - kStep);
 }
 

@@ -74,7 +74,8 @@ template <class Config>
 GD_DEVICE void Chain<Config>::load_own_part(int rows, int part) {
   static_assert(kValueRowStep % 8 == 0);
   const int first = lane / kValuePackets, packet = lane % kValuePackets;
-  const uint32_t to = own_values() + values_offset<kRows>(first, packet) + part * kValueRowStep * kRows * 2;
+  const uint32_t to =
+      own_values() + values_offset<kWarpColumns>(first, packet) + part * kValueRowStep * kWarpColumns * 2;
   const bool is_column = packet * kPacketColumns < columns();  // here: behind && an opaque value becomes a branch
   const bool valid = first + part * kValueRowStep < rows && is_column;
   copy_async(to, v + part * kValueRowStep * p.v_stride, valid);

@@ -50,14 +50,15 @@ GD_DEVICE void Chain<Config>::add_to_state(const Operand& a, uint32_t X, const B
 
 // W = beta o V - beta gamma o (K S), from (K S)^T.
 template <class Config>
-GD_DEVICE void Chain<Config>::find_values(Tokens& W, uint32_t prep) const {
-  constexpr int kTogether = kRows == 32 ? 1 : 2;  // tiles of eight tokens in one ldmatrix
+GD_DEVICE void Chain<Config>::compute_w(Tokens& W, uint32_t prep) const {
+  constexpr int kTogether = kWarpColumns == 32 ? 1 : 2;  // tiles of eight tokens in one ldmatrix
 #pragma unroll
   for (int n = 0; n < kT; n += kTogether) {
     uint32_t x[4];
     load_matrices_transposed(
-        x, own_values() + (kRows == 32 ? values_offset<kRows>(8 * n + (lane & 7), lane >> 3)
-                                       : values_offset<kRows>(8 * n + (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1)));
+        x, own_values() + (kWarpColumns == 32
+                               ? values_offset<kWarpColumns>(8 * n + (lane & 7), lane >> 3)
+                               : values_offset<kWarpColumns>(8 * n + (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1)));
 #pragma unroll
     for (int d = 0; d < kTogether; ++d) {
       const float2 gamma = vector2(prep, kReadKey, n + d), beta = vector2(prep, kBeta, n + d);
@@ -65,7 +66,7 @@ GD_DEVICE void Chain<Config>::find_values(Tokens& W, uint32_t prep) const {
       for (int i = 0; i < kI; ++i)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float2 value = unpack<Elem>(x[kRows == 32 ? 2 * i + h : 2 * d + h]);
+          const float2 value = unpack<Elem>(x[kWarpColumns == 32 ? 2 * i + h : 2 * d + h]);
           float(&w)[4] = W[i][n + d];
           w[2 * h] = beta.x * value.x - gamma.x * w[2 * h];
           w[2 * h + 1] = beta.y * value.y - gamma.y * w[2 * h + 1];

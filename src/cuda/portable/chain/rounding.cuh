@@ -1,4 +1,4 @@
-// Rounds operands to 16 bits, with error feedback where prepare has set Prepared::kCarry.
+// Rounds operands to 16 bits, with error feedback where prepare has set Prepared::kErrorFeedback.
 #pragma once
 
 #include <type_traits>
@@ -19,15 +19,15 @@ GD_DEVICE void Chain<Config>::pack_tokens(Operand& to, const Tokens& c) {
 
 // The same for an operand that is summed over tokens. Where keys resemble each other, rounding errors add up: a row of
 // U is then v_i - v_{i-1}, and 32 rounding errors accumulate in a result of size |v|. In steps with such keys
-// (`carries`) a later token gets the error of an earlier one. NOTE(ptxas): fp16 has three bits more and does not need
-// it; but without the branch the forward kernel spills on sm_80, and with bf16's code on sm_90.
+// (`needs_feedback`) a later token gets the error of an earlier one. NOTE(ptxas): fp16 has three bits more and does not
+// need it; but without the branch the forward kernel spills on sm_80, and with bf16's code on sm_90.
 template <class Config>
-GD_DEVICE void Chain<Config>::pack_summed(Operand& to, const Tokens& c, bool carries) const {
-  if (carries) {
+GD_DEVICE void Chain<Config>::pack_with_error_feedback(Operand& to, const Tokens& c, bool needs_feedback) const {
+  if (needs_feedback) {
     if constexpr (std::is_same_v<Elem, Bf16>) {
-      pack_gathered(to, c);
+      pack_with_error_feedback_across_lanes(to, c);
     } else {
-      pack_carried(to, c);
+      pack_with_error_feedback_within_lane(to, c);
     }
   } else {
     pack_tokens(to, c);
@@ -36,7 +36,7 @@ GD_DEVICE void Chain<Config>::pack_summed(Operand& to, const Tokens& c, bool car
 
 // Within a lane, which has four tokens of eight: each adds the error of the one before.
 template <class Config>
-GD_DEVICE void Chain<Config>::pack_carried(Operand& to, const Tokens& c) {
+GD_DEVICE void Chain<Config>::pack_with_error_feedback_within_lane(Operand& to, const Tokens& c) {
 #pragma unroll
   for (int i = 0; i < kI; ++i)
 #pragma unroll
@@ -52,7 +52,7 @@ GD_DEVICE void Chain<Config>::pack_carried(Operand& to, const Tokens& c) {
 // further token of that lane the error of its token before. Not the second token: the last column of N is zero, so an
 // error put there would be lost.
 template <class Config>
-GD_DEVICE void Chain<Config>::pack_gathered(Operand& to, const Tokens& c) const {
+GD_DEVICE void Chain<Config>::pack_with_error_feedback_across_lanes(Operand& to, const Tokens& c) const {
   const bool is_last = t == 3;
 #pragma unroll
   for (int i = 0; i < kI; ++i)

@@ -43,10 +43,10 @@ GD_DEVICE void Chain<Config>::load_matrix(const void* data, gd_dtype dtype, int6
 
 // Loads the state that a segment begins with; zeros where it begins with a warm-up.
 template <class Config>
-GD_DEVICE void Chain<Config>::enter(const Segment& segment, const Place& at) {
+GD_DEVICE void Chain<Config>::load_boundary_state(const Segment& segment, const Place& at) {
   zero_state();
-  if (segment.is_entered()) {
-    load_matrix(p.entries, GD_F32, block() * p.state_numbers(), at.column);
+  if (segment.begins_at_boundary()) {
+    load_matrix(p.boundary_states, GD_F32, work_item() * p.state_numbers(), at.column);
   } else if (segment.warmup == 0) {
     const int64_t slot = p.initial.slot(at.sequence);
     if (slot < 0) return;
@@ -78,7 +78,7 @@ GD_DEVICE uint32_t* Chain<Config>::snapshot_at(const Place& at, int64_t chunk) c
 
 // Stores S^T packed as for a product. NOTE(ptxas): in the loop over products the stores become branches between them.
 template <class Config>
-GD_DEVICE void Chain<Config>::keep_state(uint32_t*& to) {
+GD_DEVICE void Chain<Config>::store_snapshot(uint32_t*& to) {
   const int columns = this->columns();
 #pragma unroll
   for (int kk = 0; kk < kKeyBlocks; ++kk) {

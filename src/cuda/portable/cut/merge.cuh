@@ -12,44 +12,44 @@ namespace gatedelta::cuda::portable {
 // threads multiplies a quarter of the rows that are there; a thread has 4 x 4 numbers of the product, so that what it
 // loads serves four times. The quarters' sums meet in shared memory.
 template <class Config>
-struct Fold {
+struct Merge {
   using Smem = typename Config::Smem;
   static constexpr int kKeys = Config::kKeys, kBlocks = kKeys / Config::kDepth;
 
   const Params& p;
   const uint32_t smem = shared_base();
   const int tid, row = tid / Config::kColumns * 4, column = tid % Config::kColumns;  // of the new state: four rows
-  int n, head, first_column, first_slot, segments;
+  int n, head, first_column, first_segment, segments;
   bool is_mirrored;  // of the chain of gradients, which the second half of the CTAs have
   const Segment* records;
-  float* entries;
-  const float* maps;
+  float* boundary_states;
+  const float* transitions;
 
-  GD_DEVICE Fold(const Params& params, int cta, int thread) : p(params), tid(thread) {
+  GD_DEVICE Merge(const Params& params, int cta, int thread) : p(params), tid(thread) {
     const int parts = p.value_dim / Config::kColumns, items = p.sequences.count * p.value_heads;
     is_mirrored = cta >= items * parts;
     records = is_mirrored ? p.gradient_segments : p.segments;
-    entries = is_mirrored ? p.gradient_entries : p.entries;
-    maps = is_mirrored ? p.gradient_maps : p.maps;
+    boundary_states = is_mirrored ? p.gradient_boundary_states : p.boundary_states;
+    transitions = is_mirrored ? p.gradient_transitions : p.transitions;
     const int item = cta / parts % items;
     n = item / p.value_heads;
     head = item - n * p.value_heads;
     first_column = cta % parts * Config::kColumns;
-    first_slot = p.ranges[n].first;
-    segments = p.ranges[n].count;
+    first_segment = p.segment_ranges[n].first;
+    segments = p.segment_ranges[n].count;
   }
   // Segments as their chain takes them.
-  GD_DEVICE int64_t block_of(int segment) const {
-    return int64_t{first_slot + (is_mirrored ? segments - 1 - segment : segment)} * p.value_heads + head;
+  GD_DEVICE int64_t work_item_of(int segment) const {
+    return int64_t{first_segment + (is_mirrored ? segments - 1 - segment : segment)} * p.value_heads + head;
   }
-  GD_DEVICE float* entry(int segment, int k, int c) const {
-    return entries + block_of(segment) * p.state_numbers() + k * p.key_state_stride +
+  GD_DEVICE float* boundary_state(int segment, int k, int c) const {
+    return boundary_states + work_item_of(segment) * p.state_numbers() + k * p.key_state_stride +
            (first_column + c) * p.value_state_stride;
   }
   GD_DEVICE uint32_t state_at(int k, int c) const { return smem + Smem::kState + (k * Config::kColumns + c) * 4; }
 
   GD_DEVICE void run() {
-    if (segments < 3 || !any_entered()) return;
+    if (segments < 3 || !any_at_boundary()) return;
     // Records are asked for two steps before it is known whether they matter: a step is not to wait for one.
     int here = begins_with(1), next = begins_with(2), after = begins_with(3);
     bool is_loaded = false;  // S is in shared memory, and the first blocks of M are on their way
@@ -57,29 +57,31 @@ struct Fold {
 #pragma unroll 1
     for (int i = 1; i + 1 < segments; ++i) {
       const int later = begins_with(i + 3);
-      const bool folds = here == Segment::kFromEntry && next == Segment::kFromEntry;
-      const bool goes_on = after == Segment::kFromEntry;
-      if (folds) {
+      const bool merges = here == Segment::kFromBoundary && next == Segment::kFromBoundary;
+      const bool goes_on = after == Segment::kFromBoundary;
+      if (merges) {
         if (!is_loaded) load_state(i);
         if (!is_loaded) load_blocks(i, block);
         multiply(i, block, goes_on);
         block += kBlocks;
       }
-      is_loaded = folds && goes_on;
+      is_loaded = merges && goes_on;
       here = next;
       next = after;
       after = later;
     }
   }
   // A segment's warm-up; of none 0.
-  GD_DEVICE int begins_with(int segment) const { return segment < segments ? records[block_of(segment)].warmup : 0; }
+  GD_DEVICE int begins_with(int segment) const {
+    return segment < segments ? records[work_item_of(segment)].warmup : 0;
+  }
 
   // Most heads fade: they are not to wait for one record after the other.
-  GD_DEVICE bool any_entered() const {
+  GD_DEVICE bool any_at_boundary() const {
     int count = 0;
 #pragma unroll 1
     for (int i = 1 + (tid & 31); i - (tid & 31) < segments; i += 32)
-      count += count_lanes(begins_with(i) == Segment::kFromEntry);
+      count += count_lanes(begins_with(i) == Segment::kFromBoundary);
     return count > 0;
   }
 
@@ -87,7 +89,7 @@ struct Fold {
     sync_cta();  // the last one is not read any more
     for (int i = tid; i < kKeys * Config::kColumns; i += Config::kThreads) {
       const int k = i / Config::kColumns, c = i % Config::kColumns;
-      store_shared(state_at(k, c), k < p.key_dim ? *entry(segment, k, c) : 0.0f);
+      store_shared(state_at(k, c), k < p.key_dim ? *boundary_state(segment, k, c) : 0.0f);
     }
   }
   GD_DEVICE void load_blocks(int segment, int block) {
@@ -98,8 +100,8 @@ struct Fold {
   GD_DEVICE void load_block(int segment, int b, int block) const {
     constexpr int kPackets = kKeys / 4, kRows = Config::kThreads / kPackets;  // of a row; at once
     const int r = tid / kPackets, c = tid % kPackets * 4, j = b * Config::kDepth + r;
-    const float* const from = maps + block_of(segment) * p.key_dim * p.key_dim + j * p.key_dim + c;
-    const uint32_t to = smem + Smem::kMaps + block % Config::kStages * Smem::kStageBytes + (r * kKeys + c) * 4;
+    const float* const from = transitions + work_item_of(segment) * p.key_dim * p.key_dim + j * p.key_dim + c;
+    const uint32_t to = smem + Smem::kTransitions + block % Config::kStages * Smem::kStageBytes + (r * kKeys + c) * 4;
     static_assert(Config::kDepth % kRows == 0);
 #pragma unroll
     for (int i = 0; i < Config::kDepth; i += kRows)
@@ -114,7 +116,7 @@ struct Fold {
     const int quad = place / (2 * kLanes) * kLanes + place % kLanes, columns = place / kLanes % 2 * 4;
     float local[4], sum[4][4] = {};  // [column][row]
 #pragma unroll
-    for (int r = 0; r < 4; ++r) local[r] = row < p.key_dim ? *entry(segment + 1, row + r, column) : 0.0f;
+    for (int r = 0; r < 4; ++r) local[r] = row < p.key_dim ? *boundary_state(segment + 1, row + r, column) : 0.0f;
 #pragma unroll 1
     for (int b = 0; b < kBlocks; ++b) {
       copy_wait<Config::kStages - 2>();
@@ -128,12 +130,12 @@ struct Fold {
         copy_commit();
       }
       constexpr int kMine = Config::kDepth / Config::kSlices;
-      const uint32_t map = smem + Smem::kMaps + (block + b) % Config::kStages * Smem::kStageBytes +
-                           (slice * kMine * kKeys + quad * 4) * 4;
+      const uint32_t transition = smem + Smem::kTransitions + (block + b) % Config::kStages * Smem::kStageBytes +
+                                  (slice * kMine * kKeys + quad * 4) * 4;
       const uint32_t state = state_at(b * Config::kDepth + slice * kMine, columns);
 #pragma unroll
       for (int j = 0; j < kMine; ++j) {
-        const float4 m = load_shared4(map + j * kKeys * 4), s = load_shared4(state + j * Config::kColumns * 4);
+        const float4 m = load_shared4(transition + j * kKeys * 4), s = load_shared4(state + j * Config::kColumns * 4);
         add_product(sum[0], m, s.x);
         add_product(sum[1], m, s.y);
         add_product(sum[2], m, s.z);
@@ -150,7 +152,7 @@ struct Fold {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       store_shared(state_at(row + r, column), x[r]);
-      if (row < p.key_dim) *entry(segment + 1, row + r, column) = x[r];
+      if (row < p.key_dim) *boundary_state(segment + 1, row + r, column) = x[r];
     }
   }
   GD_DEVICE static void add_product(float (&sum)[4], const float4& m, float by) {

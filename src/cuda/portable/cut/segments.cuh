@@ -19,20 +19,20 @@ namespace gatedelta::cuda::portable {
 
 struct FindSegments {
   // CTAs from `slots` on copy the initial states, one each, of calls whose last segments overwrite them.
-  GD_DEVICE static void run(const Params& p, const CutPrices& prices, int cta, int slots, int tid) {
-    if (cta >= slots) return copy_initial(p, cta - slots, tid);
-    const int lane = tid & 31, L = segment_length(p, prices, lane);
-    if (cta == 0 && tid < 32) find_ranges(p, L, lane);
-    const auto [n, i] = L > 0                   ? locate_segment(p, L, cta, lane)
-                        : prices.has_whole_grid ? Place{-1, 0}
-                                                : whole_sequence(p, cta);
+  GD_DEVICE static void run(const Params& p, const CutCost& cost, int cta, int most_segments, int tid) {
+    if (cta >= most_segments) return copy_initial(p, cta - most_segments, tid);
+    const int lane = tid & 31, L = segment_length(p, cost, lane);
+    if (cta == 0 && tid < 32) store_ranges(p, L, lane);
+    const auto [n, i] = L > 0                 ? locate_segment(p, L, cta, lane)
+                        : cost.has_whole_grid ? Place{-1, 0}
+                                              : whole_sequence(p, cta);
     const int chunks = n >= 0 ? chunks_of(p, n) : 0;
     const int first = i * L, length = L > 0 ? min(L, chunks - first) : chunks;
     for (int head = tid; head < p.value_heads; head += kSegmentThreads) {
-      const int64_t block = int64_t{cta} * p.value_heads + head;
+      const int64_t item = int64_t{cta} * p.value_heads + head;
       const Segment segment = {n, first, length, 0};
-      p.segments[block] = with_warmup<Pass::kForward>(p, segment, head, chunks, L);
-      if (p.gradient_segments) p.gradient_segments[block] = with_warmup<Pass::kBackward>(p, segment, head, chunks, L);
+      p.segments[item] = with_warmup<Pass::kForward>(p, segment, head, chunks, L);
+      if (p.gradient_segments) p.gradient_segments[item] = with_warmup<Pass::kBackward>(p, segment, head, chunks, L);
     }
   }
 
@@ -43,8 +43,8 @@ struct FindSegments {
     int sequence, segment;  // sequence negative: none
   };
   // As without a cut, where no other grid has the whole sequences.
-  GD_DEVICE static Place whole_sequence(const Params& p, int slot) {
-    const int n = slot < p.sequences.count ? p.order[slot] : -1;
+  GD_DEVICE static Place whole_sequence(const Params& p, int segment) {
+    const int n = segment < p.sequences.count ? p.longest_first[segment] : -1;
     return {n >= 0 && !p.is_padding(n) ? n : -1, 0};
   }
   // A sequence without tokens has a segment, which passes its state on; padding has none.
@@ -61,8 +61,8 @@ struct FindSegments {
     const int mine = count_segments(p, L, n);
     return {mine, warp_inclusive_sum(mine, lane)};
   }
-  GD_DEVICE static Place locate_segment(const Params& p, int L, int slot, int lane) {
-    int left = slot;
+  GD_DEVICE static Place locate_segment(const Params& p, int L, int segment, int lane) {
+    int left = segment;
 #pragma unroll 1
     for (int n = 0; n < p.sequences.count; n += 32) {
       const Counts counts = count_segments_of_warp(p, L, n + lane, lane);
@@ -72,21 +72,21 @@ struct FindSegments {
     }
     return {-1, 0};
   }
-  GD_DEVICE static void find_ranges(const Params& p, int L, int lane) {
+  GD_DEVICE static void store_ranges(const Params& p, int L, int lane) {
     int first = 0;
 #pragma unroll 1
     for (int n = 0; n < p.sequences.count; n += 32) {
       const Counts counts = L > 0 ? count_segments_of_warp(p, L, n + lane, lane) : Counts{0, 0};
-      if (n + lane < p.sequences.count) p.ranges[n + lane] = {first + counts.up_to - counts.mine, counts.mine};
+      if (n + lane < p.sequences.count) p.segment_ranges[n + lane] = {first + counts.up_to - counts.mine, counts.mine};
       first += shuffle(counts.up_to, 31);
     }
   }
 
   // Chunks of a segment: as the host says, or of a pack what is best for its lengths, but not fewer, for which there
   // are no slots; 0: nothing is cut. Every warp finds it by itself, with a number of segments for each lane.
-  GD_DEVICE static int segment_length(const Params& p, const CutPrices& prices, int lane) {
-    if (prices.chain_count == 0) return p.segment_chunks;
-    const int longest = chunks_of(p, p.order[0]);
+  GD_DEVICE static int segment_length(const Params& p, const CutCost& cost, int lane) {
+    if (cost.chain_count == 0) return p.segment_chunks;
+    const int longest = chunks_of(p, p.longest_first[0]);
     if (longest == 0) return 0;
     int number = 1;
 #pragma unroll 1
@@ -103,7 +103,7 @@ struct FindSegments {
       lengths.chunks += static_cast<float>(chunks);
       sums.add(chunks, length);
     }
-    float least = prices.of(lengths, sums, length);
+    float least = cost.of(lengths, sums, length);
 #pragma unroll 1
     for (int by = 16; by > 0; by /= 2) {
       const float other = shuffle_xor(least, by);
@@ -115,7 +115,7 @@ struct FindSegments {
     return length < longest ? length : 0;
   }
 
-  // The boundary before a segment: chunks of a warm-up that does not reach the beginning, or kFromEntry. Gradients
+  // The boundary before a segment: chunks of a warm-up that does not reach the beginning, or kFromBoundary. Gradients
   // begin behind the last chunk. That one, which may have no second step, never counts: a warm-up is shorter than all
   // chunks.
   template <Pass kPass>
@@ -128,7 +128,7 @@ struct FindSegments {
       const int first = (kGradients ? chunks - 1 - c : c) * kStepsPerChunk;
       return joined(decays[first], decays[first + 1]);
     });
-    segment.warmup = warmup > 0 && warmup < boundary ? warmup : Segment::kFromEntry;
+    segment.warmup = warmup > 0 && warmup < boundary ? warmup : Segment::kFromBoundary;
     return segment;
   }
 

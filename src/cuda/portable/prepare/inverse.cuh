@@ -52,7 +52,8 @@ GD_DEVICE void Prepare<Config>::solve(const Params& p, const Operands& in, int c
   store_triangles(p, in, out, T, rows, corner, logs, lane);
   // fp16 has three bits more. NOTE(ptxas): unless `opaque`, values derived from the lane spill on sm_90.
   if constexpr (std::is_same_v<Elem, Bf16>)
-    if (load_shared(smem + Smem::kCarry + step * 4) > 0) gather_errors(out, T, rows, corner, logs, opaque(lane));
+    if (load_shared(smem + Smem::kErrorFeedback + step * 4) > 0)
+      gather_errors(out, T, rows, corner, logs, opaque(lane));
   sync_warp();  // logs and inverses are the next head's
 }
 

@@ -31,7 +31,8 @@ GD_DEVICE void Prepare<Config>::store_vectors(const Params& p, uint8_t* out, flo
   vectors[kReadQuery * kStep] = p.scale * gamma * rq;
   vectors[kTail * kStep] = exp2_approx(end - log) * rk;
   if (lane == 0) *reinterpret_cast<float*>(out + Prepared::kEnd) = exp2_approx(end);
-  if (lane == 1) *reinterpret_cast<float*>(out + Prepared::kCarry) = load_shared(smem + Smem::kCarry + step * 4);
+  if (lane == 1)
+    *reinterpret_cast<float*>(out + Prepared::kErrorFeedback) = load_shared(smem + Smem::kErrorFeedback + step * 4);
 }
 
 // The step's effect on older states, for the lengths of warm-ups. A lane has a token.

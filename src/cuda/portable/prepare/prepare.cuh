@@ -31,18 +31,18 @@ struct Prepare {
   static_assert(kThreads == kRanksPerCta && kThreads / 32 == 2 * kStepsPerChunk);
 
   GD_DEVICE static void run(const Params& p, int cta, int tid) {
-    if (cta < p.prepare_helpers) return look_at_lengths(p, cta, tid);
+    if (cta < p.prepare_helpers) return rank_sequences(p, cta, tid);
     const uint32_t smem = shared_base();
     const int lane = tid & 31, warp = shuffle(tid >> 5, 0);
-    const int block = cta - p.prepare_helpers, chunk_index = block / p.key_heads,
-              key_head = block - chunk_index * p.key_heads;
+    const int item = cta - p.prepare_helpers, chunk_index = item / p.key_heads,
+              key_head = item - chunk_index * p.key_heads;
     const auto [n, batch, token, rows] = locate_chunk(p.sequences, chunk_index, lane);
     if (rows <= 0) return;
     if (p.is_padding(n)) {
       if (p.o) zero_rows(p, batch, token, rows, key_head, tid);
       return;
     }
-    if (p.is_prepared) return;
+    if (p.has_prepared) return;
 
     const int first_head = key_head * p.group;
     load_rows(p.k, p.k_stride, p.key_dim, batch, token, rows, key_head, smem + Smem::kK, tid);
@@ -56,7 +56,7 @@ struct Prepare {
     const int step = warp >> 1, turn = warp & 1;
     float c[2][4][4];
     multiply(c, smem, step, turn == 1, lane);
-    if (turn == 0) compare_keys(c, rows - step * kStep, smem + Smem::kCarry + step * 4, lane);
+    if (turn == 0) needs_error_feedback(c, rows - step * kStep, smem + Smem::kErrorFeedback + step * 4, lane);
     sync_cta();  // K and Q are not read any more, and the norms are there
     if (p.l2norm) normalise(c, smem, step, turn == 1, lane);
     if (turn == 1) {
@@ -108,7 +108,7 @@ struct Prepare {
     uint32_t below[2];  // the lower left 8 x 8 of either 16 x 16 block on the diagonal
   };
   GD_DEVICE static void multiply(float (&c)[2][4][4], uint32_t smem, int step, bool is_query, int lane);
-  GD_DEVICE static void compare_keys(const float (&c)[2][4][4], int rows, uint32_t to, int lane);
+  GD_DEVICE static void needs_error_feedback(const float (&c)[2][4][4], int rows, uint32_t to, int lane);
   GD_DEVICE static void normalise(float (&c)[2][4][4], uint32_t smem, int step, bool is_query, int lane);
   GD_DEVICE static void store_scores(const float (&c)[2][4][4], uint32_t to, int lane);
   GD_DEVICE static void store_products(const float (&c)[2][4][4], uint32_t smem, int step, int lane);

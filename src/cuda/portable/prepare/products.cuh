@@ -46,7 +46,7 @@ GD_DEVICE void Prepare<Config>::multiply(float (&c)[2][4][4], uint32_t smem, int
 // Decides from K K^T whether the step needs error feedback (chain/rounding.cuh): some keys resemble each other, and
 // none is more than twice as long as another, because a short key's error does not cancel a long one's.
 template <class Config>
-GD_DEVICE void Prepare<Config>::compare_keys(const float (&c)[2][4][4], int rows, uint32_t to, int lane) {
+GD_DEVICE void Prepare<Config>::needs_error_feedback(const float (&c)[2][4][4], int rows, uint32_t to, int lane) {
   const int g = lane >> 2, t = lane & 3;
   float least = 3e38f, most = 0, alike = 0;  // squares of lengths; the largest product of two keys
 #pragma unroll

@@ -66,28 +66,28 @@ struct Gradients {
   }
   // NOTE(ptxas): 192 of 255 registers hold sums. Values derived from threadIdx are recomputed in each phase, and the
   // chunk's position is in shared memory.
-  GD_DEVICE void forget() { set_thread(opaque(tid), opaque(warp)); }
-  GD_DEVICE void keep_place() const {
-    const int place[] = {chunk_index, key_head, part, batch, token, rows};
+  GD_DEVICE void rematerialize_thread_ids() { set_thread(opaque(tid), opaque(warp)); }
+  GD_DEVICE void spill_position() const {
+    const int position[] = {chunk_index, key_head, part, batch, token, rows};
 #pragma unroll
-    for (int i = 0; i < 6; ++i) store_shared_word(smem + Smem::kPlace + 4 * i, static_cast<uint32_t>(place[i]));
+    for (int i = 0; i < 6; ++i) store_shared_word(smem + Smem::kPosition + 4 * i, static_cast<uint32_t>(position[i]));
   }
-  GD_DEVICE void recall_place() {
-    const auto word = [&](int i) { return static_cast<int>(load_shared_word(smem + Smem::kPlace + 4 * i)); };
+  GD_DEVICE void reload_position() {
+    const auto word = [&](int i) { return static_cast<int>(load_shared_word(smem + Smem::kPosition + 4 * i)); };
     chunk_index = word(0), key_head = word(1), part = word(2), batch = word(3), token = word(4), rows = word(5);
   }
 
   GD_DEVICE void run(int cta) {
-    const int block = cta / p.parts;
-    part = cta - block * p.parts;
-    chunk_index = block / p.key_heads;
-    key_head = block - chunk_index * p.key_heads;
+    const int item = cta / p.parts;
+    part = cta - item * p.parts;
+    chunk_index = item / p.key_heads;
+    key_head = item - chunk_index * p.key_heads;
     const ChunkPlace at = locate_chunk(p.sequences, chunk_index, lane);
     batch = at.batch, token = at.token, rows = at.rows;
     if (rows <= 0) return;
     if (at.sequence == p.sequences.count) return zero_rows();
     load_chunk(p.chunk_norms(chunk_index, key_head));
-    if (tid == 0) keep_place();
+    if (tid == 0) spill_position();
     load_stage(0, 0, 0);
     copy_commit();
     clear(dq);
@@ -107,10 +107,10 @@ struct Gradients {
       product = 0;
 #pragma unroll 1
       for (int from = 0; from < p.value_dim; from += Config::kValueColumns, stage ^= 1) {
-        forget();
+        rematerialize_thread_ids();
         copy_wait<0>();
         sync_cta();  // the stage is there, and the other one is not read any more
-        recall_place();
+        reload_position();
         const bool is_last = from + Config::kValueColumns >= p.value_dim;
         if (!is_last) {
           load_stage(stage ^ 1, v, from + Config::kValueColumns);
@@ -119,18 +119,18 @@ struct Gradients {
         }
         copy_commit();
         if (from == 0) set_vectors(v);
-        forget();
+        rematerialize_thread_ids();
         multiply_stage(smem + stage * Smem::kStageBytes);
       }
       sync_cta();  // the last stage is not read any more, and the vectors are there
       const uint32_t matrices = smem + (stage ^ 1) * Smem::kStageBytes;
-      forget();
+      rematerialize_thread_ids();
       store_pairs(matrices);
       sync_cta();
-      forget();
+      rematerialize_thread_ids();
       finish_head(matrices);
       sync_cta();  // the sums are there
-      recall_place();
+      reload_position();
       store_dots(v);
     }
     finish();
