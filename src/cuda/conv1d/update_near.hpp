@@ -6,20 +6,19 @@
 
 #include "core/conv1d.hpp"
 #include "cuda/device/host_device.hpp"
+#include "cuda/device/rows32.hpp"
 
 namespace gatedelta::cuda {
 
 constexpr int kConvNearThreads = 64;  // of a CTA: few, so that one sequence has many CTAs
 constexpr int kConvNearBytes = 16;    // of a thread's channels of a token: one access
-constexpr int kConvNearTokens = 8;    // of a sequence, at most
+static_assert(kConvNearBytes == kRowAlign);
+constexpr int kConvNearTokens = 8;  // of a sequence, at most
 constexpr int near_vector(gd_dtype dtype) { return kConvNearBytes / (dtype == GD_F32 ? 4 : 2); }
 
-inline bool is_near_aligned(const void* data) {
-  return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(kConvNearBytes) == 0;
-}
 inline bool is_near_row(const Conv1dInputs& in, const TokenRows& rows) {
   const int64_t vector = near_vector(in.x.dtype);
-  return rows.dtype == in.x.dtype && rows.head_stride == 1 && is_near_aligned(rows.data) &&
+  return rows.dtype == in.x.dtype && rows.head_stride == 1 && is_aligned(rows.data) &&
          (in.sequences.batch <= 1 || rows.batch_stride % vector == 0) &&
          (in.sequences.tokens <= 1 || rows.token_stride % vector == 0);
 }
@@ -38,7 +37,7 @@ enum class ConvNearLayout { none, columns, channels_of_3, channels_of_4, channel
 constexpr int kConvNearColumns = 16;  // of a state whose channels are neither of 3 nor of 4 columns, at most
 inline ConvNearLayout near_layout(const Conv1dInputs& in, const ConvStates& states) {
   const int64_t vector = near_vector(in.x.dtype);
-  if (states.dtype != in.x.dtype || !is_near_aligned(states.data) || states.slot_stride % vector) return {};
+  if (states.dtype != in.x.dtype || !is_aligned(states.data) || states.slot_stride % vector) return {};
   if (states.channel_stride == 1 && states.column_stride % vector == 0) return ConvNearLayout::columns;
   if (states.column_stride != 1 || states.channel_stride != states.columns) return {};
   return states.columns == 3                                                    ? ConvNearLayout::channels_of_3

@@ -9,28 +9,15 @@
 #include <cstdint>
 
 #include "core/problem.hpp"
+#include "cuda/device/divider.hpp"
 #include "cuda/device/host_device.hpp"
 #include "cuda/device/pdl.hpp"
+#include "cuda/device/rows32.hpp"
 
 namespace gatedelta::cuda {
 
 constexpr int kLanesPerColumn = 8;
 constexpr int kColumnGroups = 4;  // per warp
-
-// Division by a number the host knows: one multiplication on the device. For numerators below 2^31.
-struct Divider {
-  uint32_t divisor = 1, multiplier = 0, shift = 0;
-
-  Divider() = default;
-  explicit Divider(uint32_t by) : divisor(by) {
-    while ((uint64_t{1} << shift) < by) ++shift;
-    multiplier = static_cast<uint32_t>((((uint64_t{1} << shift) - by) << 32) / by) + 1;
-  }
-  GD_HOST_DEVICE uint32_t quotient(uint32_t n) const {
-    return (static_cast<uint32_t>(uint64_t{n} * multiplier >> 32) + n) >> shift;
-  }
-  GD_HOST_DEVICE uint32_t remainder(uint32_t n, uint32_t quotient) const { return n - quotient * divisor; }
-};
 
 // Which key head a value head uses.
 struct KeyHeads : private Divider {  // by Hv / Hk, or with tiled key heads by Hk
@@ -87,19 +74,6 @@ inline int state_vector(const RecurrentProblem& p) {
   return (initial && initial.dtype == GD_F32) || (p.final && p.final.dtype == GD_F32) ? 4 : 8;
 }
 
-constexpr int64_t kDecodeAlign = 16;  // bytes of the widest access
-inline bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % kDecodeAlign == 0; }
-inline bool is_aligned(const TokenRows& rows) {
-  const int64_t bytes = dtype_bytes(rows.dtype);
-  return !rows || (is_aligned(rows.data) && rows.batch_stride * bytes % kDecodeAlign == 0 &&
-                   rows.token_stride * bytes % kDecodeAlign == 0 && rows.head_stride * bytes % kDecodeAlign == 0);
-}
-inline bool is_aligned(const StateRows& rows) {
-  const int64_t bytes = dtype_bytes(rows.dtype);
-  return !rows || (is_aligned(rows.data) && rows.slot_stride * bytes % kDecodeAlign == 0 &&
-                   rows.head_stride * bytes % kDecodeAlign == 0);
-}
-
 // Whether q, k, v and o, and whether all states, allow accesses of 16 bytes.
 inline bool rows_aligned(const RecurrentProblem& p) {
   return is_aligned(p.in.q) && is_aligned(p.in.k) && is_aligned(p.in.v) && is_aligned(p.o);
@@ -107,26 +81,15 @@ inline bool rows_aligned(const RecurrentProblem& p) {
 inline bool states_aligned(const RecurrentProblem& p) {
   const int64_t bytes = dtype_bytes(p.step_states.dtype);
   return is_aligned(p.in.initial) && is_aligned(p.final) && is_aligned(p.step_states) &&
-         p.step_batch_stride * bytes % kDecodeAlign == 0 && p.step_token_stride * bytes % kDecodeAlign == 0;
+         p.step_batch_stride * bytes % kRowAlign == 0 && p.step_token_stride * bytes % kRowAlign == 0;
 }
 
-// Strides that are 31 bits wide in bytes, and slots that are.
-inline bool is_near(int64_t stride, int64_t bytes) { return stride >= 0 && stride <= INT32_MAX / bytes; }
-inline bool is_near(const TokenRows& rows) {
-  const int64_t bytes = rows ? dtype_bytes(rows.dtype) : 1;
-  return is_near(rows.batch_stride, bytes) && is_near(rows.token_stride, bytes) && is_near(rows.head_stride, bytes);
-}
-inline bool is_near(const IndexRows& rows) { return is_near(rows.stride, 8) && is_near(rows.column_stride, 8); }
-inline bool is_near(const StateRows& rows) {
-  const int64_t bytes = rows ? dtype_bytes(rows.dtype) : 1;
-  return is_near(rows.slot_stride, bytes) && is_near(rows.head_stride, bytes) && is_near(rows.indices) &&
-         rows.slots <= INT32_MAX && is_near(rows.first_slot, 1);
-}
-inline bool rows_near(const RecurrentProblem& p) {
+inline bool rows_fit_32bit(const RecurrentProblem& p) {
   const Layer& in = p.in;
-  return is_near(in.q) && is_near(in.k) && is_near(in.v) && is_near(in.g) && is_near(in.beta) && is_near(p.o) &&
-         is_near(in.A_log.stride, 4) && is_near(in.dt_bias.stride, 4) && is_near(in.initial) && is_near(p.final) &&
-         is_near(p.accept_lengths) && is_near(p.previous_accept_lengths);
+  return fits_32bit(in.q) && fits_32bit(in.k) && fits_32bit(in.v) && fits_32bit(in.g) && fits_32bit(in.beta) &&
+         fits_32bit(p.o) && fits_32bit(in.A_log.stride, 4) && fits_32bit(in.dt_bias.stride, 4) &&
+         fits_32bit(in.initial) && fits_32bit(p.final) && fits_32bit(p.accept_lengths) &&
+         fits_32bit(p.previous_accept_lengths);
 }
 
 // What `step`, `fold` and `march` are made for.
@@ -134,7 +97,7 @@ inline bool is_common(const RecurrentProblem& p) {
   const Layer& in = p.in;
   const bool one_type = !in.initial || !p.final || in.initial.dtype == p.final.dtype;
   return in.q.dtype != GD_F32 && in.key_dim == kStepDim && in.value_dim == kStepDim && one_type &&
-         (in.initial || p.final) && rows_aligned(p) && states_aligned(p) && rows_near(p);
+         (in.initial || p.final) && rows_aligned(p) && states_aligned(p) && rows_fit_32bit(p);
 }
 
 inline gd_dtype state_dtype(const RecurrentProblem& p) { return p.in.initial ? p.in.initial.dtype : p.final.dtype; }
@@ -145,87 +108,29 @@ inline bool takes_step(const RecurrentProblem& p) {
          !p.previous_accept_lengths && is_common(p);
 }
 
-// A tensor as they see it: strides in bytes.
-struct NearRows {
-  char* data = nullptr;
-  uint32_t batch_stride = 0, token_stride = 0, head_stride = 0;
-  gd_dtype dtype = GD_DTYPE_NONE;
-
-  NearRows() = default;
-  explicit NearRows(const TokenRows& rows)
-      : data(static_cast<char*>(rows.data)),
-        batch_stride(static_cast<uint32_t>(rows.batch_stride * dtype_bytes(rows.dtype))),
-        token_stride(static_cast<uint32_t>(rows.token_stride * dtype_bytes(rows.dtype))),
-        head_stride(static_cast<uint32_t>(rows.head_stride * dtype_bytes(rows.dtype))),
-        dtype(rows.dtype) {}
-  explicit NearRows(const HeadVector& vector)
-      : data(static_cast<char*>(vector.data)),
-        head_stride(static_cast<uint32_t>(vector.stride * dtype_bytes(vector.dtype))),
-        dtype(vector.dtype) {}
-  GD_HOST_DEVICE char* at(uint32_t batch, uint32_t token, uint32_t head) const {
-    return data + uint64_t{batch} * batch_stride + uint64_t{token} * token_stride + uint64_t{head} * head_stride;
-  }
-  GD_HOST_DEVICE explicit operator bool() const { return dtype != GD_DTYPE_NONE; }
-};
-
-// Indices as they see them.
-struct NearIndices {
-  const char* data = nullptr;
-  uint32_t stride = 0;
-  bool present = false, is_int64 = false;
-
-  NearIndices() = default;
-  explicit NearIndices(const IndexRows& rows)
-      : data(static_cast<const char*>(rows.data)),
-        stride(static_cast<uint32_t>(rows.stride * (rows.is_int64 ? 8 : 4))),
-        present(rows.present),
-        is_int64(rows.is_int64) {}
-};
-
-// A pool of states as they see it, of a type known at compile time.
-struct NearStates {
-  NearIndices indices;  // absent = sequence n has slot n
-  char* data = nullptr;
-  uint32_t slot_stride = 0, head_stride = 0;
-  int32_t first_slot = 0;  // indices below it are nobody
-  bool present = false;
-
-  NearStates() = default;
-  explicit NearStates(const StateRows& rows)
-      : indices(rows.indices),
-        data(static_cast<char*>(rows.data)),
-        slot_stride(static_cast<uint32_t>(rows.slot_stride * dtype_bytes(rows.dtype))),
-        head_stride(static_cast<uint32_t>(rows.head_stride * dtype_bytes(rows.dtype))),
-        first_slot(rows.indices ? static_cast<int32_t>(rows.first_slot) : 0),
-        present(static_cast<bool>(rows)) {}
-  GD_HOST_DEVICE char* at(int32_t slot, uint32_t head) const {
-    return data + uint64_t{static_cast<uint32_t>(slot)} * slot_stride + uint64_t{head} * head_stride;
-  }
-};
-
 // The part of a problem that `step` needs. Every line of it is a cold miss of each launch, so it is small, and what
 // the first state's address takes comes first: kernel arguments begin 48 bytes before a line of constant memory.
 struct StepParams {
-  NearStates initial;
+  States32 initial;
   uint32_t sequences = 0;
   bool l2norm = false, pads_by_read_index = false;
   Pdl pdl = Pdl::kOff;  // of `step` [V, K]
-  NearRows k, q, v, g, beta, A_log, dt_bias;
+  Rows32 k, q, v, g, beta, A_log, dt_bias;
   KeyHeads key_heads;
   float scale = 0;
   gd_gate gate = GD_GATE_LOG;
   gd_beta beta_kind = GD_BETA_VALUE;
-  NearStates final;
-  NearRows o;
+  States32 final;
+  Rows32 o;
 };
 static_assert(offsetof(StepParams, k) == 48);
 inline StepParams step_params(const RecurrentProblem& p) {
   const Layer& in = p.in;
   StepParams s;
-  s.initial = NearStates(in.initial), s.final = NearStates(p.final);
-  s.q = NearRows(in.q), s.k = NearRows(in.k), s.v = NearRows(in.v), s.o = NearRows(p.o);
-  s.g = NearRows(in.g), s.beta = NearRows(in.beta);
-  if (in.gate == GD_GATE_RAW) s.A_log = NearRows(in.A_log), s.dt_bias = NearRows(in.dt_bias);
+  s.initial = States32(in.initial), s.final = States32(p.final);
+  s.q = Rows32(in.q), s.k = Rows32(in.k), s.v = Rows32(in.v), s.o = Rows32(p.o);
+  s.g = Rows32(in.g), s.beta = Rows32(in.beta);
+  if (in.gate == GD_GATE_RAW) s.A_log = Rows32(in.A_log), s.dt_bias = Rows32(in.dt_bias);
   s.key_heads = KeyHeads(in);
   s.sequences = static_cast<uint32_t>(in.sequences.count);
   s.scale = in.scale, s.gate = in.gate, s.beta_kind = in.beta_kind;
@@ -260,7 +165,7 @@ inline bool takes_march(const RecurrentProblem& p) {
 }
 struct FoldParams : StepParams {
   IndexVector offsets;
-  NearIndices accept_lengths, previous_accept_lengths;
+  Indices32 accept_lengths, previous_accept_lengths;
   uint32_t columns = 0, column_stride = 0;  // of initial.indices
   uint32_t tokens = 0;                      // T
   bool steps_by_token = false;
@@ -272,7 +177,7 @@ inline FoldParams fold_params(const RecurrentProblem& p) {
   static_cast<StepParams&>(f) = step_params(p);
   const IndexRows& indices = p.in.initial.indices;
   f.offsets = p.in.sequences.offsets;
-  f.accept_lengths = NearIndices(p.accept_lengths), f.previous_accept_lengths = NearIndices(p.previous_accept_lengths);
+  f.accept_lengths = Indices32(p.accept_lengths), f.previous_accept_lengths = Indices32(p.previous_accept_lengths);
   f.columns = static_cast<uint32_t>(indices.columns);
   f.column_stride = static_cast<uint32_t>(indices.column_stride * (indices.is_int64 ? 8 : 4));
   f.tokens = static_cast<uint32_t>(p.in.sequences.tokens);

@@ -60,7 +60,7 @@ struct Fold {
     for (int tile = 0; tile < kTiles; ++tile) {
       const bool is_key = kTokens == 4 ? g < 4 : tile == 0;
       const int token = kTokens == 4 ? g % 4 : g;
-      const NearRows& rows = is_key ? p.k : p.q;
+      const Rows32& rows = is_key ? p.k : p.q;
 #pragma unroll
       for (int i = 0; i < 16; ++i) pairs[tile][i] = 0;
       if (token < count) {

@@ -13,7 +13,7 @@ struct IndexRequest {
 
   IndexRequest() = default;
   // `otherwise`: what it is without indices.
-  GD_DEVICE IndexRequest(const NearIndices& indices, uint64_t offset, uint32_t otherwise)
+  GD_DEVICE IndexRequest(const Indices32& indices, uint64_t offset, uint32_t otherwise)
       : low(static_cast<int32_t>(otherwise)), is_int64(indices.is_int64) {
     load_words_if(indices.present, indices.is_int64, indices.data + offset, low, high);
   }
@@ -22,13 +22,13 @@ struct IndexRequest {
     return static_cast<int64_t>(static_cast<uint64_t>(upper) << 32 | static_cast<uint32_t>(low));
   }
   // Of `rows`; negative = none.
-  GD_DEVICE int32_t slot(const NearStates& rows) const {
+  GD_DEVICE int32_t slot(const States32& rows) const {
     return (is_int64 ? high : 0) == 0 && low >= rows.first_slot ? low : -1;
   }
 };
 
 // The slot of sequence n.
-GD_DEVICE IndexRequest request_slot(const NearStates& rows, uint32_t n) {
+GD_DEVICE IndexRequest request_slot(const States32& rows, uint32_t n) {
   return {rows.indices, uint64_t{n} * rows.indices.stride, rows.present ? n : ~0u};
 }
 // The one it starts from, which may be picked from a row of them.

@@ -56,7 +56,7 @@ struct StepToken {
 };
 
 template <int kColumns>
-GD_DEVICE void store_step_output(const NearRows& rows, const StepPlace& place, int column, const float (&o)[kColumns]) {
+GD_DEVICE void store_step_output(const Rows32& rows, const StepPlace& place, int column, const float (&o)[kColumns]) {
   if (!rows) return;
   char* const to = rows.at(place.sequence, 0, place.head);
   with_dtype(rows.dtype, [&](gd_dtype type) {

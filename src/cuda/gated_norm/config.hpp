@@ -6,8 +6,9 @@
 #include <cstdint>
 
 #include "core/problem.hpp"
-#include "cuda/decode/config.hpp"
+#include "cuda/device/divider.hpp"
 #include "cuda/device/pdl.hpp"
+#include "cuda/device/rows32.hpp"
 
 namespace gatedelta::cuda {
 
@@ -71,7 +72,7 @@ inline bool takes_near_norm(const GatedNorm& in, std::initializer_list<const Tok
   if (in.dim != 64 && in.dim != 128 && in.dim != 256) return false;
   if (common_type(in, others) == GD_DTYPE_NONE) return false;
   if (in.weight && in.weight.dtype != GD_F32 && in.weight.dtype != in.x.dtype) return false;
-  const auto near = [&](const TokenRows& rows) { return !rows || (is_near(rows) && has_even_tokens(in, rows)); };
+  const auto near = [&](const TokenRows& rows) { return !rows || (fits_32bit(rows) && has_even_tokens(in, rows)); };
   return near(in.x) && near(in.z) && std::all_of(others.begin(), others.end(), [&](const auto* r) { return near(*r); });
 }
 
@@ -82,7 +83,7 @@ struct NearNormRows {
 
   NearNormRows() = default;
   NearNormRows(const GatedNorm& in, const TokenRows& rows) {
-    const NearRows near(rows);
+    const Rows32 near(rows);
     data = near.data, head_stride = near.head_stride;
     token_stride = in.tokens == 1 ? near.batch_stride : near.token_stride;
   }

@@ -8,6 +8,8 @@
 #include "core/conv1d.hpp"
 #include "cuda/conv1d/update_near.hpp"
 #include "cuda/decode/config.hpp"
+#include "cuda/device/divider.hpp"
+#include "cuda/device/rows32.hpp"
 #include "cuda/gated_norm/config.hpp"
 
 namespace gatedelta::cuda {
@@ -52,27 +54,27 @@ inline bool supports_layer_step(const LayerStepProblem& p) {
          initial.slot_stride == final.slot_stride && initial.dtype == type && final.dtype == type &&
          !conv.previous_accept_lengths && !conv.steps && conv.in.taps == kLayerTaps && weight.dtype == type &&
          weight.tap_stride == 1 && weight.channel_stride == kLayerTaps &&
-         reinterpret_cast<uintptr_t>(weight.data) % 8 == 0 && conv.in.x.head_stride == 1 && is_near(conv.in.x) &&
+         reinterpret_cast<uintptr_t>(weight.data) % 8 == 0 && conv.in.x.head_stride == 1 && fits_32bit(conv.in.x) &&
          common_type(p.norm.in, {&p.norm.y}) == type && conv.in.sequences.count * conv.in.channels <= kMaxLayerShifts &&
-         p.norm.in.z && is_near(p.norm.in.z) && is_near(p.norm.y);
+         p.norm.in.z && fits_32bit(p.norm.in.z) && fits_32bit(p.norm.y);
 }
 
 struct LayerRuleParams {
   StepParams rule;  // q, k and v are not used: their channels are convolved here
-  NearRows x;
+  Rows32 x;
   ConvStates states;
   const void* weight = nullptr;  // [D, 4]
-  NearRows bias;
+  Rows32 bias;
   uint32_t key_channels = 0;  // of q, and of k
   bool silu = false;
 };
 inline LayerRuleParams layer_rule_params(const LayerStepProblem& p) {
   LayerRuleParams r;
   r.rule = step_params(p.rule);
-  r.x = NearRows(p.conv.in.x);
+  r.x = Rows32(p.conv.in.x);
   r.states = p.conv.in.initial;
   r.weight = p.conv.in.weight.data;
-  r.bias = NearRows(p.conv.in.bias);
+  r.bias = Rows32(p.conv.in.bias);
   r.key_channels = static_cast<uint32_t>(p.rule.in.key_heads * kStepDim);
   r.silu = p.conv.in.silu;
   return r;
@@ -80,7 +82,7 @@ inline LayerRuleParams layer_rule_params(const LayerStepProblem& p) {
 
 struct LayerFinishParams {
   GatedNorm norm;
-  NearRows o, z, y, x;
+  Rows32 o, z, y, x;
   ConvStates initial, final;
   Divider heads, channels;
   uint32_t rows = 0, row_ctas = 0;  // of the norm; the other CTAs shift conv states
@@ -89,7 +91,7 @@ struct LayerFinishParams {
 inline LayerFinishParams layer_finish_params(const LayerStepProblem& p) {
   LayerFinishParams f;
   f.norm = p.norm.in;
-  f.o = NearRows(p.norm.in.x), f.z = NearRows(p.norm.in.z), f.y = NearRows(p.norm.y), f.x = NearRows(p.conv.in.x);
+  f.o = Rows32(p.norm.in.x), f.z = Rows32(p.norm.in.z), f.y = Rows32(p.norm.y), f.x = Rows32(p.conv.in.x);
   f.initial = p.conv.in.initial, f.final = p.conv.final;
   f.heads = Divider(static_cast<uint32_t>(p.norm.in.heads));
   f.channels = Divider(static_cast<uint32_t>(p.conv.in.channels));

@@ -122,7 +122,7 @@ TEST(NearNorm, ArgumentsAreFew) {
 TEST(NearNorm, Addresses) {
   GatedNormProblem p = forward(3, 5, 4, 64);
   p.in.z.head_stride = 80, p.in.z.token_stride = 400, p.in.z.batch_stride = 2000;
-  const NearNormForwardParams near(p, false);
+  const NearNormForwardParams near(p, Pdl::kOff);
   EXPECT_EQ(near.last, 3u * 5 * 4 - 1);
   for (uint32_t row = 0; row <= near.last; ++row) {
     const uint32_t token = near.heads.quotient(row), head = near.heads.remainder(row, token);
