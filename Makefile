@@ -209,8 +209,8 @@ sanitize-gpu: ## on a machine with a GPU: some of its tests under compute-saniti
 	  folder=build/release/tests/cpp/gpu
 	  if [ $$tool = racecheck ]; then folder=build/racecheck/tests/cpp/gpu; fi
 	  for test in gpu_forward:Forward.Packs:Forward.TwoSegments* gpu_backward:Backward.Packs \
-	    gpu_recurrent:Recurrent.PackedDrafts:Recurrent.Sizes:Recurrent.March \
-	    gpu_conv1d:Conv1d.PackedSequences:Conv1d.NearUpdates gpu_gated_norm:GatedNorm.Sizes \
+	    gpu_recurrent:Recurrent.PackedDrafts:Recurrent.Sizes:Recurrent.Sequential128 \
+	    gpu_conv1d:Conv1d.PackedSequences:Conv1d.VectorUpdates gpu_gated_norm:GatedNorm.Sizes \
 	    gpu_layer_step:LayerStep.EnginesShapes \
 	    gpu_engine:EngineRecurrent.StepsByRows:EngineForward.CheckpointOffsets; do
 	    echo "$$tool $$test"

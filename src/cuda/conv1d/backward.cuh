@@ -1,4 +1,4 @@
-// The convolution's backward where a thread owns a channel of any type and strides and walks over tokens:
+// The convolution's backward where a thread owns a channel of any type and strides, token after token:
 //   dz_t = d_y_t act'(z_t),  dx_p = sum over i of w_i dz_{p + W - 1 - i},  dw_i = sum over t of dz_t x_{t - W + 1 + i}
 // A chunk goes through three tokens more than it owns, because its last dx need their dz. What would be dx of the
 // inputs before a sequence is the gradient of its state. Sums over tokens stay in registers; each slot of the grid
@@ -28,7 +28,7 @@ GD_DEVICE float final_gradient(const ConvStates& d_final, int64_t sequence, int6
   return d_final && column >= 0 ? load_state(d_final, sequence, channel, column) : 0.0f;
 }
 
-struct ConvBackwardWalk {
+struct ConvBackwardChannel {
   static constexpr int kAhead = 8;  // tokens that are requested before they are needed
   const Conv1dBackwardProblem& p;
   const Conv1dInputs& in;
@@ -37,7 +37,7 @@ struct ConvBackwardWalk {
   Filter filter;
   float sums[kConvSums] = {};  // of dweight, then dbias
 
-  GD_DEVICE ConvBackwardWalk(const ConvBackwardParams& params, int64_t own)
+  GD_DEVICE ConvBackwardChannel(const ConvBackwardParams& params, int64_t own)
       : p(params.problem), in(params.problem.in), channel(own), skip(skipped_taps(params.problem.in)) {
     load_filter(filter, in, channel);
   }
@@ -144,12 +144,12 @@ __global__ void __launch_bounds__(kConvThreads) conv_any_backward_kernel(const _
   const int64_t channel = int64_t{blockIdx.x - slot * blocks} * kConvThreads + threadIdx.x;
   const bool is_live = channel < p.problem.in.channels;
   allow_next_kernel();
-  ConvBackwardWalk walk(p, is_live ? channel : 0);
+  ConvBackwardChannel one(p, is_live ? channel : 0);
 #pragma unroll 1
-  for (int64_t number = slot; number < grid.chunks; number += grid.slots) walk.run(number, grid, is_live);
+  for (int64_t number = slot; number < grid.chunks; number += grid.slots) one.run(number, grid, is_live);
 #pragma unroll
   for (int i = 0; i < kConvSums; ++i)
-    if (is_live) p.store(slot, i, channel, walk.sums[i]);
+    if (is_live) p.store(slot, i, channel, one.sums[i]);
 }
 
 // Adds up the partial sums: a CTA has 32 channels, its rows of threads every kSumRows-th slot. Few CTAs: all of them

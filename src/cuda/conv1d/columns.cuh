@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kConvThreads, 8) conv_columns_kernel(const __g
     if (lane == 31 && !is_padding)
       load_before(before, in, chunk.batch, place.channel, chunk.begin,
                   chunk.begin == 0 ? in.initial.slot(chunk.batch) : -1);
-    const auto walk = [&](bool silu) {
+    const auto compute = [&](bool silu) {
 #pragma unroll 1
       for (int pieces = static_cast<int>(chunk.end - chunk.begin); pieces > 0; pieces -= kAhead * kPiece) {
 #pragma unroll
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kConvThreads, 8) conv_columns_kernel(const __g
       for (; left > 0; left -= kPiece, y_at += 32 * kConvAlign) Words::store(y_at, kType, zeros);
       continue;
     }
-    in.silu ? walk(true) : walk(false);
+    in.silu ? compute(true) : compute(false);
     __syncwarp();  // lane 31 has read the state
     if (chunk.begin == 0) store_columns(problem, chunk.batch, place.channel, lane);
   }

@@ -1,23 +1,23 @@
 // Which convolution kernel takes a call, and how its work is split into CTAs: plain arithmetic, shared by the limits,
 // the workspace, the launches, the kernels and host tests. It depends on shapes, types and alignment alone.
 //
-//   update_near  few tokens per sequence, in the usual orders of memory: a thread has 16 bytes of channels
+//   update_vec  few tokens per sequence, in the usual orders of memory: a thread has 16 bytes of channels
 //   update   few tokens per sequence: a thread has one channel, states go through shared memory
-//   rows     channels are contiguous: a thread has kConvRowVector channels and walks over tokens
+//   rows     channels are contiguous: a thread has kConvRowVector channels of some tokens
 //   columns  tokens are contiguous, sequences are not packed: a lane has 16 bytes of a channel's tokens
-//   any      everything else: a thread has one channel and walks over tokens
+//   any      everything else: a thread has one channel, token after token
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
 #include "core/conv1d.hpp"
-#include "cuda/conv1d/update_near.hpp"
+#include "cuda/conv1d/update_vec.hpp"
 #include "cuda/device/host_device.hpp"
 
 namespace gatedelta::cuda {
 
-enum class ConvKernel { update_near, update, rows, columns, any };
+enum class ConvKernel { update_vec, update, rows, columns, any };
 
 constexpr int kConvWarps = 4, kConvThreads = 32 * kConvWarps;  // per CTA
 constexpr int64_t kConvAlign = 16;                             // bytes of the widest access
@@ -59,7 +59,7 @@ inline bool has_vectors_of_tokens(const Conv1dInputs& in, const TokenRows& rows,
 
 constexpr int kUpdateTokens = 8, kUpdateColumns = 16;  // at most, of a sequence and of a state of `update`
 // Lengths of packed sequences are not known here; with draft windows they are short.
-inline bool suits_update(const Conv1dProblem& p) {
+inline bool supports_update(const Conv1dProblem& p) {
   const bool is_short =
       p.in.sequences.offsets ? bool{p.previous_accept_lengths} : p.in.sequences.tokens <= kUpdateTokens;
   return is_short && p.in.initial.columns <= kUpdateColumns && p.final.columns <= kUpdateColumns;
@@ -67,8 +67,8 @@ inline bool suits_update(const Conv1dProblem& p) {
 
 inline ConvKernel conv_kernel(const Conv1dProblem& p) {
   const Conv1dInputs& in = p.in;
-  if (suits_update_near(p)) return ConvKernel::update_near;
-  if (suits_update(p)) return ConvKernel::update;
+  if (supports_update_vec(p)) return ConvKernel::update_vec;
+  if (supports_update(p)) return ConvKernel::update;
   if (!p.y || p.steps || !has_packed_taps(in)) return ConvKernel::any;
   if (has_vectors_of_channels(in, in.x) && has_vectors_of_channels(in, p.y)) return ConvKernel::rows;
   const int vector = conv_vector(in.x.dtype);

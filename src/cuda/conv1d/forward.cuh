@@ -1,4 +1,4 @@
-// The convolution's forward where a thread owns a channel of any type and strides and walks over tokens.
+// The convolution's forward where a thread owns a channel of any type and strides, token after token.
 //
 // In place: the chunk that holds a sequence's first tokens is alone to read its state, and the thread that reads a
 // channel of it is the one that writes it, after its reads.
@@ -14,7 +14,7 @@ struct ConvParams {
   ConvGrid grid;
 };
 
-struct ConvWalk {
+struct ConvChannel {
   static constexpr int kAhead = 8;  // tokens that are requested before they are needed
   const Conv1dProblem& problem;
   const Conv1dInputs& in;
@@ -22,7 +22,7 @@ struct ConvWalk {
   const int skip;
   Filter filter;
 
-  GD_DEVICE ConvWalk(const ConvParams& p, int64_t own)
+  GD_DEVICE ConvChannel(const ConvParams& p, int64_t own)
       : problem(p.problem), in(p.problem.in), channel(own), skip(skipped_taps(p.problem.in)) {
     load_filter(filter, in, channel);
   }
@@ -116,9 +116,9 @@ __global__ void __launch_bounds__(kConvThreads) conv_any_kernel(const __grid_con
   const auto blocks = static_cast<uint32_t>(grid.channel_blocks), slot = blockIdx.x / blocks;
   const int64_t channel = int64_t{blockIdx.x - slot * blocks} * kConvThreads + threadIdx.x;
   const bool is_live = channel < p.problem.in.channels;
-  const ConvWalk walk(p, is_live ? channel : 0);
+  const ConvChannel one(p, is_live ? channel : 0);
 #pragma unroll 1
-  for (int64_t number = slot; number < grid.chunks; number += grid.slots) walk.run(number, grid, is_live);
+  for (int64_t number = slot; number < grid.chunks; number += grid.slots) one.run(number, grid, is_live);
 }
 
 }  // namespace gatedelta::cuda

@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(kConvThreads, conv_row_ctas(kType))
   take_chunks(grid, place, plain, [&](int64_t number) {
     const int64_t single = place.first + threadIdx.x;
     const bool is_there = single < in.channels;
-    const ConvWalk walk(p, is_there ? single : 0);
-    walk.run(number, grid, is_there);
+    const ConvChannel one(p, is_there ? single : 0);
+    one.run(number, grid, is_there);
   });
 }
 

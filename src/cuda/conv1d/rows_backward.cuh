@@ -1,6 +1,6 @@
 // The backward where channels are contiguous, with the chunks of rows.cuh.
 //
-// A warp walks over a plain chunk from its first token to three behind its last one, which complete the chunk's dx.
+// A warp goes through a plain chunk from its first token to three behind its last one, which complete the chunk's dx.
 // Tokens come through a ring in shared memory: copies in flight take no registers, so that more warps have room. A lane
 // copies what it reads itself, so no warp waits for another one.
 //
@@ -179,10 +179,10 @@ __global__ void __launch_bounds__(kConvThreads, kConvRowBackwardCtas)
     return true;
   };
   take_chunks(grid, place, plain, [&](int64_t number) {
-    ConvBackwardWalk walk(p, is_there ? single : 0);
-    walk.run(number, grid, is_there);
+    ConvBackwardChannel one(p, is_there ? single : 0);
+    one.run(number, grid, is_there);
 #pragma unroll
-    for (int i = 0; i < kConvSums; ++i) sums[kConvWarps][i][threadIdx.x] += walk.sums[i];
+    for (int i = 0; i < kConvSums; ++i) sums[kConvWarps][i][threadIdx.x] += one.sums[i];
   });
   if (!is_there || !p.partial) return;
 #pragma unroll

@@ -1,5 +1,5 @@
-// Which decode kernel takes a call, and how its work is split into CTAs: plain arithmetic, shared by the limits, the
-// launches, the kernels and host tests.
+// Which decode kernel takes a call, how its work is split into CTAs, and the kernels' parameters: plain arithmetic,
+// shared by the limits, the launches, the kernels and host tests.
 //
 // Eight lanes share the K numbers of a value column, and the four groups of eight in a warp have kColumns columns each.
 // Columns are independent of each other, so warps never exchange anything.
@@ -19,7 +19,7 @@ namespace gatedelta::cuda {
 constexpr int kLanesPerColumn = 8;
 constexpr int kColumnGroups = 4;  // per warp
 
-// Which key head a value head uses.
+// Maps a value head to its key head.
 struct KeyHeads : private Divider {  // by Hv / Hk, or with tiled key heads by Hk
   KeyHeads() = default;
   explicit KeyHeads(const Layer& in) : Divider(static_cast<uint32_t>(in.tiled ? in.key_heads : in.group)) {
@@ -31,8 +31,8 @@ struct KeyHeads : private Divider {  // by Hv / Hk, or with tiled key heads by H
   }
 };
 
-// How a kernel holds a state: kVector neighbouring numbers of K per access, kPerLane numbers of each column per lane.
-// The order of a column's sums follows from these two alone.
+// How a warp holds a state in registers: kVector neighbouring numbers of K per access, kPerLane numbers of each column
+// per lane. The order of a column's sums follows from these two alone.
 template <gd_state_layout kLayoutOf, int kVectorOf, int kPerLaneOf, int kColumnsOf, int kWarpsOf>
 struct TileConfig {
   static constexpr gd_state_layout kLayout = kLayoutOf;
@@ -43,38 +43,40 @@ struct TileConfig {
   static constexpr int kCtasPerSm = kPerLane == 16 ? 3 : 2;  // nothing spills at these
 };
 
-// `walk`: any problem. Half as many columns where a lane has twice the numbers of K.
+// `generic`: any problem. Where a lane has twice the numbers of K, it has half as many columns.
 template <int kVector, int kPerLane>
-struct WalkVk : TileConfig<GD_STATE_VK, kVector, kPerLane, 32 / kPerLane, 4> {};
+struct GenericVk : TileConfig<GD_STATE_VK, kVector, kPerLane, 32 / kPerLane, 4> {};
 template <int kPerLane>
-struct WalkKv : TileConfig<GD_STATE_KV, 4, kPerLane, 64 / kPerLane, 4> {};
+struct GenericKv : TileConfig<GD_STATE_KV, 4, kPerLane, 64 / kPerLane, 4> {};
 
-// `step`: one token, K = V = 128, 16-bit inputs. How many columns a lane has, and how many warps a CTA, changes no bit.
-constexpr int kStepDim = 128;
+// `one_token` and `sequential_128`: K = V = 128, 16-bit inputs. The columns of a lane and the warps of a CTA change no
+// bit.
+constexpr int kDecodeDim = 128;
 template <gd_state_layout kLayout, int kVector, int kColumns, int kWarps>
-struct StepTile : TileConfig<kLayout, kVector, kStepDim / kLanesPerColumn, kColumns, kWarps> {
-  static constexpr int kParts = kStepDim / StepTile::kCtaColumns;
+struct Tile128 : TileConfig<kLayout, kVector, kDecodeDim / kLanesPerColumn, kColumns, kWarps> {
+  static constexpr int kParts = kDecodeDim / Tile128::kCtaColumns;
 };
 template <int kVector, int kColumns, int kWarps>
-using StepVk = StepTile<GD_STATE_VK, kVector, kColumns, kWarps>;
-// Many states [K, V]: four warps share the rows of K, so that a warp reads whole lines of memory: 16 lanes lie along V.
+using Vk128 = Tile128<GD_STATE_VK, kVector, kColumns, kWarps>;
+// `one_token_kv`: four warps share the rows of K, and 16 lanes of a warp lie along V, so a warp reads whole lines of
+// memory.
 template <int kColumnsOf>
-struct StepKv {
-  static constexpr int kVector = 4, kPerLane = kStepDim / kLanesPerColumn, kColumns = kColumnsOf;
+struct OneTokenKv {
+  static constexpr int kVector = 4, kPerLane = kDecodeDim / kLanesPerColumn, kColumns = kColumnsOf;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps, kLanesAlong = 16;
-  static constexpr int kCtaColumns = kLanesAlong * kColumns, kParts = kStepDim / kCtaColumns;
+  static constexpr int kCtaColumns = kLanesAlong * kColumns, kParts = kDecodeDim / kCtaColumns;
   static constexpr int kCtasPerSm = kColumns == 2 ? 5 : 3;  // nothing spills at these
 };
 
-// Numbers in 16 bytes of the states a call reads and stores. With states of both sizes, 4: the other kind is then
-// accessed 8 bytes at a time.
+// Numbers in 16 bytes of the states a call reads and stores. With states of both sizes it is 4: an access to a 16-bit
+// state then has 8 bytes.
 inline int state_vector(const RecurrentProblem& p) {
   const StateRows& initial = p.in.initial;
   if (!initial && !p.final) return 4;
   return (initial && initial.dtype == GD_F32) || (p.final && p.final.dtype == GD_F32) ? 4 : 8;
 }
 
-// Whether q, k, v and o, and whether all states, allow accesses of 16 bytes.
+// Whether q, k, v and o allow accesses of 16 bytes; whether all states do.
 inline bool rows_aligned(const RecurrentProblem& p) {
   return is_aligned(p.in.q) && is_aligned(p.in.k) && is_aligned(p.in.v) && is_aligned(p.o);
 }
@@ -92,29 +94,29 @@ inline bool rows_fit_32bit(const RecurrentProblem& p) {
          fits_32bit(p.previous_accept_lengths);
 }
 
-// What `step`, `fold` and `march` are made for.
-inline bool is_common(const RecurrentProblem& p) {
+// Whether the kernels for K = V = 128 support the call's types, sizes, alignment and strides.
+inline bool supports_128(const RecurrentProblem& p) {
   const Layer& in = p.in;
   const bool one_type = !in.initial || !p.final || in.initial.dtype == p.final.dtype;
-  return in.q.dtype != GD_F32 && in.key_dim == kStepDim && in.value_dim == kStepDim && one_type &&
+  return in.q.dtype != GD_F32 && in.key_dim == kDecodeDim && in.value_dim == kDecodeDim && one_type &&
          (in.initial || p.final) && rows_aligned(p) && states_aligned(p) && rows_fit_32bit(p);
 }
 
 inline gd_dtype state_dtype(const RecurrentProblem& p) { return p.in.initial ? p.in.initial.dtype : p.final.dtype; }
 
-// Whether `step` takes the call; it has the bits of `walk`.
-inline bool takes_step(const RecurrentProblem& p) {
+// `one_token` is bitwise equal to `generic`.
+inline bool supports_one_token(const RecurrentProblem& p) {
   return p.in.sequences.tokens == 1 && !p.in.sequences.offsets && !p.step_states && !p.accept_lengths &&
-         !p.previous_accept_lengths && is_common(p);
+         !p.previous_accept_lengths && supports_128(p);
 }
 
-// The part of a problem that `step` needs. Every line of it is a cold miss of each launch, so it is small, and what
-// the first state's address takes comes first: kernel arguments begin 48 bytes before a line of constant memory.
-struct StepParams {
+// The part of a problem that `one_token` needs. Every line of it is a cold miss of each launch, so it is small, and the
+// arguments of the first state's address come first: kernel arguments begin 48 bytes before a line of constant memory.
+struct OneTokenParams {
   States32 initial;
   uint32_t sequences = 0;
   bool l2norm = false, pads_by_read_index = false;
-  Pdl pdl = Pdl::kOff;  // of `step` [V, K]
+  Pdl pdl = Pdl::kOff;  // of `one_token` [V, K]
   Rows32 k, q, v, g, beta, A_log, dt_bias;
   KeyHeads key_heads;
   float scale = 0;
@@ -123,10 +125,10 @@ struct StepParams {
   States32 final;
   Rows32 o;
 };
-static_assert(offsetof(StepParams, k) == 48);
-inline StepParams step_params(const RecurrentProblem& p) {
+static_assert(offsetof(OneTokenParams, k) == 48);
+inline OneTokenParams one_token_params(const RecurrentProblem& p) {
   const Layer& in = p.in;
-  StepParams s;
+  OneTokenParams s;
   s.initial = States32(in.initial), s.final = States32(p.final);
   s.q = Rows32(in.q), s.k = Rows32(in.k), s.v = Rows32(in.v), s.o = Rows32(p.o);
   s.g = Rows32(in.g), s.beta = Rows32(in.beta);
@@ -138,32 +140,32 @@ inline StepParams step_params(const RecurrentProblem& p) {
   return s;
 }
 
-// `fold`: [V, K], K = V = 128, 16-bit inputs, kTokens tokens at once, one state stored. A warp has 16 rows of V.
-enum class FoldKind {
+// `window_mma`: [V, K], K = V = 128, 16-bit inputs, kTokens tokens at once, one state stored. A warp has 16 rows of V.
+enum class WindowKind {
   last,  // at most kTokens tokens
   any    // any number of tokens
 };
-template <class StateOf, class InputOf, FoldKind kKindOf, int kTokensOf, int kWarpsOf, bool kStreamingOf>
-struct FoldConfig {
+template <class StateOf, class InputOf, WindowKind kKindOf, int kTokensOf, int kWarpsOf, bool kStreamingOf>
+struct WindowMmaConfig {
   using State = StateOf;
   using Input = InputOf;
-  static constexpr FoldKind kKind = kKindOf;
+  static constexpr WindowKind kKind = kKindOf;
   static constexpr int kTokens = kTokensOf, kWarps = kWarpsOf, kThreads = 32 * kWarps;
-  static constexpr int kRows = 16, kParts = kStepDim / (kRows * kWarps);
+  static constexpr int kWarpRows = 16, kParts = kDecodeDim / (kWarpRows * kWarps);
   static constexpr bool kStreaming = kStreamingOf;
 };
-inline bool takes_fold(const RecurrentProblem& p) {
+// A pack with no more tokens than sequences is most likely one of single tokens: `sequential_128`.
+inline bool supports_window_mma(const RecurrentProblem& p) {
   const Sequences& sequences = p.in.sequences;
   return !p.batch_invariant && !p.step_states && p.in.layout == GD_STATE_VK && sequences.tokens > 1 &&
-         (!sequences.offsets || sequences.tokens > sequences.count) && sequences.tokens <= INT32_MAX && is_common(p);
+         (!sequences.offsets || sequences.tokens > sequences.count) && sequences.tokens <= INT32_MAX && supports_128(p);
 }
-// Whether `march` takes what neither of them does; it has the bits of `walk`. A pack with no more tokens than sequences
-// is most likely one of single tokens.
-inline bool takes_march(const RecurrentProblem& p) {
-  return p.in.sequences.tokens <= INT32_MAX && is_common(p) &&
+// `sequential_128` runs what `one_token` and `window_mma` do not support, and is bitwise equal to `generic`.
+inline bool supports_sequential_128(const RecurrentProblem& p) {
+  return p.in.sequences.tokens <= INT32_MAX && supports_128(p) &&
          (!p.step_states || p.step_states.dtype == state_dtype(p));
 }
-struct FoldParams : StepParams {
+struct ManyTokenParams : OneTokenParams {
   IndexVector offsets;
   Indices32 accept_lengths, previous_accept_lengths;
   uint32_t columns = 0, column_stride = 0;  // of initial.indices
@@ -172,9 +174,9 @@ struct FoldParams : StepParams {
   StateRows step_states;
   int64_t step_batch_stride = 0, step_token_stride = 0;
 };
-inline FoldParams fold_params(const RecurrentProblem& p) {
-  FoldParams f;
-  static_cast<StepParams&>(f) = step_params(p);
+inline ManyTokenParams many_token_params(const RecurrentProblem& p) {
+  ManyTokenParams f;
+  static_cast<OneTokenParams&>(f) = one_token_params(p);
   const IndexRows& indices = p.in.initial.indices;
   f.offsets = p.in.sequences.offsets;
   f.accept_lengths = Indices32(p.accept_lengths), f.previous_accept_lengths = Indices32(p.previous_accept_lengths);
@@ -190,12 +192,12 @@ inline FoldParams fold_params(const RecurrentProblem& p) {
 inline int64_t decode_pairs(const Layer& in) {
   return (in.sequences.count + (in.sequences.offsets ? 1 : 0)) * in.value_heads;
 }
-// The grid of `step`, `fold` and `march`: x = value heads and parts of their columns, y and z = sequences, perhaps some
-// too many.
-struct NearGrid {
+// The grid of the kernels for K = V = 128: x = value heads and parts of their columns, y and z = sequences. y * z may
+// exceed the number of sequences.
+struct DecodeGrid {
   uint32_t x, y, z;
 };
-inline NearGrid near_grid(const RecurrentProblem& p, int parts) {
+inline DecodeGrid grid_of(const RecurrentProblem& p, int parts) {
   constexpr int64_t kMost = 65535;  // of y and of z
   const int64_t sequences = p.in.sequences.count + (p.in.sequences.offsets ? 1 : 0),
                 z = (sequences + kMost - 1) / kMost;
@@ -205,9 +207,9 @@ inline NearGrid near_grid(const RecurrentProblem& p, int parts) {
 // A grid has fewer than 2^31 CTAs.
 constexpr int kMaxParts = 16;
 constexpr int64_t kMaxDecodePairs = (int64_t{1} << 31) / kMaxParts - 1;
-static_assert(256 / WalkVk<4, 32>::kCtaColumns <= kMaxParts);
+static_assert(256 / GenericVk<4, 32>::kCtaColumns <= kMaxParts);
 
-// Everything a kernel needs. All of it is a kernel argument: a captured call depends on no memory of the host.
+// Parameters of `generic`. All of them are kernel arguments: a captured call depends on no memory of the host.
 struct DecodeParams {
   RecurrentProblem problem;
   Divider parts, heads;  // CTAs per pair; value heads

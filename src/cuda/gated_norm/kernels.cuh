@@ -1,8 +1,8 @@
-// The gated norm's kernels for any call: types and strides are known at run time. near.cuh has those for layers' calls.
+// The gated norm's kernels for any call: types and strides are known at run time. fast.cuh has those for layers' calls.
 #pragma once
 
-#include "cuda/gated_norm/row.cuh"
 #include "cuda/device/pdl.cuh"
+#include "cuda/gated_norm/row.cuh"
 
 namespace gatedelta::cuda {
 

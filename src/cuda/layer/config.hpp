@@ -6,7 +6,7 @@
 #pragma once
 
 #include "core/conv1d.hpp"
-#include "cuda/conv1d/update_near.hpp"
+#include "cuda/conv1d/update_vec.hpp"
 #include "cuda/decode/config.hpp"
 #include "cuda/device/divider.hpp"
 #include "cuda/device/rows32.hpp"
@@ -24,21 +24,21 @@ struct LayerStepProblem {
 
 constexpr int kLayerTaps = 4;
 constexpr int kLayerColumns = 32;  // of a CTA
-// A column's sums are in the order of `step`, and so are its bits.
+// A column's sums have the order of `one_token`, so its bits are equal.
 template <class State>
-using LayerTile = StepVk<16 / sizeof(State), 2, 4>;
-static_assert(LayerTile<float>::kCtaColumns == kLayerColumns && LayerTile<float>::kThreads == kStepDim);
+using LayerTile = Vk128<16 / sizeof(State), 2, 4>;
+static_assert(LayerTile<float>::kCtaColumns == kLayerColumns && LayerTile<float>::kThreads == kDecodeDim);
 
 using LayerNorm = NormConfig<16, 1>;
 constexpr int kFinishThreads = 128;
 constexpr int kFinishRows = kFinishThreads / LayerNorm::kLanes;
-static_assert(LayerNorm::kMaxDim == kStepDim);
+static_assert(LayerNorm::kMaxDim == kDecodeDim);
 
 constexpr int64_t kMaxLayerShifts = int64_t{1} << 30;  // sequences x channels, of 32 bits on the device
 // Sequences x value heads that the two kernels take. With more of them memory is the limit, and the kernels of the
 // three operations, each with the shape that suits it, come closer to it. Measured on an H200.
 constexpr int64_t max_layer_states(gd_dtype state) { return state == GD_F32 ? 1024 : 512; }
-inline bool takes_two_kernels(const LayerStepProblem& p) {
+inline bool supports_two_kernels(const LayerStepProblem& p) {
   return p.rule.in.sequences.count * p.rule.in.value_heads <= max_layer_states(state_dtype(p.rule));
 }
 
@@ -49,18 +49,18 @@ inline bool supports_layer_step(const LayerStepProblem& p) {
   const ConvStates &initial = conv.in.initial, &final = conv.final;
   const TapWeights& weight = conv.in.weight;
   const gd_dtype type = conv.in.x.dtype;
-  return takes_step(p.rule) && (takes_two_kernels(p) || suits_update_near(p.conv)) && p.rule.in.layout == GD_STATE_VK &&
-         p.rule.in.initial && initial && final && initial.data == final.data && initial.columns == final.columns &&
-         initial.slot_stride == final.slot_stride && initial.dtype == type && final.dtype == type &&
-         !conv.previous_accept_lengths && !conv.steps && conv.in.taps == kLayerTaps && weight.dtype == type &&
-         weight.tap_stride == 1 && weight.channel_stride == kLayerTaps &&
+  return supports_one_token(p.rule) && (supports_two_kernels(p) || supports_update_vec(p.conv)) &&
+         p.rule.in.layout == GD_STATE_VK && p.rule.in.initial && initial && final && initial.data == final.data &&
+         initial.columns == final.columns && initial.slot_stride == final.slot_stride && initial.dtype == type &&
+         final.dtype == type && !conv.previous_accept_lengths && !conv.steps && conv.in.taps == kLayerTaps &&
+         weight.dtype == type && weight.tap_stride == 1 && weight.channel_stride == kLayerTaps &&
          reinterpret_cast<uintptr_t>(weight.data) % 8 == 0 && conv.in.x.head_stride == 1 && fits_32bit(conv.in.x) &&
          common_type(p.norm.in, {&p.norm.y}) == type && conv.in.sequences.count * conv.in.channels <= kMaxLayerShifts &&
          p.norm.in.z && fits_32bit(p.norm.in.z) && fits_32bit(p.norm.y);
 }
 
 struct LayerRuleParams {
-  StepParams rule;  // q, k and v are not used: their channels are convolved here
+  OneTokenParams rule;  // q, k and v are not used: their channels are convolved here
   Rows32 x;
   ConvStates states;
   const void* weight = nullptr;  // [D, 4]
@@ -70,12 +70,12 @@ struct LayerRuleParams {
 };
 inline LayerRuleParams layer_rule_params(const LayerStepProblem& p) {
   LayerRuleParams r;
-  r.rule = step_params(p.rule);
+  r.rule = one_token_params(p.rule);
   r.x = Rows32(p.conv.in.x);
   r.states = p.conv.in.initial;
   r.weight = p.conv.in.weight.data;
   r.bias = Rows32(p.conv.in.bias);
-  r.key_channels = static_cast<uint32_t>(p.rule.in.key_heads * kStepDim);
+  r.key_channels = static_cast<uint32_t>(p.rule.in.key_heads * kDecodeDim);
   r.silu = p.conv.in.silu;
   return r;
 }

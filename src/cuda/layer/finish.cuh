@@ -2,9 +2,9 @@
 // before the rule has finished. Conv states may be loaded then, too, but not stored: the rule's CTAs still read them.
 #pragma once
 
+#include "cuda/device/pdl.cuh"
 #include "cuda/gated_norm/row.cuh"
 #include "cuda/layer/config.hpp"
-#include "cuda/device/pdl.cuh"
 
 namespace gatedelta::cuda {
 
@@ -16,22 +16,22 @@ GD_DEVICE void finish_rows(const LayerFinishParams& p) {
   const uint32_t valid = min(row, p.rows - 1);  // shuffles need whole warps
   const uint32_t n = p.heads.quotient(valid), head = p.heads.remainder(valid, n);
   RawNumbers<LayerNorm> z_raw, x_raw;
-  z_raw.load(p.z.at(n, 0, head), kInput, true, lane, kStepDim);
+  z_raw.load(p.z.at(n, 0, head), kInput, true, lane, kDecodeDim);
   float w[kCount], x[kCount], z[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) w[i] = 1;
   if (p.norm.weight) {
     RawNumbers<LayerNorm> w_raw;
-    w_raw.load(static_cast<const char*>(p.norm.weight.data), p.norm.weight.dtype, true, lane, kStepDim);
+    w_raw.load(static_cast<const char*>(p.norm.weight.data), p.norm.weight.dtype, true, lane, kDecodeDim);
     w_raw.widen(w, p.norm.weight.dtype);
   }
   z_raw.widen(z, kInput);
 
   wait_for_previous_kernel();
-  x_raw.load(p.o.at(n, 0, head), kInput, true, lane, kStepDim);
+  x_raw.load(p.o.at(n, 0, head), kInput, true, lane, kDecodeDim);
   x_raw.widen(x, kInput);
-  gated_norm_row<LayerNorm::kLanes>(x, z, w, p.norm, 1.0f / kStepDim);
-  if (row < p.rows) store_row<LayerNorm>(p.y.at(n, 0, head), kInput, x, true, lane, kStepDim);
+  gated_norm_row<LayerNorm::kLanes>(x, z, w, p.norm, 1.0f / kDecodeDim);
+  if (row < p.rows) store_row<LayerNorm>(p.y.at(n, 0, head), kInput, x, true, lane, kDecodeDim);
 }
 
 // A state's columns move by one, and the token's input enters.

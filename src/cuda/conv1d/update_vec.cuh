@@ -1,6 +1,6 @@
 // The usual decode step: a few tokens per sequence, one type, four taps, channels or a state's columns contiguous.
 //
-// A thread has kConvNearBytes of neighbouring channels of one sequence, and everything in registers. It asks for the
+// A thread has kUpdateVecBytes of neighbouring channels of one sequence, and everything in registers. It asks for the
 // slot first, then for what does not depend on it, then for the state. Everything of a state is read before anything of
 // it is written.
 #pragma once
@@ -8,13 +8,13 @@
 #include <type_traits>
 
 #include "cuda/conv1d/access.cuh"
-#include "cuda/conv1d/update_near.hpp"
+#include "cuda/conv1d/update_vec.hpp"
 #include "cuda/device/pdl.cuh"
 
 namespace gatedelta::cuda {
 
-// kWords words of memory, kConvNearBytes or 16 at a time.
-template <int kWords, int kStep = kConvNearBytes / 4>
+// kWords words of memory, kUpdateVecBytes or 16 at a time.
+template <int kWords, int kStep = kUpdateVecBytes / 4>
 GD_DEVICE void load_words(uint32_t (&words)[kWords], const char* from) {
 #pragma unroll
   for (int begin = 0; begin < kWords; begin += kStep) {
@@ -26,11 +26,11 @@ GD_DEVICE void load_words(uint32_t (&words)[kWords], const char* from) {
 
 // Filters of a thread's channels, as they lie in memory. Where they are narrow, half of the words are used.
 template <gd_dtype kType>
-struct NearFilters {
-  static constexpr int kVector = near_vector(kType), kTaps = kMaxTaps * kVector;
+struct RawFilters {
+  static constexpr int kVector = vec_channels(kType), kTaps = kMaxTaps * kVector;
   uint32_t taps[kTaps], bias[kVector];
 
-  GD_DEVICE void request(const ConvNearParams& p, int64_t channel) {
+  GD_DEVICE void request(const UpdateVecParams& p, int64_t channel) {
     if (kType == GD_F32 || p.wide_filters) {
       load_words<kTaps, 4>(taps, p.weight + channel * (kMaxTaps * 4));
       if (p.has_bias) load_words(bias, p.bias + channel * 4);
@@ -48,7 +48,7 @@ struct NearFilters {
       filter[v].bias = has_bias ? number<kFrom>(bias, v) : 0.0f;
     }
   }
-  GD_DEVICE void widen(Filter (&filter)[kVector], const ConvNearParams& p) const {
+  GD_DEVICE void widen(Filter (&filter)[kVector], const UpdateVecParams& p) const {
     if (kType == GD_F32 || p.wide_filters) {
       widen_as<GD_F32>(filter, p.has_bias);
     } else {
@@ -71,13 +71,13 @@ GD_DEVICE uint32_t pair_halves(const uint32_t* words, int i, int k) {
 }
 
 // A state whose channels have kColumns neighbouring numbers each: a thread's channels are kColumns pieces of
-// kConvNearBytes. Those of a warp go through shared memory: its accesses are then contiguous, and full sectors are
+// kUpdateVecBytes. Those of a warp go through shared memory: its accesses are then contiguous, and full sectors are
 // written.
 template <gd_dtype kType, int kColumns>
-struct NearChannels {
-  static constexpr int kVector = near_vector(kType), kRow = kConvNearBytes / 4, kWords = kColumns * kRow;
+struct ChannelStates {
+  static constexpr int kVector = vec_channels(kType), kRow = kUpdateVecBytes / 4, kWords = kColumns * kRow;
   using Row = Numbers<kVector, kType>;
-  using Piece = Packet<kConvNearBytes>;
+  using Piece = Packet<kUpdateVecBytes>;
   char* const warp_state;  // of the warp's first channel
   Piece* const shared;     // [32 * kColumns]
   const int lane, pieces;  // of the warp
@@ -88,7 +88,7 @@ struct NearChannels {
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       if (place(i) >= pieces) continue;
-      const Piece piece = *reinterpret_cast<const Piece*>(warp_state + place(i) * kConvNearBytes);
+      const Piece piece = *reinterpret_cast<const Piece*>(warp_state + place(i) * kUpdateVecBytes);
 #pragma unroll
       for (int w = 0; w < kRow; ++w) words[i * kRow + w] = piece.words[w];
     }
@@ -144,7 +144,7 @@ struct NearChannels {
       Piece piece;
 #pragma unroll
       for (int w = 0; w < kRow; ++w) piece.words[w] = words[i * kRow + w];
-      *reinterpret_cast<Piece*>(warp_state + place(i) * kConvNearBytes) = piece;
+      *reinterpret_cast<Piece*>(warp_state + place(i) * kUpdateVecBytes) = piece;
     }
   }
 };
@@ -152,14 +152,14 @@ struct NearChannels {
 // The states of a warp's channels in shared memory, of any number of columns: each lane has those of its own channels,
 // an odd number of words apart, so that lanes meet in no bank.
 template <gd_dtype kType>
-struct NearSharedStates {
-  static constexpr int kVector = near_vector(kType), kRow = kConvNearBytes / 4, kBatch = 4;
-  static constexpr int kWords = 32 * (kConvNearColumns * kRow + 1);  // of a warp, at most
+struct SharedStates {
+  static constexpr int kVector = vec_channels(kType), kRow = kUpdateVecBytes / 4, kBatch = 4;
+  static constexpr int kWords = 32 * (kUpdateVecColumns * kRow + 1);  // of a warp, at most
   using Row = Numbers<kVector, kType>;
-  using Piece = Packet<kConvNearBytes>;
+  using Piece = Packet<kUpdateVecBytes>;
   using Number = std::conditional_t<kType == GD_F32, uint32_t, uint16_t>;
   uint32_t* const shared;
-  const int lane, columns, pieces;  // pieces of kConvNearBytes, of the warp
+  const int lane, columns, pieces;  // pieces of kUpdateVecBytes, of the warp
 
   // Calls move(word in shared memory, piece in memory or a number past the last one) for kBatch pieces of this lane.
   template <class Move>
@@ -184,7 +184,7 @@ struct NearSharedStates {
       Piece found[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i)
-        if (piece[i] < pieces) found[i] = *reinterpret_cast<const Piece*>(warp_state + piece[i] * kConvNearBytes);
+        if (piece[i] < pieces) found[i] = *reinterpret_cast<const Piece*>(warp_state + piece[i] * kUpdateVecBytes);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
 #pragma unroll
@@ -203,7 +203,7 @@ struct NearSharedStates {
         Piece found;
 #pragma unroll
         for (int w = 0; w < kRow; ++w) found.words[w] = shared[word[i] + w];
-        *reinterpret_cast<Piece*>(warp_state + piece[i] * kConvNearBytes) = found;
+        *reinterpret_cast<Piece*>(warp_state + piece[i] * kUpdateVecBytes) = found;
       }
     });
   }
@@ -237,7 +237,7 @@ struct NearSharedStates {
 };
 
 // An index of a sequence, in two steps: a branch on its type around both would wait for memory before the next request.
-struct NearIndex {
+struct SequenceIndex {
   int64_t wide = 0;
   int32_t narrow = 0;
 
@@ -247,12 +247,12 @@ struct NearIndex {
   }
   GD_DEVICE int64_t value(const IndexRows& rows) const { return rows.is_int64 ? wide : narrow; }
   // As ConvStates::slot.
-  GD_DEVICE int64_t slot(const ConvNearStates& states, int64_t n) const {
+  GD_DEVICE int64_t slot(const UpdateVecStates& states, int64_t n) const {
     if (!states.indices) return states.present ? n : -1;
     return value(states.indices) < states.first_slot ? -1 : value(states.indices);
   }
   // As Conv1dProblem::history_end.
-  GD_DEVICE int history_end(const ConvNearParams& p) const {
+  GD_DEVICE int history_end(const UpdateVecParams& p) const {
     if (!p.accepted) return p.columns;
     const int64_t accepted = value(p.accepted), most = p.columns - kMaxTaps + 2;
     return static_cast<int>(kMaxTaps - 2 + (accepted < 1 ? 1 : accepted < most ? accepted : most));
@@ -264,23 +264,22 @@ struct NearIndex {
 // kTokens: tokens requested at once; 1 where a sequence has one.
 constexpr int kAnyColumns = -1;
 template <gd_dtype kType, int kColumns, int kTokens>
-__global__ void __launch_bounds__(kConvNearThreads, (kTokens == 1 ? 640 : 384) / kConvNearThreads)
-    conv_update_near_kernel(const __grid_constant__ ConvNearParams p) {
-  constexpr int kVector = NearFilters<kType>::kVector, kWindow = kMaxTaps - 1,
-                kKept = kColumns > 0 ? kColumns : kWindow;
+__global__ void __launch_bounds__(kUpdateVecThreads, (kTokens == 1 ? 640 : 384) / kUpdateVecThreads)
+    conv_update_vec_kernel(const __grid_constant__ UpdateVecParams p) {
+  constexpr int kVector = RawFilters<kType>::kVector, kWindow = kMaxTaps - 1, kKept = kColumns > 0 ? kColumns : kWindow;
   using Row = Numbers<kVector, kType>;
-  using Channels = NearChannels<kType, kKept>;
+  using Channels = ChannelStates<kType, kKept>;
   const auto store = [](char* to, const Row& row) { *reinterpret_cast<Row*>(to) = row; };
   allow_next_kernel();
   const int64_t n = blockIdx.x;  // sequences of the same channels are neighbours: the filters stay in L1
-  NearIndex from_index, to_index, accepted;
+  SequenceIndex from_index, to_index, accepted;
   from_index.request(p.initial.indices, n);
   to_index.request(p.final.indices, n);
   accepted.request(p.accepted, n);
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-  const int64_t warp_channel = (int64_t{blockIdx.y} * kConvNearThreads + (thread - lane)) * kVector;
-  const int64_t channel = warp_channel + lane * kVector, bytes = channel * (kConvNearBytes / kVector);
+  const int64_t warp_channel = (int64_t{blockIdx.y} * kUpdateVecThreads + (thread - lane)) * kVector;
+  const int64_t channel = warp_channel + lane * kVector, bytes = channel * (kUpdateVecBytes / kVector);
   const bool is_live = channel < p.channels;
   const int tokens = kTokens == 1 ? 1 : p.tokens;
   const char* const x = p.x.data + n * p.x.batch + bytes;
@@ -291,7 +290,7 @@ __global__ void __launch_bounds__(kConvNearThreads, (kTokens == 1 ? 640 : 384) /
     for (int i = 0; i < kTokens; ++i)
       if (is_live && first + i < tokens) inputs[i].load(x + (first + i) * p.x.token, kType);
   };
-  NearFilters<kType> raw;
+  RawFilters<kType> raw;
   if (is_live) raw.request(p, channel);
   request(0);
 
@@ -305,21 +304,21 @@ __global__ void __launch_bounds__(kConvNearThreads, (kTokens == 1 ? 640 : 384) /
   Row kept[kKept];  // the last inputs so far
 #pragma unroll
   for (int i = 0; i < kKept; ++i) kept[i].clear();
-  [[maybe_unused]] const auto channels = [&](const ConvNearStates& states, int64_t slot) {
-    __shared__ typename Channels::Piece pieces[kConvNearThreads / 32][32 * kKept];
+  [[maybe_unused]] const auto channels = [&](const UpdateVecStates& states, int64_t slot) {
+    __shared__ typename Channels::Piece pieces[kUpdateVecThreads / 32][32 * kKept];
     const int64_t left = (p.channels - warp_channel) / kVector;
-    return Channels{states.data + slot * states.slot + warp_channel * (kKept * kConvNearBytes / kVector),
+    return Channels{states.data + slot * states.slot + warp_channel * (kKept * kUpdateVecBytes / kVector),
                     pieces[thread / 32], lane, static_cast<int>(left < 32 ? left : 32) * kKept};
   };
   [[maybe_unused]] const auto in_shared = [&] {
-    __shared__ uint32_t words[kConvNearThreads / 32][NearSharedStates<kType>::kWords];
+    __shared__ uint32_t words[kUpdateVecThreads / 32][SharedStates<kType>::kWords];
     const int64_t left = (p.channels - warp_channel) / kVector;
-    return NearSharedStates<kType>{words[thread / 32], lane, p.columns,
-                                   left <= 0 ? 0 : static_cast<int>(left < 32 ? left : 32) * p.columns};
+    return SharedStates<kType>{words[thread / 32], lane, p.columns,
+                               left <= 0 ? 0 : static_cast<int>(left < 32 ? left : 32) * p.columns};
   };
   // Of the warp's channels.
-  [[maybe_unused]] const auto warp_state = [&](const ConvNearStates& states, int64_t slot) {
-    return states.data + slot * states.slot + warp_channel * p.columns * (kConvNearBytes / kVector);
+  [[maybe_unused]] const auto warp_state = [&](const UpdateVecStates& states, int64_t slot) {
+    return states.data + slot * states.slot + warp_channel * p.columns * (kUpdateVecBytes / kVector);
   };
   if (from >= 0) {
     if constexpr (kColumns > 0) {

@@ -1,4 +1,4 @@
-// The usual decode step: which calls `update_near` takes, and what its kernel gets of one. Plain arithmetic, shared by
+// The usual decode step: which calls `update_vec` takes, and what its kernel gets of one. Plain arithmetic, shared by
 // the launch, the kernel and host tests.
 #pragma once
 
@@ -10,20 +10,20 @@
 
 namespace gatedelta::cuda {
 
-constexpr int kConvNearThreads = 64;  // of a CTA: few, so that one sequence has many CTAs
-constexpr int kConvNearBytes = 16;    // of a thread's channels of a token: one access
-static_assert(kConvNearBytes == kRowAlign);
-constexpr int kConvNearTokens = 8;  // of a sequence, at most
-constexpr int near_vector(gd_dtype dtype) { return kConvNearBytes / (dtype == GD_F32 ? 4 : 2); }
+constexpr int kUpdateVecThreads = 64;  // of a CTA: few, so that one sequence has many CTAs
+constexpr int kUpdateVecBytes = 16;    // of a thread's channels of a token: one access
+static_assert(kUpdateVecBytes == kRowAlign);
+constexpr int kUpdateVecTokens = 8;  // of a sequence, at most
+constexpr int vec_channels(gd_dtype dtype) { return kUpdateVecBytes / (dtype == GD_F32 ? 4 : 2); }
 
-inline bool is_near_row(const Conv1dInputs& in, const TokenRows& rows) {
-  const int64_t vector = near_vector(in.x.dtype);
+inline bool supports_row(const Conv1dInputs& in, const TokenRows& rows) {
+  const int64_t vector = vec_channels(in.x.dtype);
   return rows.dtype == in.x.dtype && rows.head_stride == 1 && is_aligned(rows.data) &&
          (in.sequences.batch <= 1 || rows.batch_stride % vector == 0) &&
          (in.sequences.tokens <= 1 || rows.token_stride % vector == 0);
 }
 // Taps and bias of one type, x's or fp32, without gaps.
-inline bool has_near_filters(const Conv1dInputs& in) {
+inline bool has_vec_filters(const Conv1dInputs& in) {
   const TapWeights& w = in.weight;
   const auto fits = [&](const void* data, gd_dtype dtype) {
     return (dtype == in.x.dtype || dtype == GD_F32) && reinterpret_cast<uintptr_t>(data) % 16 == 0;
@@ -33,63 +33,65 @@ inline bool has_near_filters(const Conv1dInputs& in) {
 }
 
 // The order of a state's numbers in memory.
-enum class ConvNearLayout { none, columns, channels_of_3, channels_of_4, channels };
-constexpr int kConvNearColumns = 16;  // of a state whose channels are neither of 3 nor of 4 columns, at most
-inline ConvNearLayout near_layout(const Conv1dInputs& in, const ConvStates& states) {
-  const int64_t vector = near_vector(in.x.dtype);
+enum class UpdateVecLayout { none, columns, channels_of_3, channels_of_4, channels };
+constexpr int kUpdateVecColumns = 16;  // of a state whose channels are neither of 3 nor of 4 columns, at most
+inline UpdateVecLayout state_layout(const Conv1dInputs& in, const ConvStates& states) {
+  const int64_t vector = vec_channels(in.x.dtype);
   if (states.dtype != in.x.dtype || !is_aligned(states.data) || states.slot_stride % vector) return {};
-  if (states.channel_stride == 1 && states.column_stride % vector == 0) return ConvNearLayout::columns;
+  if (states.channel_stride == 1 && states.column_stride % vector == 0) return UpdateVecLayout::columns;
   if (states.column_stride != 1 || states.channel_stride != states.columns) return {};
-  return states.columns == 3                                                    ? ConvNearLayout::channels_of_3
-         : states.columns == 4                                                  ? ConvNearLayout::channels_of_4
-         : states.columns >= kMaxTaps - 1 && states.columns <= kConvNearColumns ? ConvNearLayout::channels
-                                                                                : ConvNearLayout{};
+  return states.columns == 3                                                     ? UpdateVecLayout::channels_of_3
+         : states.columns == 4                                                   ? UpdateVecLayout::channels_of_4
+         : states.columns >= kMaxTaps - 1 && states.columns <= kUpdateVecColumns ? UpdateVecLayout::channels
+                                                                                 : UpdateVecLayout{};
 }
-inline ConvNearLayout near_layout(const Conv1dProblem& p) {
+inline UpdateVecLayout state_layout(const Conv1dProblem& p) {
   const ConvStates &initial = p.in.initial, &final = p.final;
-  if (!initial && !final) return ConvNearLayout::columns;
-  const ConvNearLayout layout = near_layout(p.in, initial ? initial : final);
-  if (initial && final && (initial.columns != final.columns || layout != near_layout(p.in, final))) return {};
-  if (!p.previous_accept_lengths || layout == ConvNearLayout::columns || layout == ConvNearLayout::none) return layout;
+  if (!initial && !final) return UpdateVecLayout::columns;
+  const UpdateVecLayout layout = state_layout(p.in, initial ? initial : final);
+  if (initial && final && (initial.columns != final.columns || layout != state_layout(p.in, final))) return {};
+  if (!p.previous_accept_lengths || layout == UpdateVecLayout::columns || layout == UpdateVecLayout::none)
+    return layout;
   // Behind a window of drafts a column may be left as it is, but the states of a warp are written as a whole.
   const int64_t columns = initial ? initial.columns : final.columns;
-  return columns <= p.in.sequences.tokens + kMaxTaps - 2 ? ConvNearLayout::channels : ConvNearLayout::none;
+  return columns <= p.in.sequences.tokens + kMaxTaps - 2 ? UpdateVecLayout::channels : UpdateVecLayout::none;
 }
 
 // CTAs: sequences, and blocks of channels, of which a grid has at most 65535.
-struct ConvNearGrid {
+struct UpdateVecGrid {
   int64_t sequences, blocks;
 };
-inline ConvNearGrid near_grid(const Conv1dInputs& in) {
-  const int64_t block = int64_t{kConvNearThreads} * near_vector(in.x.dtype);
+inline UpdateVecGrid grid_of(const Conv1dInputs& in) {
+  const int64_t block = int64_t{kUpdateVecThreads} * vec_channels(in.x.dtype);
   return {in.sequences.batch, (in.channels + block - 1) / block};
 }
 
-inline bool suits_update_near(const Conv1dProblem& p) {
+inline bool supports_update_vec(const Conv1dProblem& p) {
   const Conv1dInputs& in = p.in;
-  if (in.sequences.offsets || in.sequences.tokens < 1 || in.sequences.tokens > kConvNearTokens || !p.y || p.steps)
+  if (in.sequences.offsets || in.sequences.tokens < 1 || in.sequences.tokens > kUpdateVecTokens || !p.y || p.steps)
     return false;
-  if (in.channels % near_vector(in.x.dtype) || !is_near_row(in, in.x) || !is_near_row(in, p.y) || !has_near_filters(in))
+  if (in.channels % vec_channels(in.x.dtype) || !supports_row(in, in.x) || !supports_row(in, p.y) ||
+      !has_vec_filters(in))
     return false;
-  if (near_grid(in).blocks > 65535) return false;
-  return near_layout(p) != ConvNearLayout::none;
+  if (grid_of(in).blocks > 65535) return false;
+  return state_layout(p) != UpdateVecLayout::none;
 }
 
 // Distances are in bytes.
-struct ConvNearRows {
+struct UpdateVecRows {
   char* data;
   int64_t batch, token;
 };
-struct ConvNearStates {
+struct UpdateVecStates {
   char* data;
   int64_t slot, column;
   IndexRows indices;
   int64_t first_slot;
   bool present;
 };
-struct ConvNearParams {
-  ConvNearStates initial, final;
-  ConvNearRows x, y;
+struct UpdateVecParams {
+  UpdateVecStates initial, final;
+  UpdateVecRows x, y;
   const char *weight, *bias;
   IndexRows accepted;  // previous_accept_lengths
   int64_t channels;
@@ -99,17 +101,17 @@ struct ConvNearParams {
   bool has_padding;  // sequences with neither slot are padded rows
 };
 
-inline ConvNearParams near_params(const Conv1dProblem& p) {
+inline UpdateVecParams update_vec_params(const Conv1dProblem& p) {
   const Conv1dInputs& in = p.in;
   const int64_t size = dtype_bytes(in.x.dtype);
   const auto rows = [&](const TokenRows& t) {
-    return ConvNearRows{static_cast<char*>(t.data), t.batch_stride * size, t.token_stride * size};
+    return UpdateVecRows{static_cast<char*>(t.data), t.batch_stride * size, t.token_stride * size};
   };
   const auto states = [&](const ConvStates& s) {
-    return ConvNearStates{
+    return UpdateVecStates{
         static_cast<char*>(s.data), s.slot_stride * size, s.column_stride * size, s.indices, s.first_slot, bool{s}};
   };
-  ConvNearParams params{};
+  UpdateVecParams params{};
   params.initial = states(in.initial);
   params.final = states(p.final);
   params.x = rows(in.x);
