@@ -43,7 +43,8 @@ struct TileConfig {
   static constexpr int kCtasPerSm = kPerLane == 16 ? 3 : 2;  // nothing spills at these
 };
 
-// `generic`: any problem. Where a lane has twice the numbers of K, it has half as many columns.
+// `generic`: any problem. Where a lane has twice the numbers of K, it has half as many columns. kVector is 8 only for
+// K <= 128 and 16-bit states, so that such a state's bits are those of `one_token` and `sequential_128`.
 template <int kVector, int kPerLane>
 struct GenericVk : TileConfig<GD_STATE_VK, kVector, kPerLane, 32 / kPerLane, 4> {};
 template <int kPerLane>
@@ -145,14 +146,14 @@ enum class WindowKind {
   last,  // at most kTokens tokens
   any    // any number of tokens
 };
-template <class StateOf, class InputOf, WindowKind kKindOf, int kTokensOf, int kWarpsOf, bool kStreamingOf>
+template <class StateOf, class InputOf, WindowKind kKindOf, int kTokensOf>
 struct WindowMmaConfig {
   using State = StateOf;
   using Input = InputOf;
   static constexpr WindowKind kKind = kKindOf;
-  static constexpr int kTokens = kTokensOf, kWarps = kWarpsOf, kThreads = 32 * kWarps;
+  static constexpr int kTokens = kTokensOf, kWarps = 2, kThreads = 32 * kWarps;
   static constexpr int kWarpRows = 16, kParts = kDecodeDim / (kWarpRows * kWarps);
-  static constexpr bool kStreaming = kStreamingOf;
+  static constexpr bool kStreaming = kKind == WindowKind::last;  // stores of states
 };
 // A pack with no more tokens than sequences is most likely one of single tokens: `sequential_128`.
 inline bool supports_window_mma(const RecurrentProblem& p) {

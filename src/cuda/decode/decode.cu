@@ -27,15 +27,13 @@ cudaError_t launch_generic(const RecurrentProblem& problem, cudaStream_t stream)
   const int64_t ctas = decode_pairs(problem.in) * params.parts.divisor;
   return launch_grid(generic_kernel<Config>, dim3(static_cast<unsigned>(ctas)), Config::kThreads, stream, params);
 }
-template <int kPerLane>
 cudaError_t launch_generic(const RecurrentProblem& problem, cudaStream_t stream) {
-  if (problem.in.layout == GD_STATE_KV) return launch_generic<GenericKv<kPerLane>>(problem, stream);
-  return state_vector(problem) == 4 ? launch_generic<GenericVk<4, kPerLane>>(problem, stream)
-                                    : launch_generic<GenericVk<8, kPerLane>>(problem, stream);
-}
-cudaError_t launch_generic(const RecurrentProblem& problem, cudaStream_t stream) {
-  return problem.in.key_dim <= GenericKv<16>::kMaxKeyDim ? launch_generic<16>(problem, stream)
-                                                         : launch_generic<32>(problem, stream);
+  const bool is_wide = problem.in.key_dim > GenericKv<16>::kMaxKeyDim;
+  if (problem.in.layout == GD_STATE_KV)
+    return is_wide ? launch_generic<GenericKv<32>>(problem, stream) : launch_generic<GenericKv<16>>(problem, stream);
+  if (is_wide) return launch_generic<GenericVk<4, 32>>(problem, stream);
+  return state_vector(problem) == 4 ? launch_generic<GenericVk<4, 16>>(problem, stream)
+                                    : launch_generic<GenericVk<8, 16>>(problem, stream);
 }
 
 // ---- K = V = 128: a grid of heads and sequences ----
@@ -80,20 +78,13 @@ template <class Config>
 cudaError_t launch_window_mma(const RecurrentProblem& problem, cudaStream_t stream) {
   return launch_128<Config>(window_mma_kernel<Config>, many_token_params(problem), problem, stream);
 }
-template <class State, class Input, int kTokens>
-cudaError_t launch_window_mma(const RecurrentProblem& problem, cudaStream_t stream) {
-  if constexpr (sizeof(State) == 4)
-    if (decode_pairs(problem.in) > 2048)
-      return launch_window_mma<WindowMmaConfig<State, Input, WindowKind::last, kTokens, 2, false>>(problem, stream);
-  return launch_window_mma<WindowMmaConfig<State, Input, WindowKind::last, kTokens, 2, true>>(problem, stream);
-}
 template <class State, class Input>
 cudaError_t launch_window_mma(const RecurrentProblem& problem, cudaStream_t stream) {
   const Sequences& sequences = problem.in.sequences;
   if (sequences.offsets || sequences.tokens > 8)
-    return launch_window_mma<WindowMmaConfig<State, Input, WindowKind::any, 4, 2, false>>(problem, stream);
-  return sequences.tokens <= 4 ? launch_window_mma<State, Input, 4>(problem, stream)
-                               : launch_window_mma<State, Input, 8>(problem, stream);
+    return launch_window_mma<WindowMmaConfig<State, Input, WindowKind::any, 8>>(problem, stream);
+  return sequences.tokens <= 4 ? launch_window_mma<WindowMmaConfig<State, Input, WindowKind::last, 4>>(problem, stream)
+                               : launch_window_mma<WindowMmaConfig<State, Input, WindowKind::last, 8>>(problem, stream);
 }
 
 template <class Config, class State, class Input>

@@ -147,7 +147,7 @@ TEST_F(DecodePlan, PartsCoverAllColumns) {
   EXPECT_EQ((Vk128<4, 1, 2>::kParts), 16);
   EXPECT_EQ((Vk128<8, 4, 1>::kParts), 8);
   EXPECT_EQ(OneTokenKv<4>::kParts, 2);
-  for (const int columns : {GenericVk<4, 16>::kCtaColumns, GenericVk<8, 32>::kCtaColumns, GenericKv<16>::kCtaColumns,
+  for (const int columns : {GenericVk<4, 16>::kCtaColumns, GenericVk<4, 32>::kCtaColumns, GenericKv<16>::kCtaColumns,
                             GenericKv<32>::kCtaColumns})
     for (p.in.value_dim = 16; p.in.value_dim <= 256; p.in.value_dim += 16) {
       const auto parts = static_cast<int>(decode_params(p, columns).parts.divisor);

@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(Config::kThreads)
 
 template <class State, class Input>
 cudaError_t launch_window_mma(const RecurrentProblem& problem, int64_t longest, Pdl pdl, cudaStream_t stream) {
-  using Config = WindowMmaConfig<State, Input, WindowKind::any, 8, 2, false>;
+  using Config = WindowMmaConfig<State, Input, WindowKind::any, 8>;
   const ShortWindowMmaParams p{many_token_params(problem), Divider(static_cast<uint32_t>(problem.in.value_heads)),
                                static_cast<uint32_t>(longest)};
   const int64_t ctas = decode_pairs(problem.in) * Config::kParts;
