@@ -1,8 +1,8 @@
 // The convolution's backward where a thread owns a channel of any type and strides, token after token:
 //   dz_t = d_y_t act'(z_t),  dx_p = sum over i of w_i dz_{p + W - 1 - i},  dw_i = sum over t of dz_t x_{t - W + 1 + i}
-// A chunk goes through three tokens more than it owns, because its last dx need their dz. What would be dx of the
-// inputs before a sequence is the gradient of its state. Sums over tokens stay in registers; each slot of the grid
-// stores a partial sum, and a second kernel adds those up. The order of all sums is fixed.
+// A chunk goes through three tokens more than it owns, because its last dx need their dz. The dx of the inputs before a
+// sequence are the gradient of its state. Sums over tokens stay in registers; each slot of the grid stores a partial
+// sum, and a second kernel adds the partial sums. The order of all sums is fixed.
 #pragma once
 
 #include "cuda/conv1d/access.cuh"
@@ -22,14 +22,14 @@ struct ConvBackwardParams {
   }
 };
 
-// What the gradient of a final state adds to an input `after` its sequence's end (negative: before it).
+// The term of a final state's gradient in the gradient of an input `after` its sequence's end (negative: before it).
 GD_DEVICE float final_gradient(const ConvStates& d_final, int64_t sequence, int64_t channel, int64_t after) {
   const int64_t column = d_final.columns + after;
   return d_final && column >= 0 ? load_state(d_final, sequence, channel, column) : 0.0f;
 }
 
 struct ConvBackwardChannel {
-  static constexpr int kAhead = 8;  // tokens that are requested before they are needed
+  static constexpr int kAhead = 8;  // tokens that are loaded before they are needed
   const Conv1dBackwardProblem& p;
   const Conv1dInputs& in;
   const int64_t channel;
@@ -50,7 +50,7 @@ struct ConvBackwardChannel {
     for (int64_t t = begin; t < end; ++t, dx.at += dx.step) store_numbers<1>(dx.at, dx.type, &zero, true);
   }
 
-  // Of a column of the initial state.
+  // Stores the gradient of a column of the initial state.
   GD_DEVICE void store_state_gradient(float dx, const Segment& s, int64_t position) const {
     const int64_t column = p.d_initial.columns + position;
     if (column < 0) return;
@@ -60,7 +60,7 @@ struct ConvBackwardChannel {
 
   GD_DEVICE void run(const Segment& s) {
     const bool has_state = s.from == 0 && p.d_initial;
-    // Columns that no token looks at.
+    // Columns that no token reads.
 #pragma unroll 1
     for (int64_t position = -p.d_initial.columns; has_state && position < 1 - kMaxTaps; ++position)
       store_state_gradient(0.0f, s, position);
@@ -73,7 +73,7 @@ struct ConvBackwardChannel {
     const int64_t token = s.span.begin + s.from, left = s.span.length - s.from;
     const int own = static_cast<int>(s.to - s.from), all = own + kMaxTaps - 1;
     const int count = static_cast<int>(left < all ? left : all);  // tokens that have a dz
-    // From this token on the final state's gradient counts.
+    // From this token on the final state's gradient adds to dx.
     const int64_t last_columns = left - p.d_final.columns;
     const int tail = !p.d_final || last_columns > all ? all : static_cast<int>(last_columns < 0 ? 0 : last_columns);
     TokenCursor<> x_in(in.x, s.span.batch, token, channel), dy_in(p.d_y, s.span.batch, token, channel);
@@ -105,7 +105,7 @@ struct ConvBackwardChannel {
           if (i >= skip) sums[i] = fmaf(dz[0], x[i], sums[i]);
         sums[kMaxTaps] += dz[0];
       }
-      // Of the input three tokens before this one.
+      // dx of the input three tokens before this one.
       float dx = 0;
 #pragma unroll
       for (int i = 0; i < kMaxTaps; ++i)
@@ -126,7 +126,7 @@ struct ConvBackwardChannel {
     }
   }
 
-  // By whole warps, of which those lanes that are not live only help to find sequences.
+  // Called by whole warps: lanes that are not live only help to find sequences.
   GD_DEVICE void run(int64_t number, const ConvGrid& grid, bool is_live) {
     Chunk chunk(in.sequences, grid, number);
     Segment segment;
@@ -152,8 +152,8 @@ __global__ void __launch_bounds__(kConvThreads) conv_any_backward_kernel(const _
     if (is_live) p.store(slot, i, channel, one.sums[i]);
 }
 
-// Adds up the partial sums: a CTA has 32 channels, its rows of threads every kSumRows-th slot. Few CTAs: all of them
-// are there when the first kernel ends.
+// Adds up the partial sums: a CTA has 32 channels, its rows of threads every kSumRows-th slot. Few CTAs: all of
+// them are resident when the first kernel ends.
 constexpr int kSumRows = 8;
 static_assert(kSumRows >= kConvSums);
 __global__ void __launch_bounds__(32 * kSumRows) conv_sum_kernel(const __grid_constant__ ConvBackwardParams p) {

@@ -1,13 +1,13 @@
 // The convolution where tokens are contiguous and sequences are not packed: a warp has a channel, a lane 16 bytes of
-// its tokens, a piece of the channel at a time. Neighbouring tokens come from the neighbouring lanes, and from the
-// piece before (forward) or after (columns_backward.cuh) at the piece's end.
+// its tokens, a piece of the channel at a time. A lane gets neighbouring tokens from the neighbouring lanes, and at the
+// piece's end from the piece before (forward) or after (columns_backward.cuh).
 #pragma once
 
 #include "cuda/conv1d/forward.cuh"
 
 namespace gatedelta::cuda {
 
-// Where a warp of the column kernels is.
+// The place of a warp of the column kernels.
 struct ColumnPlace {
   int lane;
   int64_t slot, channel;
@@ -49,7 +49,7 @@ GD_DEVICE void load_before(float (&before)[kMaxTaps - 1], const Conv1dInputs& in
   }
 }
 
-// x of a lane behind the three tokens before: of the lane before it, in lane 0 those that lane 31 gives.
+// x of a lane, after the three tokens before it: those of the lane before, in lane 0 `before` of lane 31.
 template <int kVector, gd_dtype kType>
 struct ColumnTokens {
   float x[kVector + kMaxTaps - 1];
@@ -82,7 +82,7 @@ GD_DEVICE void store_columns(const Conv1dProblem& problem, int64_t batch, int64_
         x = load_state(in.initial, from, channel, old);
       }
     }
-    __syncwarp();  // all lanes have read: in place, what a column gets lies in a later one
+    __syncwarp();  // all lanes have read: in place a column is copied from a later one
     if (column < source.columns) store_state(problem.final, to, channel, column, x);
   }
 }
@@ -90,7 +90,7 @@ GD_DEVICE void store_columns(const Conv1dProblem& problem, int64_t batch, int64_
 template <gd_dtype kType>
 __global__ void __launch_bounds__(kConvThreads, 8) conv_columns_kernel(const __grid_constant__ ConvParams p) {
   constexpr int kVector = kConvAlign / (kType == GD_F32 ? 4 : 2), kPiece = 32 * kVector;
-  constexpr int kAhead = 2;  // pieces that are requested before they are needed
+  constexpr int kAhead = 2;  // pieces that are loaded before they are needed
   using Words = Numbers<kVector, kType>;
   const Conv1dProblem& problem = p.problem;
   const Conv1dInputs& in = problem.in;

@@ -21,8 +21,8 @@ enum class ConvKernel { update_vec, update, rows, columns, any };
 
 constexpr int kConvWarps = 4, kConvThreads = 32 * kConvWarps;  // per CTA
 constexpr int64_t kConvAlign = 16;                             // bytes of the widest access
-// Of `rows`: channels of a thread; tokens of a warp in the forward, all of which it requests at once; CTAs that
-// registers leave room for. In the backward tokens are requested in batches, through stages of shared memory.
+// Of `rows`: channels of a thread; tokens of a warp in the forward, which loads all of them at once; CTAs per SM that
+// registers allow. The backward loads tokens in batches, through stages of shared memory.
 constexpr int kConvRowVector = 4, kConvRowTokens = 8;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kConvRowCtas = 5, kConvColumnBackwardCtas = 6;  // ptxas spills with more
@@ -41,7 +41,7 @@ inline bool is_conv_aligned(const TokenRows& rows, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(rows.data) % static_cast<uintptr_t>(bytes) == 0 && fits(rows.batch_stride) &&
          fits(rows.token_stride) && fits(rows.head_stride);
 }
-// Whether a channel's four taps are neighbours, aligned as a whole.
+// Whether a channel has four contiguous taps, aligned as a whole.
 inline bool has_packed_taps(const Conv1dInputs& in) {
   const TapWeights& w = in.weight;
   return in.taps == kMaxTaps && w.tap_stride == 1 && w.channel_stride % kMaxTaps == 0 &&
@@ -58,7 +58,7 @@ inline bool has_vectors_of_tokens(const Conv1dInputs& in, const TokenRows& rows,
 }
 
 constexpr int kUpdateTokens = 8, kUpdateColumns = 16;  // at most, of a sequence and of a state of `update`
-// Lengths of packed sequences are not known here; with draft windows they are short.
+// The host does not know the lengths of packed sequences; windows of drafts are short.
 inline bool supports_update(const Conv1dProblem& p) {
   const bool is_short =
       p.in.sequences.offsets ? bool{p.previous_accept_lengths} : p.in.sequences.tokens <= kUpdateTokens;
@@ -122,15 +122,15 @@ inline int64_t conv_column_chunk(const Conv1dInputs& in, int64_t wanted_warps) {
   return piece * std::max<int64_t>(1, conv_ceil(pieces, chunks));
 }
 
-// Whole chunks of `rows` are the fast ones. In a pack of shorter sequences a chunk has about one of them: a thread
-// takes those of its chunk one after the other.
+// `rows` is fastest with whole chunks. In a pack of shorter sequences a chunk has about one sequence: a thread computes
+// the sequences of its chunk one after the other.
 inline int64_t conv_row_chunk(const Sequences& sequences) {
   int64_t chunk = kConvRowTokens;
   while (sequences.offsets && chunk > 1 && sequences.tokens < chunk * sequences.count) chunk /= 2;
   return chunk;
 }
-// Of `any`: a chunk long enough for the taps - 1 tokens read twice to cost little, and short enough for every
-// multiprocessor to have some CTAs.
+// Of `any`: chunks so long that the taps - 1 tokens that are read twice cost little, and so short that every
+// multiprocessor has some CTAs.
 inline int64_t conv_any_chunk(const Conv1dInputs& in) {
   constexpr int64_t kWantedCtas = 2048, kLongest = 64;
   const Sequences& sequences = in.sequences;
@@ -158,24 +158,24 @@ GD_ALWAYS_INLINE bool has_plain_ends(const Conv1dBackwardProblem& p) {
   return !p.in.sequences.offsets && !p.in.initial && !p.d_initial && !p.d_final;
 }
 
-// What models have.
+// SiLU, no bias, no states: the calls of models.
 inline bool is_usual(const Conv1dBackwardProblem& p) {
   return has_plain_ends(p) && p.in.silu && !p.in.bias && !p.dbias;
 }
 
-// A fixed number of CTAs at most: each has partial sums of dweight and dbias. The warps of a CTA have the same channels
+// At most a fixed number of CTAs: each has partial sums of dweight and dbias. The warps of a CTA have the same channels
 // and different chunks; those of `columns` have different channels.
 constexpr int64_t kConvBackwardCtas = 4096;
 inline ConvGrid conv_backward_grid(const Conv1dInputs& in, ConvKernel kernel, bool plain_ends) {
   constexpr int64_t kWantedWarps = 8192, kShortest = 16, kLongest = 64;
   if (kernel == ConvKernel::columns)
     return conv_grid_of(in, conv_column_chunk(in, kWantedWarps), kConvWarps, kConvBackwardCtas);
-  // Both have kConvThreads channels in a CTA: `any` a chunk, too, `rows` one in each warp.
+  // A CTA of both has kConvThreads channels. A CTA of `any` has one chunk, a CTA of `rows` one per warp.
   const int64_t work = in.sequences.batch * in.sequences.tokens * conv_ceil(in.channels, kConvThreads);
   int64_t chunk = kShortest;
   if (kernel == ConvKernel::rows && plain_ends) {
-    // All chunks take the same time. Two CTAs for each multiprocessor of an H200 keep its memory busy; more of them, if
-    // not many more, would only not end together.
+    // All chunks take the same time. Two CTAs per multiprocessor of an H200 saturate its memory; slightly more would
+    // leave a tail.
     constexpr int64_t kFewWarps = 1024, kLongestOfFew = 512, kOtherwise = 128;
     chunk = std::max(kShortest, conv_ceil(conv_ceil(work, kFewWarps), kConvRowBatch) * kConvRowBatch);
     if (chunk > kLongestOfFew) chunk = kOtherwise;
@@ -189,8 +189,8 @@ inline ConvGrid conv_grid(const Conv1dBackwardProblem& p) {
 }
 
 inline bool has_partial_sums(const Conv1dBackwardProblem& p) { return p.dweight || p.dbias; }
-// Partial sums, [slots][kConvSums][D] in fp32, of the kernel that has the most: which one runs depends on the alignment
-// of addresses, and a query has none. Chunks are shortest where ends are not plain.
+// Partial sums, [slots][kConvSums][D] in fp32, of the kernel that has the most: the choice depends on the alignment of
+// addresses, which a query does not have. Chunks are shortest where ends are not plain.
 constexpr int kConvSums = kMaxTaps + 1;
 inline size_t conv1d_backward_workspace(const Conv1dBackwardProblem& p) {
   if (!has_partial_sums(p)) return 0;

@@ -1,7 +1,7 @@
 // The convolution's forward where a thread owns a channel of any type and strides, token after token.
 //
-// In place: the chunk that holds a sequence's first tokens is alone to read its state, and the thread that reads a
-// channel of it is the one that writes it, after its reads.
+// In place: only the chunk with a sequence's first tokens reads its state, and the thread that reads a channel of the
+// state also writes it, after its reads.
 #pragma once
 
 #include "cuda/conv1d/access.cuh"
@@ -15,7 +15,7 @@ struct ConvParams {
 };
 
 struct ConvChannel {
-  static constexpr int kAhead = 8;  // tokens that are requested before they are needed
+  static constexpr int kAhead = 8;  // tokens that are loaded before they are needed
   const Conv1dProblem& problem;
   const Conv1dInputs& in;
   const int64_t channel;
@@ -35,7 +35,7 @@ struct ConvChannel {
     for (int64_t t = begin; t < end; ++t, y.at += y.step) store_numbers<1>(y.at, y.type, &zero, true);
   }
 
-  // The state is written before the outputs: what they need of it is in registers by then, and the segment is not.
+  // Stores the state before the outputs: by then their window is in registers, and the segment need not stay there.
   GD_DEVICE void run(const Segment& s) const {
     if (problem.is_padding(s.sequence)) return clear(s.span.batch, s.span.begin + s.from, s.span.begin + s.to);
     const int64_t slot = s.from == 0 ? in.initial.slot(s.sequence) : -1, history_end = problem.history_end(s.sequence);
@@ -82,7 +82,7 @@ struct ConvChannel {
     }
   }
 
-  // Columns in ascending order: in place, what a column gets lies in a later one. Some are read at the same time.
+  // Columns in ascending order: in place a column is copied from a later one. Some are read at the same time.
   GD_DEVICE void store_final(const Segment& s, int64_t from, int64_t to) const {
     constexpr int kColumns = kMaxTaps - 1;
     const FinalColumns source = problem.final_columns(s.sequence, s.span.length);
@@ -99,7 +99,7 @@ struct ConvChannel {
     }
   }
 
-  // By whole warps, of which those lanes that are not live only help to find sequences.
+  // Called by whole warps: lanes that are not live only help to find sequences.
   GD_DEVICE void run(int64_t number, const ConvGrid& grid, bool is_live) const {
     Chunk chunk(in.sequences, grid, number);
     Segment segment;

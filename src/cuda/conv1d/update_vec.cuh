@@ -1,242 +1,18 @@
-// The usual decode step: a few tokens per sequence, one type, four taps, channels or a state's columns contiguous.
+// `update_vec`, the usual decode step: a few tokens per sequence, one type, four taps, channels or a state's columns
+// contiguous.
 //
-// A thread has kUpdateVecBytes of neighbouring channels of one sequence, and everything in registers. It asks for the
-// slot first, then for what does not depend on it, then for the state. Everything of a state is read before anything of
-// it is written.
+// A thread has kUpdateVecBytes of neighbouring channels of one sequence, and everything in registers. It loads the slot
+// first, then what does not depend on it, then the state. It reads all of a state before it writes any of it.
 #pragma once
 
-#include <type_traits>
-
-#include "cuda/conv1d/access.cuh"
-#include "cuda/conv1d/update_vec.hpp"
+#include "cuda/conv1d/update_vec_filters.cuh"
+#include "cuda/conv1d/update_vec_states.cuh"
 #include "cuda/device/pdl.cuh"
 
 namespace gatedelta::cuda {
 
-// kWords words of memory, kUpdateVecBytes or 16 at a time.
-template <int kWords, int kStep = kUpdateVecBytes / 4>
-GD_DEVICE void load_words(uint32_t (&words)[kWords], const char* from) {
-#pragma unroll
-  for (int begin = 0; begin < kWords; begin += kStep) {
-    const auto packet = *reinterpret_cast<const Packet<4 * kStep>*>(from + 4 * begin);
-#pragma unroll
-    for (int i = 0; i < kStep; ++i) words[begin + i] = packet.words[i];
-  }
-}
-
-// Filters of a thread's channels, as they lie in memory. Where they are narrow, half of the words are used.
-template <gd_dtype kType>
-struct RawFilters {
-  static constexpr int kVector = vec_channels(kType), kTaps = kMaxTaps * kVector;
-  uint32_t taps[kTaps], bias[kVector];
-
-  GD_DEVICE void request(const UpdateVecParams& p, int64_t channel) {
-    if (kType == GD_F32 || p.wide_filters) {
-      load_words<kTaps, 4>(taps, p.weight + channel * (kMaxTaps * 4));
-      if (p.has_bias) load_words(bias, p.bias + channel * 4);
-    } else {
-      load_words<kTaps / 2, 4>(reinterpret_cast<uint32_t(&)[kTaps / 2]>(taps), p.weight + channel * (kMaxTaps * 2));
-      if (p.has_bias) load_words(reinterpret_cast<uint32_t(&)[kVector / 2]>(bias), p.bias + channel * 2);
-    }
-  }
-  template <gd_dtype kFrom>
-  GD_DEVICE void widen_as(Filter (&filter)[kVector], bool has_bias) const {
-#pragma unroll
-    for (int v = 0; v < kVector; ++v) {
-#pragma unroll
-      for (int i = 0; i < kMaxTaps; ++i) filter[v].weight[i] = number<kFrom>(taps, v * kMaxTaps + i);
-      filter[v].bias = has_bias ? number<kFrom>(bias, v) : 0.0f;
-    }
-  }
-  GD_DEVICE void widen(Filter (&filter)[kVector], const UpdateVecParams& p) const {
-    if (kType == GD_F32 || p.wide_filters) {
-      widen_as<GD_F32>(filter, p.has_bias);
-    } else {
-      widen_as<kType>(filter, p.has_bias);
-    }
-  }
-
- private:
-  template <gd_dtype kFrom>
-  GD_DEVICE static float number(const uint32_t* words, int i) {
-    if constexpr (kFrom == GD_F32) return __uint_as_float(words[i]);
-    if constexpr (kFrom == GD_BF16) return __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
-    return __half2float(__ushort_as_half(static_cast<unsigned short>(words[i / 2] >> (i % 2 * 16))));
-  }
-};
-
-// Number i of 16-bit ones into the lower half, number k into the upper one.
-GD_DEVICE uint32_t pair_halves(const uint32_t* words, int i, int k) {
-  return __byte_perm(words[i / 2], words[k / 2], (i % 2 ? 0x32u : 0x10u) | (k % 2 ? 0x7600u : 0x5400u));
-}
-
-// A state whose channels have kColumns neighbouring numbers each: a thread's channels are kColumns pieces of
-// kUpdateVecBytes. Those of a warp go through shared memory: its accesses are then contiguous, and full sectors are
-// written.
-template <gd_dtype kType, int kColumns>
-struct ChannelStates {
-  static constexpr int kVector = vec_channels(kType), kRow = kUpdateVecBytes / 4, kWords = kColumns * kRow;
-  using Row = Numbers<kVector, kType>;
-  using Piece = Packet<kUpdateVecBytes>;
-  char* const warp_state;  // of the warp's first channel
-  Piece* const shared;     // [32 * kColumns]
-  const int lane, pieces;  // of the warp
-
-  GD_DEVICE int place(int i) const { return i * 32 + lane; }  // of the i-th piece that the thread moves
-  GD_DEVICE void read(Row (&columns)[kColumns]) const {
-    uint32_t words[kWords] = {};
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      if (place(i) >= pieces) continue;
-      const Piece piece = *reinterpret_cast<const Piece*>(warp_state + place(i) * kUpdateVecBytes);
-#pragma unroll
-      for (int w = 0; w < kRow; ++w) words[i * kRow + w] = piece.words[w];
-    }
-    exchange(words, true);
-#pragma unroll
-    for (int column = 0; column < kColumns; ++column) {
-#pragma unroll
-      for (int w = 0; w < kRow; ++w) {
-        if constexpr (kType == GD_F32) {
-          columns[column].packet.words[w] = words[w * kColumns + column];
-        } else {
-          columns[column].packet.words[w] =
-              pair_halves(words, 2 * w * kColumns + column, (2 * w + 1) * kColumns + column);
-        }
-      }
-    }
-  }
-  // From the warp's order to the thread's, or back.
-  GD_DEVICE void exchange(uint32_t (&words)[kWords], bool to_thread) const {
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      Piece piece;
-#pragma unroll
-      for (int w = 0; w < kRow; ++w) piece.words[w] = words[i * kRow + w];
-      shared[to_thread ? place(i) : lane * kColumns + i] = piece;
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      const Piece piece = shared[to_thread ? lane * kColumns + i : place(i)];
-#pragma unroll
-      for (int w = 0; w < kRow; ++w) words[i * kRow + w] = piece.words[w];
-    }
-    __syncwarp();
-  }
-  GD_DEVICE void write(const Row (&columns)[kColumns]) const {
-    uint32_t words[kWords], by_column[kWords];
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) by_column[i] = columns[i / kRow].packet.words[i % kRow];
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      if constexpr (kType == GD_F32) {
-        words[i] = by_column[i % kColumns * kRow + i / kColumns];
-      } else {
-        const auto at = [](int n) { return n % kColumns * kVector + n / kColumns; };
-        words[i] = pair_halves(by_column, at(2 * i), at(2 * i + 1));
-      }
-    }
-    exchange(words, false);
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      if (place(i) >= pieces) continue;
-      Piece piece;
-#pragma unroll
-      for (int w = 0; w < kRow; ++w) piece.words[w] = words[i * kRow + w];
-      *reinterpret_cast<Piece*>(warp_state + place(i) * kUpdateVecBytes) = piece;
-    }
-  }
-};
-
-// The states of a warp's channels in shared memory, of any number of columns: each lane has those of its own channels,
-// an odd number of words apart, so that lanes meet in no bank.
-template <gd_dtype kType>
-struct SharedStates {
-  static constexpr int kVector = vec_channels(kType), kRow = kUpdateVecBytes / 4, kBatch = 4;
-  static constexpr int kWords = 32 * (kUpdateVecColumns * kRow + 1);  // of a warp, at most
-  using Row = Numbers<kVector, kType>;
-  using Piece = Packet<kUpdateVecBytes>;
-  using Number = std::conditional_t<kType == GD_F32, uint32_t, uint16_t>;
-  uint32_t* const shared;
-  const int lane, columns, pieces;  // pieces of kUpdateVecBytes, of the warp
-
-  // Calls move(word in shared memory, piece in memory or a number past the last one) for kBatch pieces of this lane.
-  template <class Move>
-  GD_DEVICE void for_pieces(const Move& move) const {
-    const int turn = 32 / columns, rest = 32 % columns;
-    int owner = lane / columns, column = lane % columns;
-#pragma unroll 1
-    for (int first = 0; first < columns; first += kBatch) {
-      int word[kBatch], piece[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        word[i] = owner * (columns * kRow + 1) + column * kRow;
-        piece[i] = first + i < columns ? (first + i) * 32 + lane : pieces;
-        owner += turn, column += rest;
-        if (column >= columns) column -= columns, ++owner;
-      }
-      move(word, piece);
-    }
-  }
-  GD_DEVICE void read(const char* warp_state) const {
-    for_pieces([&](const int(&word)[kBatch], const int(&piece)[kBatch]) {
-      Piece found[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i)
-        if (piece[i] < pieces) found[i] = *reinterpret_cast<const Piece*>(warp_state + piece[i] * kUpdateVecBytes);
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-#pragma unroll
-        for (int w = 0; w < kRow; ++w)
-          if (piece[i] < pieces) shared[word[i] + w] = found[i].words[w];
-      }
-    });
-    __syncwarp();
-  }
-  GD_DEVICE void write(char* warp_state) const {
-    __syncwarp();
-    for_pieces([&](const int(&word)[kBatch], const int(&piece)[kBatch]) {
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (piece[i] >= pieces) continue;
-        Piece found;
-#pragma unroll
-        for (int w = 0; w < kRow; ++w) found.words[w] = shared[word[i] + w];
-        *reinterpret_cast<Piece*>(warp_state + piece[i] * kUpdateVecBytes) = found;
-      }
-    });
-  }
-  GD_DEVICE void clear() const {
-#pragma unroll 1
-    for (int i = 0; i < columns * kRow; ++i) shared[lane * (columns * kRow + 1) + i] = 0;
-  }
-
-  // A column of this lane's channels.
-  GD_DEVICE Number* numbers(int column) const {
-    return reinterpret_cast<Number*>(shared + lane * (columns * kRow + 1)) + column;
-  }
-  GD_DEVICE void load(Row& row, int column) const {
-    const Number* const from = numbers(column);
-#pragma unroll
-    for (int w = 0; w < kRow; ++w) {
-      if constexpr (kType == GD_F32) {
-        row.packet.words[w] = from[w * columns];
-      } else {
-        row.packet.words[w] = from[2 * w * columns] | static_cast<uint32_t>(from[(2 * w + 1) * columns]) << 16;
-      }
-    }
-  }
-  GD_DEVICE void store(const Row& row, int column) const {
-    Number* const to = numbers(column);
-#pragma unroll
-    for (int v = 0; v < kVector; ++v)
-      to[v * columns] = static_cast<Number>(kType == GD_F32 ? row.packet.words[v / (kVector / kRow)]
-                                                            : row.packet.words[v / 2] >> (v % 2 * 16));
-  }
-};
-
-// An index of a sequence, in two steps: a branch on its type around both would wait for memory before the next request.
+// An index of a sequence, loaded and used in two steps: a branch on its type around both would wait for memory before
+// the next load.
 struct SequenceIndex {
   int64_t wide = 0;
   int32_t narrow = 0;
@@ -261,7 +37,7 @@ struct SequenceIndex {
 
 // kColumns: neighbouring columns of a channel's state, kAnyColumns where their number is known at run time, or 0 where
 // the channels of a column are neighbours.
-// kTokens: tokens requested at once; 1 where a sequence has one.
+// kTokens: tokens loaded at once; 1 if a sequence has one.
 constexpr int kAnyColumns = -1;
 template <gd_dtype kType, int kColumns, int kTokens>
 __global__ void __launch_bounds__(kUpdateVecThreads, (kTokens == 1 ? 640 : 384) / kUpdateVecThreads)
@@ -271,7 +47,7 @@ __global__ void __launch_bounds__(kUpdateVecThreads, (kTokens == 1 ? 640 : 384) 
   using Channels = ChannelStates<kType, kKept>;
   const auto store = [](char* to, const Row& row) { *reinterpret_cast<Row*>(to) = row; };
   allow_next_kernel();
-  const int64_t n = blockIdx.x;  // sequences of the same channels are neighbours: the filters stay in L1
+  const int64_t n = blockIdx.x;  // neighbouring CTAs have the same channels: the filters stay in L1
   SequenceIndex from_index, to_index, accepted;
   from_index.request(p.initial.indices, n);
   to_index.request(p.final.indices, n);
@@ -316,7 +92,7 @@ __global__ void __launch_bounds__(kUpdateVecThreads, (kTokens == 1 ? 640 : 384) 
     return SharedStates<kType>{words[thread / 32], lane, p.columns,
                                left <= 0 ? 0 : static_cast<int>(left < 32 ? left : 32) * p.columns};
   };
-  // Of the warp's channels.
+  // Address of the warp's channels.
   [[maybe_unused]] const auto warp_state = [&](const UpdateVecStates& states, int64_t slot) {
     return states.data + slot * states.slot + warp_channel * p.columns * (kUpdateVecBytes / kVector);
   };
@@ -362,7 +138,7 @@ __global__ void __launch_bounds__(kUpdateVecThreads, (kTokens == 1 ? 640 : 384) 
     for (int i = 0; i < kWindow; ++i) keep(kept[i], i - kWindow);
   }
   if constexpr (kColumns == 0) {
-    // Columns older than the window move. Each gets what lies in a later one, so they are written in ascending order.
+    // Columns older than the window shift: each is copied from a later one, so the writes are in ascending order.
     constexpr int kBatch = 4;
     const int older = is_live && to >= 0 && !p.accepted ? first_column - kWindow : 0;
     const char* const source = p.initial.data + from * p.initial.slot + tokens * p.initial.column + bytes;

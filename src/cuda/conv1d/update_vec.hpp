@@ -1,5 +1,5 @@
-// The usual decode step: which calls `update_vec` takes, and what its kernel gets of one. Plain arithmetic, shared by
-// the launch, the kernel and host tests.
+// `update_vec`, the usual decode step: which calls it supports, its grid and its parameters. Plain arithmetic, shared
+// by the launch, the kernel and host tests.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,7 @@ static_assert(kUpdateVecBytes == kRowAlign);
 constexpr int kUpdateVecTokens = 8;  // of a sequence, at most
 constexpr int vec_channels(gd_dtype dtype) { return kUpdateVecBytes / (dtype == GD_F32 ? 4 : 2); }
 
+// Channels contiguous, vectors aligned.
 inline bool supports_row(const Conv1dInputs& in, const TokenRows& rows) {
   const int64_t vector = vec_channels(in.x.dtype);
   return rows.dtype == in.x.dtype && rows.head_stride == 1 && is_aligned(rows.data) &&
@@ -52,7 +53,7 @@ inline UpdateVecLayout state_layout(const Conv1dProblem& p) {
   if (initial && final && (initial.columns != final.columns || layout != state_layout(p.in, final))) return {};
   if (!p.previous_accept_lengths || layout == UpdateVecLayout::columns || layout == UpdateVecLayout::none)
     return layout;
-  // Behind a window of drafts a column may be left as it is, but the states of a warp are written as a whole.
+  // After a window of drafts a call may leave a column unchanged, but a warp writes whole states.
   const int64_t columns = initial ? initial.columns : final.columns;
   return columns <= p.in.sequences.tokens + kMaxTaps - 2 ? UpdateVecLayout::channels : UpdateVecLayout::none;
 }
