@@ -1,5 +1,5 @@
-// How the gated norm's rows are split between lanes and CTAs: plain arithmetic, shared by the limits, the launches, the
-// kernels and host tests.
+// How the gated norm's rows are split between lanes and CTAs, which kernels support a call, and their parameters: plain
+// arithmetic, shared by the limits, the launches, the kernels and host tests.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace gatedelta::cuda {
 
 constexpr int kNormVector = 8;  // numbers per access: 16 bytes of 16-bit ones, twice that of fp32
 
-// kLanes lanes of a warp share a row. Chunk c of a lane are the eight numbers from (c kLanes + lane) 8 on.
+// kLanes lanes of a warp share a row. Chunk c of a lane is the eight numbers from (c kLanes + lane) 8 on.
 template <int kLanesOf, int kChunksOf>
 struct NormConfig {
   static constexpr int kLanes = kLanesOf, kChunks = kChunksOf;
@@ -37,11 +37,11 @@ auto with_norm_config(int dim, const F& f) {
 constexpr int kNormThreads = 128;          // of a forward's CTA: a single token's rows spread over many multiprocessors
 constexpr int kNormBackwardThreads = 256;  // fewer, larger CTAs: each has a partial sum of dweight
 constexpr int kNormBackwardCtas = 3;       // of a fast backward on a multiprocessor; nothing spills
-constexpr int64_t kMaxNormPartials = 396;  // CTAs of a backward; so many for each multiprocessor of an H200
+constexpr int64_t kMaxNormPartials = 396;  // CTAs of a backward: three per multiprocessor of an H200
 constexpr int64_t kMaxNormRows = (int64_t{1} << 31) - 4096;  // row indices of a grid's last CTA stay below 2^31
 
-// CTAs of a backward, each of which takes every so-many-th block of rows. They follow from the shape alone, as do the
-// sums of dweight.
+// CTAs of a backward. CTA i computes blocks of rows i, i + CTAs, ... The number follows from the shape alone, and so
+// does the order of the sums of dweight.
 inline int64_t norm_backward_ctas(const GatedNorm& in) {
   const int rows =
       with_norm_config(in.dim, [](auto config) { return kNormBackwardThreads / decltype(config)::kLanes; });
@@ -54,7 +54,7 @@ inline size_t norm_backward_workspace(const GatedNormBackwardProblem& p) {
 inline bool is_aligned(const GatedNorm& in) {
   return is_aligned(in.x) && is_aligned(in.z) && is_aligned(in.weight.data);
 }
-// Type that all rows of a call have, if they are 16-bit and allow accesses of 16 bytes; otherwise none.
+// The type of all rows of a call, if it is one 16-bit type and they allow accesses of 16 bytes; otherwise none.
 inline gd_dtype common_type(const GatedNorm& in, std::initializer_list<const TokenRows*> others) {
   if (in.x.dtype == GD_F32 || !is_aligned(in) || (in.z && in.z.dtype != in.x.dtype)) return GD_DTYPE_NONE;
   for (const TokenRows* rows : others)
@@ -96,8 +96,8 @@ struct FastNormRows {
   GD_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
 };
 
-// Arguments of the fast kernels. Every line of them is a cold miss of each launch, so they are few, and what the first
-// address takes comes first.
+// Arguments of the fast kernels. Every line of them is a cold miss of each launch, so they are few, and those of the
+// first address come first.
 struct FastNormParams {
   Divider heads;
   uint32_t last = 0;  // row
@@ -137,7 +137,7 @@ struct FastNormBackwardParams : FastNormParams {
       : FastNormParams(p.in), d_y(p.in, p.d_y), dx(p.in, p.dx), dz(p.in, p.dz), partials(partials) {}
 };
 
-// Everything the kernels for any call need, as kernel arguments.
+// Arguments of the kernels for any call.
 struct NormParams {
   GatedNormProblem problem;
   Divider heads, tokens;

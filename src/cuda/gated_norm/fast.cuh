@@ -1,5 +1,5 @@
-// The gated norm's kernels for what layers have (supports_fast_norm). The same arithmetic as kernels.cuh, with few
-// instructions around it: a backward of those would wait for them, not for memory.
+// The gated norm's kernels for the calls of layers (supports_fast_norm): the arithmetic of kernels.cuh with few
+// instructions around it. A backward of kernels.cuh is bound by instructions, not by memory.
 #pragma once
 
 #include "cuda/device/pdl.cuh"
@@ -13,7 +13,7 @@ struct FastNumbers {
   Raw<kNormVector> raw;
 
   GD_DEVICE void load(const char* row, int lane) { raw.load(row + lane * kNormVector * 2, kType, true); }
-  // Zeros if there is nothing to load.
+  // Zeros if not present.
   GD_DEVICE void load_if(bool present, const char* row, int lane) {
     if (present) {
       load(row, lane);
@@ -42,8 +42,8 @@ GD_DEVICE void store_fast(char* row, int lane, const float (&x)[kNormVector]) {
   store_packet<2 * kNormVector, false>(row + lane * kNormVector * 2, packet);
 }
 
-// The weight on its way from memory, of the rows' type or fp32. Each has registers of its own: a load into a register
-// waits for the one before.
+// The weight as loaded, of the rows' type or fp32. Each type has its own registers: two loads into one register are not
+// in flight together.
 template <gd_dtype kType>
 struct FastWeight {
   Raw<kNormVector> wide, narrow;
@@ -71,8 +71,8 @@ GD_DEVICE NormRounding rounding_of(const FastNormParams& p) {
   return rounding;
 }
 
-// A group of lanes has one row: a second one in flight gains nothing, and a few rows would wait for each other.
-// Shuffles need whole warps, so groups without a row repeat the last one and store nothing.
+// A group of lanes has one row: a second row in flight gains nothing, and loses time with few rows. Shuffles need whole
+// warps, so groups without a row repeat the last row and store nothing.
 template <class Config, gd_dtype kType>
 __global__ void __launch_bounds__(kNormThreads) fast_norm_kernel(const __grid_constant__ FastNormForwardParams p) {
   if (p.pdl != Pdl::kOff) begin_with_pdl(p);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kNormThreads) fast_norm_kernel(const __grid_co
   if (row <= p.last) store_fast<kType>(p.y.at(token, head), lane, x);
 }
 
-// What a backward reads of a row. The gradient of a row that is none is 0, and so is what it adds to dweight.
+// The inputs of a row in a backward. Past the last row the gradient is 0, and so is its term of dweight.
 template <gd_dtype kType>
 struct FastBackwardRow {
   FastNumbers<kType> x, z, d_y;
@@ -106,8 +106,8 @@ struct FastBackwardRow {
   }
 };
 
-// With dy in `dn`: z becomes dz, dn becomes dy act(z) w, and dw grows. The kinds of gates have code of their own: a
-// choice for every number would take as long as the arithmetic.
+// On entry dn is dy. z becomes dz, dn becomes dy act(z) w, and dw accumulates. Each kind of gate has its own code: a
+// branch per number would take as long as the arithmetic.
 enum class GateKind { none, silu, sigmoid };
 template <gd_dtype kType, bool kRounds, GateKind kGate>
 GD_DEVICE void gate_gradients(const float (&n)[kNormVector], const float (&w)[kNormVector], float (&z)[kNormVector],

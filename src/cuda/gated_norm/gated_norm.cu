@@ -13,7 +13,7 @@ constexpr Capabilities kNormDevices = {8, 1 << 15, "the gated norm supports 8.0 
 
 Divider divider(int64_t by) { return Divider(static_cast<uint32_t>(by)); }
 
-// f with the type of the rows as a constant, if the fast kernels support the call.
+// Calls f with the type of the rows as a constant if the fast kernels support the call; returns whether they do.
 template <class Config, class F>
 bool with_fast_type(const GatedNorm& in, std::initializer_list<const TokenRows*> others, const F& f) {
   if constexpr (Config::kHasFast) {

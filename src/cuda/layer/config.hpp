@@ -1,8 +1,8 @@
-// The layer's step in two kernels: which calls they take, how the work is split, and what the kernels get.
+// The layer's step in two kernels: which calls they support, how the work is split, and the kernels' parameters.
 //
 // `layer_rule`: a CTA has 32 value columns of one head. It convolves the 128 + 128 + 32 channels of q, k and v it needs
-// and then takes a decode step. Conv states are only read here: other CTAs need the same ones.
-// `layer_finish`: the gated norm of the outputs, and the shift of the conv states, one thread per channel.
+// and then computes a decode step. It only reads conv states: other CTAs read the same ones.
+// `layer_finish`: the gated norm of the outputs, and the shift of the conv states with one thread per channel.
 #pragma once
 
 #include "core/conv1d.hpp"
@@ -35,15 +35,15 @@ constexpr int kFinishRows = kFinishThreads / LayerNorm::kLanes;
 static_assert(LayerNorm::kMaxDim == kDecodeDim);
 
 constexpr int64_t kMaxLayerShifts = int64_t{1} << 30;  // sequences x channels, of 32 bits on the device
-// Sequences x value heads that the two kernels take. With more of them memory is the limit, and the kernels of the
-// three operations, each with the shape that suits it, come closer to it. Measured on an H200.
+// Sequences x value heads that the two kernels support. With more of them the step is bound by memory, and the kernels
+// of the three operations, each with its own grid, are faster. Measured on an H200.
 constexpr int64_t max_layer_states(gd_dtype state) { return state == GD_F32 ? 1024 : 512; }
 inline bool supports_two_kernels(const LayerStepProblem& p) {
   return p.rule.in.sequences.count * p.rule.in.value_heads <= max_layer_states(state_dtype(p.rule));
 }
 
-// Whether the call is a usual one: the two kernels, or three of which the second and third are launched early. Others
-// run as three operations. All have the same results.
+// Whether two kernels compute the call, or three of which the second and third are launched with PDL. Other calls run
+// as three operations. All have the same results.
 inline bool supports_layer_step(const LayerStepProblem& p) {
   const Conv1dProblem& conv = p.conv;
   const ConvStates &initial = conv.in.initial, &final = conv.final;

@@ -1,5 +1,6 @@
-// Gated norm of the rule's outputs, and the shift of the conv states. What the rule neither reads nor writes is loaded
-// before the rule has finished. Conv states may be loaded then, too, but not stored: the rule's CTAs still read them.
+// Gated norm of the rule's outputs, and the shift of the conv states. Before the rule has finished, this kernel loads
+// only tensors that the rule does not write. It loads conv states then, too, but does not store them: the rule's CTAs
+// still read them.
 #pragma once
 
 #include "cuda/device/pdl.cuh"
@@ -34,7 +35,7 @@ GD_DEVICE void finish_rows(const LayerFinishParams& p) {
   if (row < p.rows) store_row<LayerNorm>(p.y.at(n, 0, head), kInput, x, true, lane, kDecodeDim);
 }
 
-// A state's columns move by one, and the token's input enters.
+// Shifts a state's columns by one and appends the token's input.
 GD_DEVICE void shift_states(const LayerFinishParams& p) {
   const uint32_t i = (blockIdx.x - p.row_ctas) * kFinishThreads + threadIdx.x;
   const uint32_t n = p.channels.quotient(min(i, p.shifts - 1)), channel = p.channels.remainder(min(i, p.shifts - 1), n);
@@ -45,7 +46,7 @@ GD_DEVICE void shift_states(const LayerFinishParams& p) {
   const uint16_t x = *reinterpret_cast<const uint16_t*>(p.x.at(n, 0, 0) + channel * sizeof(uint16_t));
   const auto columns = static_cast<int>(p.final.columns);
   constexpr int kHeld = kLayerTaps - 1;
-  uint16_t held[kHeld - 1] = {};  // of the usual state, which has kHeld columns
+  uint16_t held[kHeld - 1] = {};  // of a state with kHeld columns, the usual one
   if (read >= 0 && columns == kHeld) {
 #pragma unroll
     for (int c = 0; c + 1 < kHeld; ++c) held[c] = from[(c + 1) * p.initial.column_stride];

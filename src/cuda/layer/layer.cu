@@ -1,5 +1,5 @@
 // The layer's step on CUDA: two or three kernels on the caller's stream, all but the first launched with PDL where the
-// device can.
+// device has it.
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
 #include "cuda/kernels.hpp"

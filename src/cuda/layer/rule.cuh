@@ -1,5 +1,4 @@
-// Convolution and rule of one token per sequence. The state's loads are issued first; the convolution runs while they
-// are on their way.
+// Convolution and rule of one token per sequence. The convolution overlaps with the loads of the state.
 #pragma once
 
 #include "cuda/conv1d/window.cuh"
@@ -9,7 +8,7 @@
 
 namespace gatedelta::cuda {
 
-// One channel of a token: the window of its inputs and its filter, on their way from memory.
+// One channel of a token: the window of its inputs and its filter, as loaded.
 template <class Input>
 struct LayerChannel {
   uint2 weights;
