@@ -1,7 +1,7 @@
 // The convolution's backward where a thread owns a channel of any type and strides, token after token:
 //   dz_t = d_y_t act'(z_t),  dx_p = sum over i of w_i dz_{p + W - 1 - i},  dw_i = sum over t of dz_t x_{t - W + 1 + i}
 // A chunk goes through three tokens more than it owns, because its last dx need their dz. The dx of the inputs before a
-// sequence are the gradient of its state. Sums over tokens stay in registers; each slot of the grid stores a partial
+// sequence are the gradient of its state. Sums over tokens stay in registers; each group of the grid stores a partial
 // sum, and a second kernel adds the partial sums. The order of all sums is fixed.
 #pragma once
 
@@ -14,11 +14,11 @@ namespace gatedelta::cuda {
 struct ConvBackwardParams {
   Conv1dBackwardProblem problem;
   ConvGrid grid;
-  float* partial;                     // [slots][kConvSums][D]; null: neither dweight nor dbias is wanted
+  float* partial;                     // [groups][kConvSums][D]; null: neither dweight nor dbias is wanted
   int64_t x_step, d_y_step, dx_step;  // bytes from a token to the next: as arguments they take no registers
 
-  GD_DEVICE void store(int64_t slot, int sum, int64_t channel, float value) const {
-    if (partial) partial[(slot * kConvSums + sum) * problem.in.channels + channel] = value;
+  GD_DEVICE void store(int64_t group, int sum, int64_t channel, float value) const {
+    if (partial) partial[(group * kConvSums + sum) * problem.in.channels + channel] = value;
   }
 };
 
@@ -140,19 +140,19 @@ struct ConvBackwardChannel {
 
 __global__ void __launch_bounds__(kConvThreads) conv_any_backward_kernel(const __grid_constant__ ConvBackwardParams p) {
   const ConvGrid& grid = p.grid;
-  const auto blocks = static_cast<uint32_t>(grid.channel_blocks), slot = blockIdx.x / blocks;
-  const int64_t channel = int64_t{blockIdx.x - slot * blocks} * kConvThreads + threadIdx.x;
+  const auto blocks = static_cast<uint32_t>(grid.channel_blocks), group = blockIdx.x / blocks;
+  const int64_t channel = int64_t{blockIdx.x - group * blocks} * kConvThreads + threadIdx.x;
   const bool is_live = channel < p.problem.in.channels;
   allow_next_kernel();
   ConvBackwardChannel one(p, is_live ? channel : 0);
 #pragma unroll 1
-  for (int64_t number = slot; number < grid.chunks; number += grid.slots) one.run(number, grid, is_live);
+  for (int64_t number = group; number < grid.chunks; number += grid.groups) one.run(number, grid, is_live);
 #pragma unroll
   for (int i = 0; i < kConvSums; ++i)
-    if (is_live) p.store(slot, i, channel, one.sums[i]);
+    if (is_live) p.store(group, i, channel, one.sums[i]);
 }
 
-// Adds up the partial sums: a CTA has 32 channels, its rows of threads every kSumRows-th slot. Few CTAs: all of
+// Adds up the partial sums: a CTA has 32 channels, its rows of threads every kSumRows-th group. Few CTAs: all of
 // them are resident when the first kernel ends.
 constexpr int kSumRows = 8;
 static_assert(kSumRows >= kConvSums);
@@ -166,9 +166,9 @@ __global__ void __launch_bounds__(32 * kSumRows) conv_sum_kernel(const __grid_co
   wait_for_previous_kernel();
   if (channel < channels) {
 #pragma unroll 2
-    for (int64_t slot = row; slot < p.grid.slots; slot += kSumRows) {
+    for (int64_t group = row; group < p.grid.groups; group += kSumRows) {
 #pragma unroll
-      for (int i = 0; i < kConvSums; ++i) sum[i] += p.partial[(slot * kConvSums + i) * channels + channel];
+      for (int i = 0; i < kConvSums; ++i) sum[i] += p.partial[(group * kConvSums + i) * channels + channel];
     }
   }
 #pragma unroll

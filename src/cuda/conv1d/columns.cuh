@@ -10,12 +10,12 @@ namespace gatedelta::cuda {
 // The place of a warp of the column kernels.
 struct ColumnPlace {
   int lane;
-  int64_t slot, channel;
+  int64_t group, channel;
 
   GD_DEVICE explicit ColumnPlace(const ConvGrid& grid) : lane(static_cast<int>(threadIdx.x) % 32) {
     const auto blocks = static_cast<uint32_t>(grid.channel_blocks);
-    slot = blockIdx.x / blocks;
-    channel = int64_t{blockIdx.x - static_cast<uint32_t>(slot) * blocks} * kConvWarps + threadIdx.x / 32;
+    group = blockIdx.x / blocks;
+    channel = int64_t{blockIdx.x - static_cast<uint32_t>(group) * blocks} * kConvWarps + threadIdx.x / 32;
   }
 };
 // Tokens [begin, end) of a batch row.
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kConvThreads, 8) conv_columns_kernel(const __g
   const int lane = place.lane;
   if (place.channel >= in.channels) return;
 #pragma unroll 1
-  for (int64_t number = place.slot; number < p.grid.chunks; number += p.grid.slots) {
+  for (int64_t number = place.group; number < p.grid.chunks; number += p.grid.groups) {
     const ColumnChunk chunk(p.grid, number, in.sequences.tokens);
     const bool is_padding = problem.is_padding(chunk.batch);
     // Tokens of this lane from here on, in pieces.

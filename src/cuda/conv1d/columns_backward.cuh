@@ -219,14 +219,14 @@ GD_DEVICE void run_columns(const ConvBackwardParams& p, Columns& columns) {
   if (place.channel >= in.channels) return;
   allow_next_kernel();
 #pragma unroll 1
-  for (int64_t number = place.slot; number < p.grid.chunks; number += p.grid.slots)
+  for (int64_t number = place.group; number < p.grid.chunks; number += p.grid.groups)
     columns.run(ColumnChunk(p.grid, number, in.sequences.tokens));
 #pragma unroll
   for (int i = 0; i < kConvSums; ++i) {
     float sum = columns.sums[i];
 #pragma unroll
     for (int bit = 16; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-    if (place.lane == 0) p.store(place.slot, i, place.channel, sum);
+    if (place.lane == 0) p.store(place.group, i, place.channel, sum);
   }
 }
 

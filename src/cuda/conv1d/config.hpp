@@ -87,29 +87,29 @@ inline ConvKernel conv_kernel(const Conv1dBackwardProblem& p) {
   return ConvKernel::any;
 }
 
-// Tokens of a batch row, or of the pack, are cut into chunks. CTAs are (slot, block of channels), channels fastest.
+// Tokens of a batch row, or of the pack, are cut into chunks. CTAs are (group, block of channels), channels fastest.
 struct ConvGrid {
   int64_t chunk;           // tokens
   int64_t chunks_per_row;  // of each of B rows; at least one, because sequences without tokens have states, too
   int64_t chunks;
   int64_t channel_blocks;
-  int64_t slots;  // a CTA, or one of its warps, takes every slots-th chunk; a backward has a partial sum for each slot
+  int64_t groups;  // group i has chunks i, i + groups, ...; a backward has a partial sum of each group
 
-  int64_t ctas() const { return slots * channel_blocks; }
+  int64_t ctas() const { return groups * channel_blocks; }
 };
 
 inline int64_t conv_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// slot_chunks: chunks that the warps of a slot have at the same time.
+// group_chunks: chunks that the warps of a CTA compute at the same time.
 inline ConvGrid conv_grid_of(const Conv1dInputs& in, int64_t chunk, int64_t cta_channels, int64_t most_ctas,
-                             int64_t slot_chunks = 1) {
+                             int64_t group_chunks = 1) {
   ConvGrid grid{};
   grid.chunk = chunk;
   grid.chunks_per_row = in.sequences.tokens > chunk ? conv_ceil(in.sequences.tokens, chunk) : 1;
   grid.chunks = in.sequences.batch * grid.chunks_per_row;
   grid.channel_blocks = conv_ceil(in.channels, cta_channels);
   const int64_t most = most_ctas > grid.channel_blocks ? most_ctas / grid.channel_blocks : 1;
-  grid.slots = std::min(conv_ceil(grid.chunks, slot_chunks), most);
+  grid.groups = std::min(conv_ceil(grid.chunks, group_chunks), most);
   return grid;
 }
 
@@ -189,15 +189,15 @@ inline ConvGrid conv_grid(const Conv1dBackwardProblem& p) {
 }
 
 inline bool has_partial_sums(const Conv1dBackwardProblem& p) { return p.dweight || p.dbias; }
-// Partial sums, [slots][kConvSums][D] in fp32, of the kernel that has the most: the choice depends on the alignment of
+// Partial sums, [groups][kConvSums][D] in fp32, of the kernel that has the most: the choice depends on the alignment of
 // addresses, which a query does not have. Chunks are shortest where ends are not plain.
 constexpr int kConvSums = kMaxTaps + 1;
 inline size_t conv1d_backward_workspace(const Conv1dBackwardProblem& p) {
   if (!has_partial_sums(p)) return 0;
-  int64_t slots = 0;
+  int64_t groups = 0;
   for (const ConvKernel kernel : {ConvKernel::rows, ConvKernel::columns, ConvKernel::any})
-    slots = std::max(slots, conv_backward_grid(p.in, kernel, false).slots);
-  return sizeof(float) * static_cast<size_t>(slots * kConvSums * p.in.channels);
+    groups = std::max(groups, conv_backward_grid(p.in, kernel, false).groups);
+  return sizeof(float) * static_cast<size_t>(groups * kConvSums * p.in.channels);
 }
 
 // A CTA of `update` has kConvThreads channels of some sequences; in a pack one more group has the tokens of no

@@ -113,12 +113,12 @@ struct ConvChannel {
 
 __global__ void __launch_bounds__(kConvThreads) conv_any_kernel(const __grid_constant__ ConvParams p) {
   const ConvGrid& grid = p.grid;
-  const auto blocks = static_cast<uint32_t>(grid.channel_blocks), slot = blockIdx.x / blocks;
-  const int64_t channel = int64_t{blockIdx.x - slot * blocks} * kConvThreads + threadIdx.x;
+  const auto blocks = static_cast<uint32_t>(grid.channel_blocks), group = blockIdx.x / blocks;
+  const int64_t channel = int64_t{blockIdx.x - group * blocks} * kConvThreads + threadIdx.x;
   const bool is_live = channel < p.problem.in.channels;
   const ConvChannel one(p, is_live ? channel : 0);
 #pragma unroll 1
-  for (int64_t number = slot; number < grid.chunks; number += grid.slots) one.run(number, grid, is_live);
+  for (int64_t number = group; number < grid.chunks; number += grid.groups) one.run(number, grid, is_live);
 }
 
 }  // namespace gatedelta::cuda

@@ -17,12 +17,12 @@ static_assert(kConvThreads == 32 * kConvRowVector, "a CTA has a channel per thre
 // Channels of a CTA, and its first chunks. The last chunks run second: chunks at a sequence's ends take longer.
 struct RowPlace {
   int lane, warp;
-  int64_t slot, first;  // channel
+  int64_t group, first;  // channel
 
   GD_DEVICE explicit RowPlace(const ConvGrid& grid)
       : lane(static_cast<int>(threadIdx.x) % 32), warp(static_cast<int>(threadIdx.x) / 32) {
     const auto blocks = static_cast<uint32_t>(grid.channel_blocks), number = blockIdx.x / blocks;
-    slot = number == 0 ? 0 : grid.slots - number;
+    group = number == 0 ? 0 : grid.groups - number;
     first = int64_t{blockIdx.x - number * blocks} * kConvThreads;
   }
 };
@@ -33,7 +33,7 @@ template <class Plain, class Other>
 GD_DEVICE void take_chunks(const ConvGrid& grid, const RowPlace& place, const Plain& plain, const Other& other) {
   __shared__ bool is_plain[kConvWarps];
 #pragma unroll 1
-  for (int64_t number = place.slot * kConvWarps; number < grid.chunks; number += grid.slots * kConvWarps) {
+  for (int64_t number = place.group * kConvWarps; number < grid.chunks; number += grid.groups * kConvWarps) {
     const bool taken = number + place.warp >= grid.chunks || plain(number + place.warp);
     if (place.lane == 0) is_plain[place.warp] = taken;
     if (__syncthreads_and(taken)) continue;

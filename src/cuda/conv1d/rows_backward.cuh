@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kConvThreads, kConvRowBackwardCtas)
     float sum = sums[0][i][threadIdx.x];
 #pragma unroll
     for (int warp = 1; warp <= kConvWarps; ++warp) sum += sums[warp][i][threadIdx.x];
-    p.store(place.slot, i, single, sum);
+    p.store(place.group, i, single, sum);
   }
 }
 

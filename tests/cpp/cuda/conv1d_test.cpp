@@ -247,9 +247,9 @@ TEST(Conv1d, BackwardHasFewPartialSums) {
       for (const ConvKernel kernel : {ConvKernel::rows, ConvKernel::columns, ConvKernel::any}) {
         for (const bool plain_ends : {false, true}) {
           const ConvGrid grid = conv_backward_grid(p.in, kernel, plain_ends);
-          EXPECT_LE(grid.slots, grid.chunks);
+          EXPECT_LE(grid.groups, grid.chunks);
           EXPECT_LE(grid.ctas(), std::max(kConvBackwardCtas, grid.channel_blocks));
-          EXPECT_GE(conv1d_backward_workspace(p), size_t{4} * static_cast<size_t>(grid.slots * 5 * channels));
+          EXPECT_GE(conv1d_backward_workspace(p), size_t{4} * static_cast<size_t>(grid.groups * 5 * channels));
         }
       }
     }

@@ -28,7 +28,7 @@ TEST_F(Conv1d, VectorUpdates) {
                              {"inplace pool silu", "pool null_slot bias", "inplace=0"}));
 }
 
-// More work than the grid has slots, so that a CTA of the backward has several chunks.
+// More chunks than the grid has groups, so that a CTA of the backward has several chunks.
 TEST_F(Conv1d, ManyChunks) {
   check_conv1d_backward({"T=20000 D=2048 dtype=bf16 wdtype=bf16 silu h0=0 ht=0",
                          "T=4960 D=2500 channel_major dtype=bf16 silu h0=0 ht=0", "T=9000 D=1026 silu h0=0 ht=0",
