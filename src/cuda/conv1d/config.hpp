@@ -2,10 +2,10 @@
 // the workspace, the launches, the kernels and host tests. It depends on shapes, types and alignment alone.
 //
 //   update_vec  few tokens per sequence, in the usual orders of memory: a thread has 16 bytes of channels
-//   update   few tokens per sequence: a thread has one channel, states go through shared memory
-//   rows     channels are contiguous: a thread has kConvRowVector channels of some tokens
-//   columns  tokens are contiguous, sequences are not packed: a lane has 16 bytes of a channel's tokens
-//   any      everything else: a thread has one channel, token after token
+//   update      few tokens per sequence: a thread has one channel, states go through shared memory
+//   rows        channels are contiguous: a thread has kConvRowVector channels of some tokens
+//   columns     tokens are contiguous, sequences are not packed: a lane has 16 bytes of a channel's tokens
+//   any         everything else: a thread has one channel, token after token
 #pragma once
 
 #include <algorithm>

@@ -2,7 +2,7 @@
 // shared by the limits, the launches, the kernels and host tests.
 //
 // Eight lanes share the K numbers of a value column, and the four groups of eight in a warp have kColumns columns each.
-// Columns are independent of each other, so warps never exchange anything.
+// Columns are independent of each other, so warps exchange nothing, except in `one_token_kv`.
 #pragma once
 
 #include <cstddef>
