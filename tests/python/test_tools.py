@@ -92,6 +92,56 @@ def test_texts(name, text, good):
     assert (not list(check_texts.problems_of(Path(name), text))) == good
 
 
+def retired_words() -> list:
+    import check_texts
+
+    return check_texts.retired_words()
+
+
+@pytest.mark.parametrize("word", retired_words(), ids=lambda word: word.pattern.pattern)
+def test_every_retired_word_is_found(word):
+    """In its places, and only there."""
+    import check_texts
+
+    def found(path: str) -> str:
+        return "\n".join(check_texts.words_of(Path(path), f"one line\n{word.example}\nanother\n"))
+
+    for place in word.places or ("README.md",):
+        path = place if Path(place).suffix or place == "Makefile" else f"{place}/a.hpp"
+        assert f"{path}:2: " in found(path) and f"use {word.replacement}" in found(path)
+    assert not word.places or word.replacement not in found("examples/a.hpp")
+    for path in ("CHANGELOG.md", "docs/experiments.md", "docs/experiments/decode.md", "results/SCHEMA.md"):
+        assert found(path) == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "values near 1, near the bound, the nearest even number",
+        "// Walks over tokens; the CPU's step_kv follows the step before.",
+        "gd_add_isa(neon_bf16 -march=armv8.2-a+bf16)",
+        "(f(args), ...);  // a fold expression",
+        "the folder of tensor maps, a map of the tree; dict(map(str, entries))",
+        "each entry of a state pool is kept; all multiprocessors",
+    ],
+)
+def test_ordinary_english_is_no_retired_word(line):
+    import check_texts
+
+    for path in ("src/cuda/a.cuh", "docs/kernels/a.md", "tests/cpp/a.cpp", "python/a.py"):
+        assert not list(check_texts.words_of(Path(path), line))
+
+
+@pytest.mark.parametrize("path, lines, good", [
+    ("src/a/b.cuh", 500, True), ("src/a/b.cuh", 501, False), ("bindings/torch/a.cpp", 501, False),
+    ("python/gatedelta/a.py", 501, False), ("tests/cpp/a.cpp", 501, True),
+])  # fmt: skip
+def test_files_of_the_product_stay_short(path, lines, good):
+    import check_texts
+
+    assert (not list(check_texts.problems_of(Path(path), "x\n" * lines))) == good
+
+
 KERNEL = """ptxas info    : Function properties for _Z1kv
     %s bytes stack frame, %s bytes spill stores, %s bytes spill loads
 """
