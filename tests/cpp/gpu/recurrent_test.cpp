@@ -14,7 +14,7 @@ const std::string kStep = "K=128 V=128 layout=vk ";
 void check(const Specs& specs) { check_calls<gd_recurrent_args>(specs); }
 
 // K = V = 128 and [V, K]: all tokens of a window at once on the tensor cores, for every type of states and inputs.
-TEST_F(Recurrent, Fold) {
+TEST_F(Recurrent, WindowMma) {
   const Specs types = cross({"dtype=bf16", "dtype=fp16"}, kStates);
   const Specs gates = {"",
                        "gate=raw beta=logit l2norm gdtype=bf16",
@@ -36,7 +36,7 @@ TEST_F(Recurrent, Fold) {
 }
 
 // K = V = 128, token by token: every state, [K, V], and packs with no more tokens than sequences.
-TEST_F(Recurrent, March) {
+TEST_F(Recurrent, Sequential128) {
   const Specs types = cross({"dtype=bf16", "dtype=fp16"}, kStates);
   const Specs gates = {"", "gate=raw beta=logit l2norm gdtype=bf16", "gate=inf", "gate=mixed keys=loose l2norm"};
   for (int T = 1; T <= 9; ++T) {

@@ -12,9 +12,9 @@
 // block (J, I) have the register layout of the operand that warp I needs.
 #pragma once
 
-#include "cuda/sm90/schedule/cut_search.cuh"
 #include "cuda/sm90/prepare/gates.cuh"
 #include "cuda/sm90/prepare/inverse.cuh"
+#include "cuda/sm90/schedule/cut_search.cuh"
 #include "cuda/sm90/wgmma.cuh"
 
 namespace gatedelta::cuda::sm90 {
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
   const int chunk_index = static_cast<int>(static_cast<uint32_t>(block) / static_cast<uint32_t>(p.key_heads));
   const int key_head = block - chunk_index * p.key_heads;
   const auto [n, batch, token, rows, chunk] = locate_chunk(p.sequences, chunk_index, lane);
-  if (rows <= 0 || (chunk == 0 && p.is_walked(rows))) return;
+  if (rows <= 0 || (chunk == 0 && p.is_short(rows))) return;
   if (p.is_padding(n)) {
     if (p.o) zero_rows(p, batch, token, rows, key_head);
     return;
