@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
   allow_next_kernel();
   if (blockIdx.x < kPrepareHelpers) {
     const int helper = static_cast<int>(blockIdx.x);
-    if (helper == 0) return look_at_lengths<kPrepareThreads>(p);
+    if (helper == 0) return init_from_lengths<kPrepareThreads>(p);
     if (p.list == kPlannedList)
       return choose_cut<kPrepareThreads>(p, helper - 1, *reinterpret_cast<CutSmem*>(dynamic_smem));
     constexpr int kWarps = kPrepareThreads / 32;

@@ -9,7 +9,7 @@ namespace gatedelta::cuda::sm90 {
 
 // What a forward with `saved` and one with checkpoints need of the lengths, and counters that begin at 0.
 template <int kThreads>
-GD_DEVICE void look_at_lengths(const CallParams& p) {
+GD_DEVICE void init_from_lengths(const CallParams& p) {
   const int count = p.sequences.count;
   for (int n = threadIdx.x; n < count && p.order; n += kThreads) {
     int rank = n;
