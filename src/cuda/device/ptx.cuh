@@ -105,7 +105,7 @@ GD_DEVICE void load_words_if(bool one, bool two, const char* from, int32_t& low,
       : "memory");
 }
 
-// 16 bytes at a multiple of 16 that nobody reads again soon.
+// 16 bytes at a multiple of 16 that no kernel reads again soon.
 GD_DEVICE void load_streaming(const void* from, uint32_t (&x)[4]) {
   asm volatile("ld.global.cs.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
