@@ -43,7 +43,7 @@ def model_cells() -> list[str] | None:
     prefill, step = (found.get(name) for name in MODEL_ROWS)
     if prefill is None or step is None:
         return None
-    return [f"Qwen3.5-{MODEL} prefill; training", "transformers with FLA",
+    return [f"whole Qwen3.5-{MODEL}: prefill; training", "transformers with FLA",
             f"**{times(prefill)}**, **{times(step)}**".replace(" ", "\u00a0"), "", ""]  # fmt: skip
 
 
