@@ -50,7 +50,7 @@ REQUIRED = {
     "portable_prepare_kernel": ("HMMA", "LDSM", "LDGSTS"),
     "portable_forward_kernel": ("HMMA", "LDSM", "LDGSTS"),
     "portable_states_kernel": ("HMMA", "LDSM", "LDGSTS"),
-    "portable_gradient_chain_kernel": ("HMMA", "LDSM", "LDGSTS"),
+    "portable_grad_chain_kernel": ("HMMA", "LDSM", "LDGSTS"),
     "portable_gradients_kernel": ("HMMA", "LDSM", "LDGSTS"),
     "fp32_loop_kernel": ("LDGSTS",),
 }

@@ -42,14 +42,14 @@ template <class Config, class Params>
 cudaError_t launch_128(void (*kernel)(Params), const Params& params, const RecurrentProblem& problem,
                        cudaStream_t stream) {
   const DecodeGrid grid = grid_of(problem, Config::kParts);
-  return launch_grid(kernel, dim3(grid.x, grid.y, grid.z), Config::kThreads, stream, params, params.pdl);
+  return launch_grid(kernel, dim3(grid.x, grid.y, grid.z), Config::kThreads, stream, params, pdl_if(params.pdl));
 }
 
 // The number of states chooses the instance: measured on an H200, see docs/kernels/decode.md.
 template <class Config, class State, class Input, bool kTokenFirst>
 cudaError_t launch_one_token(const RecurrentProblem& problem, Pdl pdl, cudaStream_t stream) {
   OneTokenParams params = one_token_params(problem);
-  params.pdl = pdl;
+  params.pdl = pdl == Pdl::kOn;
   return launch_128<Config>(one_token_kernel<Config, State, Input, kTokenFirst>, params, problem, stream);
 }
 template <class Config, class State, class Input>

@@ -17,12 +17,12 @@ Outcome check_segments(const ForwardProblem& p) {
   if (p.persistent_segment_chunks || p.segment_halves)
     return refusal(GD_UNSUPPORTED, "%s is set, but the portable CUDA kernels cut all heads alike",
                    p.persistent_segment_chunks ? "persistent_segment_chunks" : "segment_halves");
-  const int64_t slots = most_slots(p), most = kMaxSeqHeads / 2;
-  if (slots <= most / p.in.value_heads) return {};
+  const int64_t segments = most_segments(p), most = kMaxSeqHeads / 2;
+  if (segments <= most / p.in.value_heads) return {};
   return refusal(GD_UNSUPPORTED,
                  "segment_chunks is %" PRId64 ", which may make %" PRId64 " segments, with %" PRId64
                  " heads more than %" PRId64 " on CUDA",
-                 p.segment_chunks, slots, p.in.value_heads, most);
+                 p.segment_chunks, segments, p.in.value_heads, most);
 }
 const RowRules kRowRules = {.token_strides = kMaxTokenStride};
 Outcome check_chunk_heads(const Layer& in) {

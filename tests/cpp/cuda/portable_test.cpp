@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "cuda/portable/backward/config.hpp"
-#include "cuda/portable/cut/search.hpp"
+#include "cuda/portable/cut/launches.hpp"
 
 namespace gatedelta::cuda::portable {
 namespace {
@@ -90,7 +90,7 @@ TEST(Portable, PartsOfAHeadAreAPowerOfTwo) {
     const ForwardProblem problem = problem_of(1, 64, 1, 128, V);
     for (const ChainKind kind : {ChainKind::k128Quarter, ChainKind::k128Half, ChainKind::k128}) {
       const int columns = chain_columns(kind);
-      const int parts = 1 << params_of(problem, forward_layout(problem), nullptr, {0, kind}).log_parts;
+      const int parts = 1 << params_of(problem, forward_layout(problem), nullptr, {0, kind}).log2_ctas_per_head;
       EXPECT_GE(parts * columns, V);
       EXPECT_TRUE(parts == 1 || parts / 2 * columns < V);
     }
@@ -104,7 +104,7 @@ ForwardProblem pack_of(int64_t count, int64_t tokens, int64_t heads, int K, int 
   return p;
 }
 
-Multiprocessors hopper(int count = 132) { return {count, 228 << 10}; }
+DeviceLimits hopper(int count = 132) { return {count, 228 << 10}; }
 template <class Problem>
 auto layout_of(const Problem& p) {
   if constexpr (std::is_same_v<Problem, ForwardProblem>) {
@@ -143,24 +143,24 @@ TEST(PortableCut, FewHeadsAreCut) {
 TEST(PortableCut, ShortSequencesHaveRoom) {
   for (const int64_t heads : {4, 8, 16}) {
     const ForwardProblem p = problem_of(1, 4096, heads, 128, 128);
-    EXPECT_EQ(forward_layout(p).entry_slots, 4096 / 64 / kLeastSegment);
+    EXPECT_EQ(forward_layout(p).segment_capacity, 4096 / 64 / kLeastSegment);
     EXPECT_GT(cut_of(p, 132).chunks, 0) << heads;
   }
-  EXPECT_GE(forward_layout(problem_of(1, 1 << 20, 1, 128, 128)).entry_slots, 256);
-  EXPECT_GE(forward_layout(problem_of(1, 1 << 20, 1, 256, 256)).entry_slots, 64);
+  EXPECT_GE(forward_layout(problem_of(1, 1 << 20, 1, 128, 128)).segment_capacity, 256);
+  EXPECT_GE(forward_layout(problem_of(1, 1 << 20, 1, 256, 256)).segment_capacity, 64);
 }
 
 // The lengths of a pack are not known: where some are worth a cut, the segments kernel decides.
 TEST(PortableCut, PacksMayBeUneven) {
   const Cut pack = cut_of(pack_of(2, 32768, 8, 128, 128), 132);
   EXPECT_GT(pack.chunks, 0);
-  EXPECT_EQ(pack.prices.chain_count, 1);
-  EXPECT_EQ(cut_of(problem_of(1, 32768, 8, 128, 128), 132).prices.chain_count, 0);
-  EXPECT_EQ(cut_of(backward_of(pack_of(2, 32768, 4, 128, 128)), 132).prices.chain_count, 2);
+  EXPECT_EQ(pack.cost.chain_count, 1);
+  EXPECT_EQ(cut_of(problem_of(1, 32768, 8, 128, 128), 132).cost.chain_count, 0);
+  EXPECT_EQ(cut_of(backward_of(pack_of(2, 32768, 4, 128, 128)), 132).cost.chain_count, 2);
   EXPECT_EQ(cut_of(pack_of(4, 4 * 8192, 64, 128, 128), 132).chunks, 0);  // equal ones fill the device
   ForwardProblem forced = pack_of(2, 32768, 32, 128, 128);
   forced.segment_chunks = 5;
-  EXPECT_EQ(cut_of(forced, 132).prices.chain_count, 0);
+  EXPECT_EQ(cut_of(forced, 132).cost.chain_count, 0);
 }
 
 LengthSums sums_of(const std::vector<int>& lengths) {
@@ -176,29 +176,29 @@ LengthSums sums_of(const std::vector<int>& lengths) {
 // Where equal lengths are better not cut and others are, whole sequences have a grid of their own. It is that of a call
 // without cuts.
 TEST(PortableCut, WholeSequencesMayHaveAGrid) {
-  EXPECT_FALSE(cut_of(pack_of(2, 32768, 8, 128, 128), 132).prices.has_whole_grid);  // both are better cut
+  EXPECT_FALSE(cut_of(pack_of(2, 32768, 8, 128, 128), 132).cost.has_whole_grid);  // both are better cut
   const ForwardProblem p = pack_of(4, 4 * 8192, 32, 128, 128);
   const ForwardWorkspace layout = forward_layout(p);
   const Cut cut = choose_cut(p, layout, hopper());
-  ASSERT_TRUE(cut.prices.has_whole_grid);
+  ASSERT_TRUE(cut.cost.has_whole_grid);
   EXPECT_EQ(cut.whole_kind, cut_of(problem_of(4, 8192, 32, 128, 128), 132).kind);
   alignas(64) static char workspace[64];
   const Params params = params_of(p, layout, workspace, cut), whole = whole_params(params, cut.whole_kind);
   ASSERT_NE(params.segments, nullptr);
   EXPECT_EQ(whole.segments, nullptr);
-  EXPECT_EQ(whole.ranges, params.ranges);
-  EXPECT_EQ(chain_ctas(whole), (4 * 32) << log_parts(128, chain_columns(cut.whole_kind)));
+  EXPECT_EQ(whole.segment_ranges, params.segment_ranges);
+  EXPECT_EQ(chain_ctas(whole), (4 * 32) << log2_ctas_per_head(128, chain_columns(cut.whole_kind)));
   EXPECT_GT(chain_ctas(params), 0);
   // The device leaves equal lengths whole, and cuts others.
-  const CutPrices& prices = cut.prices;
+  const CutCost& cost = cut.cost;
   const auto best = [&](const std::vector<int>& lengths) {
     const LengthSums sums = sums_of(lengths);
     int best = sums.longest;
-    float least = prices.of(sums, {}, best);
+    float least = cost.of(sums, {}, best);
     for (int length = cut.chunks; length < sums.longest; ++length) {
       SegmentSums segments;
       for (const int chunks : lengths) segments.add(chunks, length);
-      if (const float time = prices.of(sums, segments, length); time < least) least = time, best = length;
+      if (const float time = cost.of(sums, segments, length); time < least) least = time, best = length;
     }
     return best;
   };
@@ -207,12 +207,12 @@ TEST(PortableCut, WholeSequencesMayHaveAGrid) {
 }
 
 // Of instances that take about as long the widest one, for lengths that are known to be equal: of a batch, and where
-// the device cuts all others. A backward's chains take the fastest one by price.
+// the device cuts all others. A backward's chains take the one of the least cost.
 TEST(PortableCut, InstancesOfEqualLengths) {
   const ForwardProblem batch = problem_of(4, 8192, 32, 128, 128), pack = pack_of(4, 4 * 8192, 32, 128, 128);
   EXPECT_EQ(cut_of(batch, 132).kind, ChainKind::k128);
   EXPECT_EQ(cut_of(backward_of(batch), 132).kind, ChainKind::k128Half);
-  EXPECT_TRUE(cut_of(pack, 132).prices.has_whole_grid);
+  EXPECT_TRUE(cut_of(pack, 132).cost.has_whole_grid);
   EXPECT_EQ(cut_of(pack, 132).whole_kind, ChainKind::k128);
   EXPECT_EQ(cut_of(problem_of(8, 2048, 8, 128, 128), 132).kind, ChainKind::k128Half);  // much faster there
 }
@@ -228,17 +228,17 @@ TEST(PortableCut, InstancesOfPacksThatAreNotCut) {
 }
 
 // What a call of these lengths takes, without a cut or by segments of so many chunks.
-float time_of(const CutPrices& prices, const std::vector<int>& lengths, int length) {
+float time_of(const CutCost& cost, const std::vector<int>& lengths, int length) {
   SegmentSums segments;
   for (const int chunks : lengths) segments.add(chunks, length > 0 ? length : 1);
-  return length > 0 ? prices.cut(sums_of(lengths), segments, length) : prices.uncut(sums_of(lengths));
+  return length > 0 ? cost.cut(sums_of(lengths), segments, length) : cost.uncut(sums_of(lengths));
 }
 
 // What the kernels of forced cuts take on an H200 by its profiler, prepare and gradients excepted, to a tenth.
 TEST(PortableCut, PricesAreThoseOfTheDevice) {
   const auto forward = [](int heads, ChainKind kind, const std::vector<int>& lengths, int length) {
     const Layer in = problem_of(1, 64, heads, 128, 128).in;
-    return time_of(CutSearch{in, {kForwardWork}, 0, hopper()}.prices_of(kind), lengths, length);
+    return time_of(CutSearch{in, {kForwardWork}, 0, hopper()}.cost_of(kind), lengths, length);
   };
   EXPECT_NEAR(forward(8, ChainKind::k128Quarter, {128}, 0), 242, 24);
   EXPECT_NEAR(forward(8, ChainKind::k128Half, {128}, 16), 103, 10);
@@ -248,7 +248,7 @@ TEST(PortableCut, PricesAreThoseOfTheDevice) {
   EXPECT_NEAR(forward(32, ChainKind::k128Half, {448, 64}, 0), 944, 94);
   const auto backward = [](int heads, ChainKind kind, const std::vector<int>& lengths, int length) {
     const Layer in = problem_of(1, 64, heads, 128, 128).in;
-    return time_of(CutSearch{in, {kStatesWork, kGradientsWork}, 0, hopper()}.prices_of(kind), lengths, length);
+    return time_of(CutSearch{in, {kStatesWork, kGradientsWork}, 0, hopper()}.cost_of(kind), lengths, length);
   };
   EXPECT_NEAR(backward(4, ChainKind::k128Quarter, {91, 20, 7, 12}, 0), 402, 40);
   EXPECT_NEAR(backward(32, ChainKind::k128, {52, 17, 46, 80, 32, 60, 156, 75}, 0), 1374, 137);
@@ -257,9 +257,9 @@ TEST(PortableCut, PricesAreThoseOfTheDevice) {
 // The more of a pack's lengths the device knows, the less it takes: a curve falls with its length.
 TEST(PortableCut, CurvesFall) {
   const ForwardProblem p = pack_of(3, 40000, 12, 128, 128);
-  const CutSearch search{p.in, {kForwardWork}, forward_layout(p).entry_slots, hopper()};
+  const CutSearch search{p.in, {kForwardWork}, forward_layout(p).segment_capacity, hopper()};
   for (int i = 0; i < search.guesses(); ++i) {
-    const CutSearch::Curve curve = search.curve_of(search.prices_of(ChainKind::k128Half), search.guess(i));
+    const CutSearch::Curve curve = search.curve_of(search.cost_of(ChainKind::k128Half), search.guess(i));
     ASSERT_GT(curve.count, 2);
     for (int at = 1; at < curve.count; ++at) {
       EXPECT_LT(curve.length[at], curve.length[at - 1]);
@@ -274,11 +274,11 @@ TEST(PortableCut, CurvesFall) {
 // No more CTAs fit on a multiprocessor than are meant to, and as many do, whatever its shared memory.
 TEST(PortableCut, CtasSpreadEvenly) {
   for (const int shared : {228 << 10, 164 << 10, 100 << 10})
-    for (const int resident : {1, 2, 3, 4, 5}) {
-      const Multiprocessors device{132, shared};
-      EXPECT_EQ(device.resident(spread_bytes(resident, shared)), resident) << shared;
+    for (const int ctas : {1, 2, 3, 4, 5}) {
+      const DeviceLimits device{132, shared};
+      EXPECT_EQ(device.ctas_per_sm(shared_bytes_for(ctas, shared)), ctas) << shared;
     }
-  // Where all CTAs have something to do, they spread by themselves.
+  // Where all CTAs have something to do, they even_ctas_per_sm by themselves.
   char workspace[1];
   const auto launches = [&](const ForwardProblem& p) {
     const ForwardWorkspace layout = forward_layout(p);
@@ -286,19 +286,19 @@ TEST(PortableCut, CtasSpreadEvenly) {
     const Params params = params_of(p, layout, workspace, cut), transitions = transition_params(params, cut.kind, true);
     return std::pair{chain_launch(cut, params, hopper()), transition_launch(cut, transitions, hopper())};
   };
-  EXPECT_EQ(launches(problem_of(4, 8192, 16, 128, 128)).first.resident, 0);
+  EXPECT_EQ(launches(problem_of(4, 8192, 16, 128, 128)).first.ctas_per_sm, 0);
   const auto [chain, transition] = launches(problem_of(1, 32768, 8, 128, 128));
-  EXPECT_EQ(chain.resident, 0);
+  EXPECT_EQ(chain.ctas_per_sm, 0);
   EXPECT_EQ(chain.bytes(1000), 1000);
-  EXPECT_EQ(transition.resident, 1);
-  EXPECT_EQ(transition.bytes(1000), spread_bytes(1, 228 << 10));
+  EXPECT_EQ(transition.ctas_per_sm, 1);
+  EXPECT_EQ(transition.bytes(1000), shared_bytes_for(1, 228 << 10));
   EXPECT_EQ(transition.bytes(1 << 20), 1 << 20);
   // What a kernel is allowed once has to do for all of its launches.
   for (const ChainLaunch& launch : {chain, transition, ChainLaunch(ChainKind::k128Half, 0, hopper())})
     EXPECT_EQ(launch.most_bytes(1000), transition.bytes(1000));
   const ChainLaunch pack = launches(pack_of(2, 32768, 8, 128, 128)).first;
-  EXPECT_GE(pack.resident, 1);
-  EXPECT_LE(pack.resident, 3);
+  EXPECT_GE(pack.ctas_per_sm, 1);
+  EXPECT_LE(pack.ctas_per_sm, 3);
 }
 
 TEST(PortableCut, NoneWhereNoneIsAllowed) {
@@ -316,7 +316,7 @@ TEST(PortableCut, ForcedLengths) {
   p.segment_chunks = 2;
   const Cut cut = cut_of(p, 132);
   EXPECT_EQ(cut.chunks, 2);
-  EXPECT_EQ(forward_layout(p).entry_slots, 3 * 6);
+  EXPECT_EQ(forward_layout(p).segment_capacity, 3 * 6);
 }
 
 // Whatever the device, a cut fits into the workspace, and that into what is promised.
@@ -333,8 +333,9 @@ TEST(PortableCut, FitsIntoTheWorkspace) {
             for (const int multiprocessors : {1, 8, 46, 132, 148, 300}) {
               const Cut cut = choose_cut(p, layout, hopper(multiprocessors));
               if (cut.chunks == 0) continue;
-              const int64_t slots = SegmentSlots{cut.chunks * int64_t{kChunkTokens}}.count(sequences_of(p.in.sequences));
-              EXPECT_LE(slots, layout.entry_slots);
+              const int64_t segments =
+                  SegmentLength{cut.chunks * int64_t{kChunkTokens}}.most_segments(sequences_of(p.in.sequences));
+              EXPECT_LE(segments, layout.segment_capacity);
             }
           }
 }
@@ -350,10 +351,10 @@ TEST(PortableCut, SegmentsHaveSlots) {
   ChunkedSequences s{6, 1, 1000, {offsets, false, true}};
   for (const int64_t chunks : {1, 2, 5, 100}) {
     const int64_t tokens = chunks * kChunkTokens;
-    EXPECT_LE(segments_of(s, tokens), SegmentSlots{tokens}.count(s));
+    EXPECT_LE(segments_of(s, tokens), SegmentLength{tokens}.most_segments(s));
   }
 }
-// No pack of so many tokens has more segments than there are slots, and one has as many.
+// No pack of so many tokens has more segments than the host allows for, and one has as many.
 TEST(PortableCut, NoSlotTooMany) {
   for (int tokens = 0; tokens <= 400; ++tokens) {
     int64_t most = 0;
@@ -363,10 +364,10 @@ TEST(PortableCut, NoSlotTooMany) {
         most = std::max(most, segments_of({3, 1, tokens, {offsets, false, true}}, kChunkTokens));
       }
     const int32_t offsets[] = {0, 0, 0, 0};
-    EXPECT_EQ(most, SegmentSlots{kChunkTokens}.count({3, 1, tokens, {offsets, false, true}})) << tokens;
+    EXPECT_EQ(most, SegmentLength{kChunkTokens}.most_segments({3, 1, tokens, {offsets, false, true}})) << tokens;
     const int32_t alone[] = {0, tokens};
     const ChunkedSequences one{1, 1, tokens, {alone, false, true}};
-    EXPECT_EQ(segments_of(one, kChunkTokens), SegmentSlots{kChunkTokens}.count(one)) << tokens;
+    EXPECT_EQ(segments_of(one, kChunkTokens), SegmentLength{kChunkTokens}.most_segments(one)) << tokens;
   }
 }
 
@@ -414,8 +415,9 @@ TEST(PortableCut, OfTheBackwardFitsIntoTheWorkspace) {
           for (const int multiprocessors : {1, 46, 132, 300}) {
             const Cut cut = choose_cut(p, layout, hopper(multiprocessors));
             if (cut.chunks == 0) continue;
-            const int64_t slots = SegmentSlots{cut.chunks * int64_t{kChunkTokens}}.count(sequences_of(p.in.sequences));
-            EXPECT_LE(slots, layout.forward.entry_slots);
+            const int64_t segments =
+                SegmentLength{cut.chunks * int64_t{kChunkTokens}}.most_segments(sequences_of(p.in.sequences));
+            EXPECT_LE(segments, layout.forward.segment_capacity);
           }
           p.context_parallel = false;
           EXPECT_EQ(cut_of(p, 132).chunks, 0);
@@ -434,7 +436,7 @@ TEST(PortableCut, OfTheBackward) {
   BackwardProblem p = backward_of(problem_of(3, 700, 40, 128, 128));
   p.segment_chunks = 2;
   EXPECT_EQ(cut_of(p, 132).chunks, 2);
-  EXPECT_EQ(backward_layout(p).forward.entry_slots, 3 * 6);
+  EXPECT_EQ(backward_layout(p).forward.segment_capacity, 3 * 6);
   p.segment_chunks = 0, p.batch_invariant = true;
   EXPECT_EQ(cut_of(p, 132).chunks, 0);
 }

@@ -3,7 +3,11 @@
 
 #include "cuda/portable/backward/gates.cuh"
 #include "cuda/portable/backward/grad_chain.cuh"
-#include "cuda/portable/backward/gradients/gradients.cuh"
+#include "cuda/portable/backward/gradients/head.cuh"
+#include "cuda/portable/backward/gradients/loads.cuh"
+#include "cuda/portable/backward/gradients/output.cuh"
+#include "cuda/portable/backward/gradients/pairs.cuh"
+#include "cuda/portable/backward/gradients/products.cuh"
 #include "forward.hpp"
 
 namespace gatedelta::testing::emulated {
@@ -20,18 +24,18 @@ void run_slice(const BackwardProblem& problem, const cuda::portable::BackwardPar
   if (!problem.saved) run_prepare<Elem, Config::kKeys>(p, prepare_ctas(forward_of(problem)), options);
   const Params states = states_params(p), gradients = gradient_pass_params(p);
   if (p.segment_chunks) {
-    run_segments(p, cut.prices, options);
+    run_segments(p, cut.cost, options);
     run_transitions<States, Transitions<StatesPass, Config>>(states, cut.kind, options);
-    run_transitions<GradientChain, Transitions<GradientPass, Config>>(gradients, cut.kind, options);
-    run_folds<Config::kKeys>(p, options);
+    run_transitions<GradChain, Transitions<GradientPass, Config>>(gradients, cut.kind, options);
+    run_merges<Config::kKeys>(p, options);
   }
   run_chain<States, Forward>(states, options);
-  run_chain<GradientChain, Backward>(gradients, options);
-  if (cut.prices.has_whole_grid)
+  run_chain<GradChain, Backward>(gradients, options);
+  if (cut.cost.has_whole_grid)
     run_whole(cut.whole_kind, [&](auto config) {
       using Whole = WithPass<StatesPass, decltype(config)>;
       run_chain<States, Whole>(whole_params(states, cut.whole_kind), options);
-      run_chain<GradientChain, WithPass<GradientPass, Whole>>(whole_params(gradients, cut.whole_kind), options);
+      run_chain<GradChain, WithPass<GradientPass, Whole>>(whole_params(gradients, cut.whole_kind), options);
     });
   launch(gradient_ctas(problem), Rows::kThreads, Rows::Smem::kBytes, options,
          [&](int cta, int tid) { Gradients<Rows>(p, tid).run(cta); });

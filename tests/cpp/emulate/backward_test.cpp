@@ -104,7 +104,7 @@ TEST(EmulatedBackward, Segments) {
 }
 
 // Warm-ups of gradients are longer than those of states: one chain may begin with a warm-up where the other one has an
-// entry. The last chunk has one step, or two, or a few tokens.
+// boundary state. The last chunk has one step, or two, or a few tokens.
 TEST(EmulatedBackward, SegmentsOfHeadsThatFade) {
   check(cross(cross({"T=1100 Hk=1 Hv=3 K=32 V=16 segment=3 dtype=bf16", "T=1152 K=32 V=32 segment=2 dtype=bf16",
                      "lengths=700+0+1+64+400 pad=7 K=32 V=32 segment=2 dtype=fp16"},
@@ -121,16 +121,16 @@ TEST(EmulatedBackward, WarmupsOfBothChains) {
   std::vector<cuda::ChunkDecay> decays(kChunks * kStepsPerChunk, {-15, 1});
   decays[4 * kStepsPerChunk].log2_left = -45;
   std::vector<Segment> states(kSegments), gradients(kSegments);
-  SlotRange range{};
+  SegmentRange range{};
   Params p{};
   p.sequences = {1, 1, kChunks * 64 - 40, {}};  // the last chunk has one step
   p.value_heads = 1, p.segment_chunks = 2;
   p.decays = decays.data(), p.segments = states.data(), p.gradient_segments = gradients.data();
-  p.ranges = &range;
+  p.segment_ranges = &range;
   emulated::run_segments(p, {}, {});
   EXPECT_EQ(range.first, 0);
   EXPECT_EQ(range.count, kSegments);
-  constexpr int kGradientWarmups[kSegments] = {2, 1, 2, 2, Segment::kFromEntry, 0};
+  constexpr int kGradientWarmups[kSegments] = {2, 1, 2, 2, Segment::kFromBoundary, 0};
   for (int i = 0; i < kSegments; ++i) {
     EXPECT_EQ(states[i].warmup, i == 0 ? 0 : 1) << i;
     EXPECT_EQ(gradients[i].warmup, kGradientWarmups[i]) << i;
@@ -156,7 +156,7 @@ TEST(EmulatedBackward, CutsByItself) {
 struct PackSegments {
   cuda::portable::Cut cut;
   std::vector<cuda::portable::Segment> states, gradients;  // of the first head
-  std::vector<cuda::portable::SlotRange> ranges;
+  std::vector<cuda::portable::SegmentRange> segment_ranges;
 };
 PackSegments pack_segments(const std::vector<int64_t>& lengths, int64_t tokens, int heads, int size = 128,
                            int multiprocessors = 132, bool has_whole_grid = false) {
@@ -176,17 +176,17 @@ PackSegments pack_segments(const std::vector<int64_t>& lengths, int64_t tokens, 
   Params p{};
   p.sequences = sequences_of(problem.in.sequences);
   p.value_heads = heads, p.segment_chunks = found.cut.chunks;
-  p.order = order.data();
+  p.longest_first = order.data();
   if (found.cut.chunks == 0) return found;
-  const auto blocks = static_cast<size_t>(p.slots().count(p.sequences) * heads);
+  const auto items = static_cast<size_t>(p.segment_length().most_segments(p.sequences) * heads);
   std::vector<cuda::ChunkDecay> decays(static_cast<size_t>(p.sequences.workspace_chunks() * heads) * kStepsPerChunk,
                                        {0, 1});
-  std::vector<Segment> states(blocks), gradients(blocks);
-  found.ranges.resize(lengths.size());
+  std::vector<Segment> states(items), gradients(items);
+  found.segment_ranges.resize(lengths.size());
   p.decays = decays.data(), p.segments = states.data(), p.gradient_segments = gradients.data();
-  p.ranges = found.ranges.data();
-  emulated::run_segments(p, found.cut.prices, {});
-  for (size_t i = 0; i < blocks; i += static_cast<size_t>(heads)) {
+  p.segment_ranges = found.segment_ranges.data();
+  emulated::run_segments(p, found.cut.cost, {});
+  for (size_t i = 0; i < items; i += static_cast<size_t>(heads)) {
     found.states.push_back(states[i]);
     found.gradients.push_back(gradients[i]);
   }
@@ -225,24 +225,25 @@ TEST(EmulatedBackward, PacksAreCutByTheirLengths) {
         EXPECT_LT(length, longest) << lengths[0];
         EXPECT_GE(length, found.cut.chunks) << lengths[0];
       }
-      // Slots follow each other, sequence by sequence; empty ones come last.
+      // Segments follow each other, sequence by sequence; empty ones come last.
       int first = 0;
       for (size_t n = 0; n < lengths.size(); ++n) {
-        EXPECT_EQ(found.ranges[n].first, first) << n;
-        for (int i = 0; i < found.ranges[n].count; ++i, ++first) {
+        EXPECT_EQ(found.segment_ranges[n].first, first) << n;
+        for (int i = 0; i < found.segment_ranges[n].count; ++i, ++first) {
           EXPECT_EQ(found.states[static_cast<size_t>(first)].sequence, static_cast<int>(n));
         }
       }
-      for (auto slot = static_cast<size_t>(first); slot < found.states.size(); ++slot) {
-        EXPECT_LT(found.states[slot].sequence, 0) << slot;
+      for (auto i = static_cast<size_t>(first); i < found.states.size(); ++i) {
+        EXPECT_LT(found.states[i].sequence, 0) << i;
       }
     }
   }
-  // Lengths that are not worth it. The sequences are whole, the longest first, and all other slots are empty.
+  // Lengths that are not worth it. The sequences are whole, the longest first, and all other segments are empty.
   for (const Lengths& lengths : {Lengths{1000, 0, 1200}, Lengths{0, 0, 0}, Lengths{64, 1, 63}}) {
     const PackSegments found = pack_segments(lengths, 32768, 4);
     ASSERT_GT(found.cut.chunks, 0);
-    for (const cuda::portable::SlotRange& range : found.ranges) EXPECT_EQ(range.count, 0);  // nothing to fold
+    for (const cuda::portable::SegmentRange& range : found.segment_ranges)
+      EXPECT_EQ(range.count, 0);  // nothing to merge
     for (const auto& segments : {found.states, found.gradients}) {
       expect_all_chunks(segments, lengths);
       for (size_t i = 0; i < segments.size(); ++i) {
@@ -267,14 +268,14 @@ TEST(EmulatedBackward, PacksAreCutByTheirLengths) {
 TEST(EmulatedBackward, PacksHaveAGridForWholeSequences) {
   const std::vector<int64_t> cut_lengths = {30000, 2768}, whole_lengths = {1000, 0, 1200};
   const PackSegments cut = pack_segments(cut_lengths, 32775, 4, 128, 132, true);
-  ASSERT_TRUE(cut.cut.prices.has_whole_grid);
+  ASSERT_TRUE(cut.cut.cost.has_whole_grid);
   expect_all_chunks(cut.states, cut_lengths);
-  for (const cuda::portable::SlotRange& range : cut.ranges) EXPECT_GT(range.count, 0);
+  for (const cuda::portable::SegmentRange& range : cut.segment_ranges) EXPECT_GT(range.count, 0);
   const PackSegments whole = pack_segments(whole_lengths, 32768, 4, 128, 132, true);
-  ASSERT_TRUE(whole.cut.prices.has_whole_grid);
+  ASSERT_TRUE(whole.cut.cost.has_whole_grid);
   for (const auto& segments : {whole.states, whole.gradients})
     for (const cuda::portable::Segment& segment : segments) EXPECT_LT(segment.sequence, 0);
-  for (const cuda::portable::SlotRange& range : whole.ranges) EXPECT_EQ(range.count, 0);
+  for (const cuda::portable::SegmentRange& range : whole.segment_ranges) EXPECT_EQ(range.count, 0);
   check(cross({"lengths=5300+0+700 pad=2000 K=32 V=16 dtype=bf16", "lengths=300+0+900 pad=6800 K=32 V=32 dtype=fp16",
                "lengths=70+900 pad=7100 K=32 V=32 dtype=bf16"},
               {"gate=zero", "gate=raw"}),
@@ -385,7 +386,7 @@ TEST(EmulatedBackward, UncutPacksHaveTheSameBits) {
       const emulated::Options options{132, true, 1, has_whole_grid};
       const cuda::portable::Cut cut = emulated::cut_of(emulated::problem_of(problem.backward), options);
       ASSERT_GT(cut.chunks, 0);
-      ASSERT_EQ(cut.prices.has_whole_grid, has_whole_grid);
+      ASSERT_EQ(cut.cost.has_whole_grid, has_whole_grid);
       ASSERT_EQ(emulated::run(problem.backward, options), "");
       EXPECT_EQ(outputs, outputs_of(problem.backward)) << has_whole_grid << is_small;
     }

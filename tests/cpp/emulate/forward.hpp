@@ -9,11 +9,15 @@
 
 #include "cta.hpp"
 #include "cuda/portable/backward/config.hpp"
-#include "cuda/portable/cut/search.hpp"
-#include "cuda/portable/forward/forward_chain.cuh"
-#include "cuda/portable/prepare/prepare.cuh"
-#include "cuda/portable/cut/segments.cuh"
 #include "cuda/portable/backward/states_chain.cuh"
+#include "cuda/portable/cut/launches.hpp"
+#include "cuda/portable/cut/merge.cuh"
+#include "cuda/portable/cut/segments.cuh"
+#include "cuda/portable/forward/forward_chain.cuh"
+#include "cuda/portable/prepare/inverse.cuh"
+#include "cuda/portable/prepare/loads.cuh"
+#include "cuda/portable/prepare/outputs.cuh"
+#include "cuda/portable/prepare/products.cuh"
 #include "cuda/portable/summary/config.hpp"
 #include "testing/generator.hpp"
 
@@ -26,15 +30,13 @@ struct Options {
   bool has_whole_grid = false;  // packs that may be cut have one, also where the host would not give them one
 };
 // With shared memory as on Hopper.
-inline cuda::portable::Multiprocessors device_of(const Options& options) {
-  return {options.multiprocessors, 228 << 10};
-}
+inline cuda::portable::DeviceLimits device_of(const Options& options) { return {options.multiprocessors, 228 << 10}; }
 template <class Problem, class Layout>
 cuda::portable::Cut cut_of(const Problem& problem, const Layout& layout, const Options& options) {
   using cuda::portable::ChainKind;
   cuda::portable::Cut cut = cuda::portable::choose_cut(problem, layout, device_of(options));
-  if (!options.has_whole_grid || cut.prices.chain_count == 0) return cut;
-  cut.prices.has_whole_grid = true;
+  if (!options.has_whole_grid || cut.cost.chain_count == 0) return cut;
+  cut.cost.has_whole_grid = true;
   if (cuda::compiled_keys(problem.in.key_dim) == 128)  // an instance of its own
     cut.whole_kind = cut.kind == ChainKind::k128Half ? ChainKind::k128Quarter : ChainKind::k128Half;
   return cut;
@@ -162,21 +164,20 @@ void run_prepare(const cuda::portable::Params& p, int64_t ctas, const Options& o
          [&](int cta, int tid) { Prepare<Config>::run(p, cta, tid); });
 }
 template <class Pass, class Config>
-using WithPass = cuda::portable::ChainConfig<Pass, typename Config::Elem, Config::kKeys, Config::kRows, Config::kWarps,
-                                             Config::kCtasPerSm>;
+using WithPass = cuda::portable::ChainConfig<Pass, typename Config::Elem, Config::kKeys, Config::kWarpColumns,
+                                             Config::kWarps, Config::kCtasPerSm>;
 
 // The instance of a pass that runs the transitions of another one's (transition_kind).
 template <class Pass, class Config>
 using Transitions =
     cuda::portable::ChainConfig<Pass, typename Config::Elem, Config::kKeys, 16, Config::kWarps, Config::kCtasPerSm>;
 
-inline void run_segments(const cuda::portable::Params& p, const cuda::portable::CutPrices& prices,
-                         const Options& options) {
+inline void run_segments(const cuda::portable::Params& p, const cuda::portable::CutCost& cost, const Options& options) {
   using namespace cuda;
   using namespace cuda::portable;
-  const auto slots = static_cast<int>(p.slots().count(p.sequences));
+  const auto most_segments = static_cast<int>(p.segment_length().most_segments(p.sequences));
   launch(segment_ctas(p), kSegmentThreads, 0, options,
-         [&](int cta, int tid) { FindSegments::run(p, prices, cta, slots, tid); });
+         [&](int cta, int tid) { FindSegments::run(p, cost, cta, most_segments, tid); });
 }
 template <template <class> class Chain, class Config>
 void run_chain(const cuda::portable::Params& p, const Options& options) {
@@ -190,12 +191,12 @@ void run_transitions(const cuda::portable::Params& p, cuda::portable::ChainKind 
   run_chain<Chain, Config>(transition_params(p, kind, std::is_same_v<typename Config::Pass, StatesPass>), options);
 }
 template <int kKeys>
-void run_folds(const cuda::portable::Params& p, const Options& options) {
+void run_merges(const cuda::portable::Params& p, const Options& options) {
   using namespace cuda;
   using namespace cuda::portable;
-  using Config = FoldConfig<kKeys>;
-  launch(fold_ctas(p), Config::kThreads, Config::Smem::kBytes, options,
-         [&](int cta, int tid) { Fold<Config>(p, cta, tid).run(); });
+  using Config = MergeConfig<kKeys>;
+  launch(merge_ctas(p), Config::kThreads, Config::Smem::kBytes, options,
+         [&](int cta, int tid) { Merge<Config>(p, cta, tid).run(); });
 }
 
 // For programs with one instance, whose calls have no grid for whole sequences.
@@ -216,12 +217,12 @@ void run_kernels(const ForwardProblem& problem, char* workspace, const Options& 
   const Params p = params_of(problem, layout, workspace, cut);
   run_prepare<typename Config::Elem, Config::kKeys>(p, prepare_ctas(problem), options);
   if (p.segment_chunks) {
-    run_segments(p, cut.prices, options);
+    run_segments(p, cut.cost, options);
     run_transitions<States, Transitions<StatesPass, Config>>(p, cut.kind, options);
-    run_folds<Config::kKeys>(p, options);
+    run_merges<Config::kKeys>(p, options);
   }
   run_chain<Forward, Config>(p, options);
-  if (cut.prices.has_whole_grid)
+  if (cut.cost.has_whole_grid)
     run_whole(cut.whole_kind,
               [&](auto config) { run_chain<Forward, decltype(config)>(whole_params(p, cut.whole_kind), options); });
 }

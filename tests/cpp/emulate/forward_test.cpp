@@ -154,7 +154,7 @@ TEST(EmulatedForward, UncutPacksHaveTheSameBits) {
       const emulated::Options options{132, true, 1, has_whole_grid};
       const cuda::portable::Cut cut = emulated::cut_of(emulated::problem_of(problem.forward), options);
       ASSERT_GT(cut.chunks, 0);
-      ASSERT_EQ(cut.prices.has_whole_grid, has_whole_grid);
+      ASSERT_EQ(cut.cost.has_whole_grid, has_whole_grid);
       ASSERT_EQ(run(problem.forward, options), "");
       const auto o = bytes_of(problem.forward.out), states = bytes_of(problem.forward.final_state);
       problem.reset();

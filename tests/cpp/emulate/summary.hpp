@@ -15,13 +15,13 @@ void run_prepare_of(const cuda::portable::Params& p, int64_t ctas, const Options
   }
 }
 template <class PassOf, class Elem, template <class> class ChainOf, class Problem>
-void run_summary_chain(const Problem& problem, char* workspace, const Options& options, bool is_prepared) {
+void run_summary_chain(const Problem& problem, char* workspace, const Options& options, bool has_prepared) {
   using namespace cuda;
   using namespace cuda::portable;
   constexpr cuda::Pass kPass = PassOf::kDirection > 0 ? cuda::Pass::kForward : cuda::Pass::kBackward;
   const SummaryWorkspace layout = summary_layout(problem);
   const SummaryChain chain = chain_of(problem, layout, workspace, options.multiprocessors);
-  if (!is_prepared) run_prepare_of<Elem>(chain.p, prepare_ctas(prepared_forward(problem)), options);
+  if (!has_prepared) run_prepare_of<Elem>(chain.p, prepare_ctas(prepared_forward(problem)), options);
   launch(summary_ctas(chain.p), kSegmentThreads, 0, options,
          [&](int cta, int tid) { FindSummaries<kPass>::run(chain.p, chain.range, cta, tid); });
   with_chain<PassOf, Elem>(chain.kind, [&](auto config) {
@@ -41,7 +41,7 @@ template <class Elem>
 void run_instance(const BackwardSummaryProblem& problem, char* workspace, const Options& options) {
   using namespace cuda;
   using namespace cuda::portable;
-  run_summary_chain<GradientPass, Elem, GradientChain>(problem, workspace, options, problem.saved.present);
+  run_summary_chain<GradientPass, Elem, GradChain>(problem, workspace, options, problem.saved.present);
 }
 
 }  // namespace gatedelta::testing::emulated

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kHeadSumThreads) portable_head_sums_kernel(con
 
 template <class Elem>
 Outcome launch_slice(const BackwardProblem& problem, const BackwardParams& p, const Cut& cut, const Context& context,
-                     const Multiprocessors& multiprocessors) {
+                     const DeviceLimits& limits) {
   const Params states = states_params(p), gradients = gradient_pass_params(p);
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const int device = context.device;
@@ -36,23 +36,22 @@ Outcome launch_slice(const BackwardProblem& problem, const BackwardParams& p, co
   const auto begin_chains = [&] {
     const Params of_states = transition_params(states, cut.kind, true),
                  of_gradients = transition_params(gradients, cut.kind, false);
-    return ran(launch_segments(p, cut.prices, stream), "launch the kernel that finds segments") &&
-           ran(launch_states(of_states, transition_launch(cut, of_states, multiprocessors), device, stream),
+    return ran(launch_segments(p, cut.cost, stream), "launch the kernel that finds segments") &&
+           ran(launch_states(of_states, transition_launch(cut, of_states, limits), device, stream),
                "launch the transitions of states") &&
-           ran(launch_gradient_chain(of_gradients, transition_launch(cut, of_gradients, multiprocessors), device,
-                                     stream),
+           ran(launch_grad_chain(of_gradients, transition_launch(cut, of_gradients, limits), device, stream),
                "launch the transitions of gradients") &&
-           ran(launch_folds(p, device, stream), "launch the folds");
+           ran(launch_merges(p, device, stream), "launch the folds");
   };
-  const ChainLaunch how = chain_launch(cut, p, multiprocessors), whole = whole_launch(cut, multiprocessors);
+  const ChainLaunch how = chain_launch(cut, p, limits), whole = whole_launch(cut, limits);
   const auto run_chains = [&](const Params& of_states, const Params& of_gradients, const ChainLaunch& with) {
     return ran(launch_states(of_states, with, device, stream), "launch the states kernel") &&
-           ran(launch_gradient_chain(of_gradients, with, device, stream), "launch the chain of gradients");
+           ran(launch_grad_chain(of_gradients, with, device, stream), "launch the chain of gradients");
   };
   const bool all = (problem.saved || ran(launch_prepare(p, prepare_ctas(forward_of(problem)), device, stream),
                                          "launch the prepare kernel")) &&
                    (p.segment_chunks == 0 || begin_chains()) && run_chains(states, gradients, how) &&
-                   (!cut.prices.has_whole_grid ||
+                   (!cut.cost.has_whole_grid ||
                     run_chains(whole_params(states, whole.kind), whole_params(gradients, whole.kind), whole)) &&
                    ran(launch_gradients(p, gradient_ctas(problem), device, stream), "launch the gradients kernel") &&
                    ran(small(portable_gate_gradients_kernel<Elem>, gate_ctas(problem), kGateThreads),
@@ -65,12 +64,12 @@ Outcome launch_slice(const BackwardProblem& problem, const BackwardParams& p, co
 }
 
 template <class Elem>
-Outcome launch(const BackwardProblem& problem, const Context& context, const Multiprocessors& multiprocessors) {
+Outcome launch(const BackwardProblem& problem, const Context& context, const DeviceLimits& limits) {
   const BackwardWorkspace layout = backward_layout(problem);
-  const Cut cut = choose_cut(problem, layout, multiprocessors);
+  const Cut cut = choose_cut(problem, layout, limits);
   for (int i = 0; i < slice_count(problem); ++i) {
     const BackwardParams p = params_of(problem, layout, context.workspace, cut, i);
-    const Outcome outcome = launch_slice<Elem>(slice_of(problem, i), p, cut, context, multiprocessors);
+    const Outcome outcome = launch_slice<Elem>(slice_of(problem, i), p, cut, context, limits);
     if (outcome.status != GD_OK) return outcome;
   }
   return {};
@@ -80,9 +79,9 @@ Outcome launch(const BackwardProblem& problem, const Context& context, const Mul
 
 Outcome launch(const BackwardProblem& problem, const Context& context) {
   return with_device(context.device, kAllDevices, [&](const DeviceFacts& facts) -> Outcome {
-    const Multiprocessors multiprocessors = multiprocessors_of(facts);
-    return problem.in.q.dtype == GD_BF16 ? launch<Bf16>(problem, context, multiprocessors)
-                                         : launch<Fp16>(problem, context, multiprocessors);
+    const DeviceLimits limits = limits_of(facts);
+    return problem.in.q.dtype == GD_BF16 ? launch<Bf16>(problem, context, limits)
+                                         : launch<Fp16>(problem, context, limits);
   });
 }
 

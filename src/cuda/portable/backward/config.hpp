@@ -66,8 +66,8 @@ struct GradientsConfig {
     // [sum][quarter of the part's columns][64]
     static constexpr int kSums = kVectors + kVectorCount * kVectorBytes;
     static constexpr int kProducts = kSums + Dots::kSums * 4 * kVectorBytes;  // [warp]
-    static constexpr int kPlace = kProducts + kThreads / 32 * 4;              // of the chunk, see Gradients
-    static constexpr int kBytes = kPlace + 32;
+    static constexpr int kPosition = kProducts + kThreads / 32 * 4;           // of the chunk, see Gradients
+    static constexpr int kBytes = kPosition + 32;
     static_assert(kBytes <= 99 << 10);  // what a CTA can have on every device from 8.0 on
   };
 };
@@ -135,7 +135,7 @@ inline BackwardProblem slice_of(const BackwardProblem& p, int slice) {
 // Of the largest slice.
 struct BackwardWorkspace {
   ForwardWorkspace forward;  // what prepare leaves, and the segments of states
-  size_t gradient_segments = 0, gradient_entries = 0, gradient_maps = 0;
+  size_t gradient_segments = 0, gradient_boundary_states = 0, gradient_transitions = 0;
   size_t states = 0, gradients = 0, u = 0, dv = 0, dots = 0, key_sums = 0, head_sums = 0;
   size_t bytes = 0;
 };
@@ -146,16 +146,16 @@ inline BackwardWorkspace backward_layout(const BackwardProblem& whole) {
   w.forward = forward_layout(forward_of(whole), true);
   w.bytes = w.forward.bytes;
   const auto take = [&](int64_t bytes) { return take_bytes(w.bytes, bytes); };
-  if (const int64_t slots = w.forward.entry_slots; slots > 0 && slice_count(whole) > 1) {
+  if (const int64_t segments = w.forward.segment_capacity; segments > 0 && slice_count(whole) > 1) {
     w.bytes = w.forward.segments;
-    w.forward.segments = take(segment_bytes(in, slots));
-    w.forward.entries = take(entry_bytes(in, slots));
-    w.forward.maps = take(map_bytes(in, slots));
+    w.forward.segments = take(segment_bytes(in, segments));
+    w.forward.boundary_states = take(boundary_bytes(in, segments));
+    w.forward.transitions = take(transition_bytes(in, segments));
   }
-  if (const int64_t slots = w.forward.entry_slots; slots > 0) {
-    w.gradient_segments = take(segment_bytes(in, slots));
-    w.gradient_entries = take(entry_bytes(in, slots));
-    w.gradient_maps = take(map_bytes(in, slots));
+  if (const int64_t segments = w.forward.segment_capacity; segments > 0) {
+    w.gradient_segments = take(segment_bytes(in, segments));
+    w.gradient_boundary_states = take(boundary_bytes(in, segments));
+    w.gradient_transitions = take(transition_bytes(in, segments));
   }
   const int64_t chunks = sequences_of(in.sequences).workspace_chunks(), chunk_heads = chunks * in.value_heads,
                 rows = in.sequences.batch * in.sequences.tokens * in.value_heads * in.value_dim;
@@ -170,10 +170,10 @@ inline BackwardWorkspace backward_layout(const BackwardProblem& whole) {
   return w;
 }
 
-inline Cut choose_cut(const BackwardProblem& p, const BackwardWorkspace& layout, const Multiprocessors& device) {
-  Cut cut = choose_cut(p.in, {kStatesWork, kGradientsWork}, layout.forward.entry_slots, p.segment_chunks, device);
+inline Cut choose_cut(const BackwardProblem& p, const BackwardWorkspace& layout, const DeviceLimits& device) {
+  Cut cut = choose_cut(p.in, {kStatesWork, kGradientsWork}, layout.forward.segment_capacity, p.segment_chunks, device);
   // The instance changes no bit.
-  if (cut.chunks == 0 && slice_count(p) > 1) cut.kind = chain_kind(slice_of(p, 0).in, device.count);
+  if (cut.chunks == 0 && slice_count(p) > 1) cut.kind = chain_kind(slice_of(p, 0).in, device.sm_count);
   return cut;
 }
 
@@ -186,7 +186,7 @@ inline void find_saved(Params& p, const BackwardProblem& whole, const HeadRange&
   p.prepared_key_heads = static_cast<int>(whole.in.key_heads);
   p.prepared = reinterpret_cast<uint8_t*>(saved + parts.prepared);
   p.prepared = p.prepared_step(0, static_cast<int>(first), 0);
-  if (p.order) p.order = reinterpret_cast<int*>(saved + parts.order);
+  if (p.longest_first) p.longest_first = reinterpret_cast<int*>(saved + parts.longest_first);
   p.vectors = reinterpret_cast<float*>(saved + parts.vectors);
   p.vectors = p.chunk_vectors(0, static_cast<int>(first));
   p.norms = reinterpret_cast<float*>(saved + parts.norms);
@@ -222,8 +222,8 @@ inline BackwardParams params_of(const BackwardProblem& whole, const BackwardWork
   p.dv_stride = static_cast<uint32_t>(p.dv.token_stride);
   if (cut.chunks == 0) return p;
   p.gradient_segments = reinterpret_cast<Segment*>(workspace + layout.gradient_segments);
-  p.gradient_entries = reinterpret_cast<float*>(workspace + layout.gradient_entries);
-  p.gradient_maps = reinterpret_cast<float*>(workspace + layout.gradient_maps);
+  p.gradient_boundary_states = reinterpret_cast<float*>(workspace + layout.gradient_boundary_states);
+  p.gradient_transitions = reinterpret_cast<float*>(workspace + layout.gradient_transitions);
   return p;
 }
 
@@ -240,7 +240,7 @@ inline Params gradient_pass_params(const BackwardParams& p) {
   chain.o = p.dv, chain.o_stride = p.dv_stride;
   chain.initial = p.d_final, chain.final = p.d_initial;
   chain.snapshots = p.gradients;
-  chain.segments = p.gradient_segments, chain.entries = p.gradient_entries;
+  chain.segments = p.gradient_segments, chain.boundary_states = p.gradient_boundary_states;
   return chain;
 }
 
@@ -252,10 +252,13 @@ inline int64_t gradient_ctas(const BackwardProblem& p) {
 // A warp has a chunk of a value head.
 constexpr int kGateThreads = 128;
 inline int64_t gate_ctas(const BackwardProblem& p) {
-  return (sequences_of(p.in.sequences).workspace_chunks() * p.in.value_heads + kGateThreads / 32 - 1) / (kGateThreads / 32);
+  return (sequences_of(p.in.sequences).workspace_chunks() * p.in.value_heads + kGateThreads / 32 - 1) /
+         (kGateThreads / 32);
 }
 constexpr int kHeadSumThreads = 32;  // of a CTA, which has a value head
 constexpr int kProjectThreads = 128;
-inline int64_t project_ctas(const BackwardProblem& p) { return sequences_of(p.in.sequences).workspace_chunks() * p.in.key_heads; }
+inline int64_t project_ctas(const BackwardProblem& p) {
+  return sequences_of(p.in.sequences).workspace_chunks() * p.in.key_heads;
+}
 
 }  // namespace gatedelta::cuda::portable

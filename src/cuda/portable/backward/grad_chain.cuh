@@ -7,28 +7,32 @@
 // may begin with steps of a warm-up, which store nothing, as do all steps of a transition (segments.cuh).
 #pragma once
 
-#include "cuda/portable/chain/chain.cuh"
+#include "cuda/portable/chain/advance.cuh"
+#include "cuda/portable/chain/loads.cuh"
+#include "cuda/portable/chain/products.cuh"
+#include "cuda/portable/chain/rounding.cuh"
+#include "cuda/portable/chain/state.cuh"
 
 namespace gatedelta::cuda::portable {
 
 template <class Config>
-struct GradientChain : Chain<Config> {
+struct GradChain : Chain<Config> {
   using Base = Chain<Config>;
   using Base::kI, Base::kT, Base::lane, Base::p, Base::smem;
   using typename Base::Operand, typename Base::Place, typename Base::Smem, typename Base::Tokens;
   using Elem = typename Config::Elem;
-  static constexpr int kRows = Config::kRows;
+  static constexpr int kWarpColumns = Config::kWarpColumns;
 
   uint32_t* snapshot;
 
-  GD_DEVICE GradientChain(const Params& params, int cta, int tid) : Base(params, cta, tid) {}
+  GD_DEVICE GradChain(const Params& params, int cta, int tid) : Base(params, cta, tid) {}
 
   GD_DEVICE void run() {
     const Segment segment = this->segment();
     if (segment.sequence < 0) return;
     const Place at = this->place_in(segment);
-    if (at.column - this->warp * kRows >= p.value_dim) return;  // the power of two is larger than needed
-    if (this->is_transition() && !this->leaves_entry(segment, at)) return;
+    if (at.column - this->warp * kWarpColumns >= p.value_dim) return;  // the power of two is larger than needed
+    if (this->is_transition() && !this->leaves_boundary_state(segment, at)) return;
     const int begin = segment.chunk * kChunkTokens, end = static_cast<int>(Base::end_of(segment, at)) - begin;
     const int length = min(end + segment.warmup_chunks() * kChunkTokens, static_cast<int>(at.span.length) - begin);
     int step = steps_of(length) - 1;   // the one to come; -1 of an empty sequence
@@ -43,17 +47,17 @@ struct GradientChain : Chain<Config> {
       this->load_own_values(rows);
       copy_commit();
     }
-    if (this->is_transition() && segment.is_entered()) {
+    if (this->is_transition() && segment.begins_at_boundary()) {
       this->zero_state();
     } else {
-      this->enter(segment, at);
+      this->load_boundary_state(segment, at);
     }
 #pragma unroll 1
     for (; step >= outputs && step >= 0; --step, rows = kStep) advance<false>(rows, step);
     bool ends_chunk = true;
 #pragma unroll 1
     for (; step >= 0; --step, rows = kStep) {
-      if (ends_chunk) this->keep_state(snapshot);
+      if (ends_chunk) this->store_snapshot(snapshot);
       ends_chunk = step % kStepsPerChunk == 0;  // the next one does
       advance<true>(rows, step);
     }
@@ -64,12 +68,13 @@ struct GradientChain : Chain<Config> {
   GD_DEVICE void store() {
     const Segment segment = this->segment();
     const Place at = this->place_in(segment);
-    const bool is_entry = this->is_transition();
-    if (!is_entry && segment.chunk > 0) return;
-    const int64_t slot = is_entry ? 0 : p.final.slot(at.sequence);
+    const bool is_boundary = this->is_transition();
+    if (!is_boundary && segment.chunk > 0) return;
+    const int64_t slot = is_boundary ? 0 : p.final.slot(at.sequence);
     if (slot >= 0)
-      this->store_state(is_entry ? p.entries : p.final.data, is_entry ? GD_F32 : p.final.dtype,
-                        is_entry ? this->next_block() * p.state_numbers() : p.final.offset(slot, at.head), at.column);
+      this->store_state(is_boundary ? p.boundary_states : p.final.data, is_boundary ? GD_F32 : p.final.dtype,
+                        is_boundary ? this->next_work_item() * p.state_numbers() : p.final.offset(slot, at.head),
+                        at.column);
   }
 
   template <bool kHasOutputs>
@@ -111,7 +116,7 @@ struct GradientChain : Chain<Config> {
   // differences, are far smaller: in bf16 the rounding error of dU is multiplied, too.
   GD_DEVICE void solve(Tokens& Z, Operand& packed, uint32_t prep) const {
     Base::pack_tokens(packed, Z);
-    if (std::is_same_v<Elem, Bf16> && load_shared(prep + Prepared::kCarry) > 0) {
+    if (std::is_same_v<Elem, Bf16> && load_shared(prep + Prepared::kErrorFeedback) > 0) {
 #pragma unroll
       for (int I = 0; I < kT / 2; ++I) {
         uint32_t error[kI][4];
@@ -135,8 +140,8 @@ struct GradientChain : Chain<Config> {
 #pragma unroll
       for (int J = 0; J < kT / 2; ++J)
         load_matrices_transposed(
-            to[i][J],
-            this->own_values() + values_offset<kRows>(16 * J + (lane & 7) + (lane >> 4) * 8, 2 * i + (lane >> 3 & 1)));
+            to[i][J], this->own_values() +
+                          values_offset<kWarpColumns>(16 * J + (lane & 7) + (lane >> 4) * 8, 2 * i + (lane >> 3 & 1)));
   }
   // What moves G: -beta gamma o Z and s gamma o dO.
   GD_DEVICE void scale_operands(Operand& packed, Operand& outputs, const Tokens& Z, uint32_t prep) const {

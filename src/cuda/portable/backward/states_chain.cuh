@@ -4,7 +4,11 @@
 // no values. A summary is a transition of a whole sequence (summary.cuh).
 #pragma once
 
-#include "cuda/portable/chain/chain.cuh"
+#include "cuda/portable/chain/advance.cuh"
+#include "cuda/portable/chain/loads.cuh"
+#include "cuda/portable/chain/products.cuh"
+#include "cuda/portable/chain/rounding.cuh"
+#include "cuda/portable/chain/state.cuh"
 
 namespace gatedelta::cuda::portable {
 
@@ -22,25 +26,28 @@ struct States : Chain<Config> {
     const Segment segment = this->segment();
     if (segment.sequence < 0) return;
     const Place at = this->place_in(segment);
-    const bool is_map = this->map_column() >= 0;
-    if (this->is_transition() && !p.summaries && !(is_map ? leaves_map(segment, at) : this->leaves_entry(segment, at)))
+    const bool is_transition_column = this->transition_column() >= 0;
+    if (this->is_transition() && !p.summaries &&
+        !(is_transition_column ? leaves_transition(segment, at) : this->leaves_boundary_state(segment, at)))
       return;
-    const int first_column = (is_map ? this->map_column() : at.column) - this->warp * Config::kRows;
-    if (first_column >= (is_map ? p.key_dim : p.value_dim)) return;  // the power of two is larger than needed
-    const int warmup = is_map ? 0 : segment.warmup_chunks(), first = segment.chunk - warmup;
+    const int first_column =
+        (is_transition_column ? this->transition_column() : at.column) - this->warp * Config::kWarpColumns;
+    if (first_column >= (is_transition_column ? p.key_dim : p.value_dim))
+      return;  // the power of two is larger than needed
+    const int warmup = is_transition_column ? 0 : segment.warmup_chunks(), first = segment.chunk - warmup;
     int rows = static_cast<int>(Base::end_of(segment, at)) - first * kChunkTokens;
     if (rows <= 0 && !p.summaries) return;
     const int outputs = this->is_transition() ? 0 : rows - warmup * kChunkTokens;
     this->set_rows(at, first * kStepsPerChunk, segment.chunk * kStepsPerChunk);
     snapshot = this->snapshot_at(at, segment.chunk);
     this->load_first(rows);
-    if (this->is_transition() && (is_map || segment.is_entered())) {
+    if (this->is_transition() && (is_transition_column || segment.begins_at_boundary())) {
       this->zero_state();
-      if (is_map && segment.chunks > 0)
-        this->each_number(this->map_column(), p.key_dim, 1, p.key_dim,
+      if (is_transition_column && segment.chunks > 0)
+        this->each_number(this->transition_column(), p.key_dim, 1, p.key_dim,
                           [&](float& x, int i) { x = i % (p.key_dim + 1) == 0 ? 1.0f : 0.0f; });
     } else {
-      this->enter(segment, at);
+      this->load_boundary_state(segment, at);
     }
     int stage = 0;
 #pragma unroll 1
@@ -51,7 +58,7 @@ struct States : Chain<Config> {
 #pragma unroll 1
     for (; rows > 0; stage ^= 1, rows -= kStep) {
       this->begin_step();
-      if (stage == 0) this->keep_state(snapshot);  // before the first step of a chunk
+      if (stage == 0) this->store_snapshot(snapshot);  // before the first step of a chunk
       this->advance_state(stage, rows, [&](const Tokens& U) { this->store_outputs(U, rows); });
     }
     if (this->is_transition()) p.summaries ? store_summary() : store();
@@ -60,37 +67,39 @@ struct States : Chain<Config> {
   // ---- transitions -------------------------------------------------------------------------------------------------
 
   // Whether a fold goes over the segment, from state to state or from gradient to gradient.
-  GD_DEVICE bool leaves_map(const Segment& segment, const Place& at) const {
-    if (segment.is_entered() && this->leaves_entry(segment, at)) return true;
+  GD_DEVICE bool leaves_transition(const Segment& segment, const Place& at) const {
+    if (segment.begins_at_boundary() && this->leaves_boundary_state(segment, at)) return true;
     if (!p.gradient_segments || segment.chunk == 0) return false;
-    const Segment* const gradients = p.gradient_segments + this->block();
-    return gradients->is_entered() && gradients[-p.value_heads].is_entered();
+    const Segment* const gradients = p.gradient_segments + this->work_item();
+    return gradients->begins_at_boundary() && gradients[-p.value_heads].begins_at_boundary();
   }
   // Both kinds by one loop: the code that stores is long. M leaves as the folds read it: M^T by rows, and M by rows for
   // gradients.
   GD_DEVICE void store() {
-    const int64_t map = int64_t{this->block()} * p.key_dim * p.key_dim;
-    const bool is_map = this->map_column() >= 0;
+    const int64_t matrix = int64_t{this->work_item()} * p.key_dim * p.key_dim;
+    const bool is_transition_column = this->transition_column() >= 0;
 #pragma unroll 1
-    for (int i = 0; i < (is_map && p.gradient_maps ? 2 : 1); ++i) {
-      float* to = p.entries + this->next_block() * p.state_numbers();
+    for (int i = 0; i < (is_transition_column && p.gradient_transitions ? 2 : 1); ++i) {
+      float* to = p.boundary_states + this->next_work_item() * p.state_numbers();
       int key_stride = p.key_state_stride, value_stride = p.value_state_stride;
-      if (is_map) {
-        to = (i == 0 ? p.maps : p.gradient_maps) + map;
+      if (is_transition_column) {
+        to = (i == 0 ? p.transitions : p.gradient_transitions) + matrix;
         key_stride = i == 0 ? 1 : p.key_dim;
         value_stride = i == 0 ? p.key_dim : 1;
       }
-      this->each_number(is_map ? this->map_column() : this->column(), is_map ? p.key_dim : p.value_dim, key_stride,
-                        value_stride, [&](const float& x, int at) { to[at] = x; });
+      this->each_number(is_transition_column ? this->transition_column() : this->column(),
+                        is_transition_column ? p.key_dim : p.value_dim, key_stride, value_stride,
+                        [&](const float& x, int at) { to[at] = x; });
     }
   }
   GD_DEVICE void store_summary() {
     const Place at = this->place_in(this->segment());
-    const bool is_map = this->map_column() >= 0;
-    const StateRows& to = is_map ? p.transition : p.final;
-    this->store_state(to.data, to.dtype, to.offset(at.sequence, at.head), is_map ? this->map_column() : at.column,
-                      is_map ? p.key_dim : p.value_dim, is_map ? p.key_dim : p.key_state_stride,
-                      is_map ? 1 : p.value_state_stride);
+    const bool is_transition_column = this->transition_column() >= 0;
+    const StateRows& to = is_transition_column ? p.transition : p.final;
+    this->store_state(
+        to.data, to.dtype, to.offset(at.sequence, at.head),
+        is_transition_column ? this->transition_column() : at.column, is_transition_column ? p.key_dim : p.value_dim,
+        is_transition_column ? p.key_dim : p.key_state_stride, is_transition_column ? 1 : p.value_state_stride);
   }
 };
 

@@ -8,21 +8,21 @@ namespace gatedelta::cuda::portable {
 
 // Microseconds, on an H200.
 struct ChainCosts {
-  float chunk;     // of the forward, with outputs, of a CTA that is alone on its multiprocessor
-  float beside;    // more of it for every other CTA there
-  float resident;  // CTAs of a multiprocessor, at most
+  float chunk;          // of the forward, with outputs, of a CTA that is alone on its multiprocessor
+  float per_extra_cta;  // more of it for every other CTA there
+  float ctas_per_sm;    // CTAs of a multiprocessor, at most
 };
 // A chain kernel of a call, against the forward's chunk.
 struct ChainWork {
-  float chunk;      // with outputs
-  float silent;     // of a warm-up or a transition
-  float warmup;     // chunks of a usual one
-  bool makes_maps;  // its transitions have columns for M, too
+  float chunk;             // with outputs
+  float warmup_chunk;      // of a warm-up or a transition
+  float warmup;            // chunks of a usual one
+  bool makes_transitions;  // its transitions have columns for M, too
 };
-struct CutCosts {
+struct FixedCosts {
   static constexpr float kItem = 1.0f;         // of a CTA besides its chunks
   static constexpr float kChain = 7.7f;        // of the kernels of cuts besides their CTAs, for each chain
-  static constexpr float kFoldStep = 2.6f;     // of a fold
+  static constexpr float kMergeStep = 2.6f;    // of a fold
   static constexpr float kIdle = 3.5f;         // of each kernel that has nothing to do
   static constexpr float kPersistent = 0.26f;  // the share of heads taken for persistent
   static constexpr float kWorth = 1.06f;       // by as much the estimate of a cut has to win
@@ -32,7 +32,7 @@ struct CutCosts {
 GD_HOST_DEVICE inline float floor_of(float x) { return static_cast<float>(static_cast<int>(x)); }
 GD_HOST_DEVICE inline float ceil_of(float x) { return floor_of(x) < x ? floor_of(x) + 1 : x; }
 
-// What the prices ask of a call's lengths, in chunks.
+// What the cost ask of a call's lengths, in chunks.
 struct LengthSums {
   int longest = 0;
   int count = 0, longest_count = 0;  // sequences that have tokens, and those that are as long as the longest
@@ -56,28 +56,29 @@ struct SegmentSums {
 GD_HOST_DEVICE inline int next_number(int segments) { return segments + 1 + segments / 9; }
 
 // Of a call whose chains run one after the other, by the same segments.
-struct CutPrices {
+struct CutCost {
   struct Chain {
-    float chunk, silent, warmup;              // see ChainWork
+    float chunk, warmup_chunk, warmup;        // see ChainWork
     float ctas, transition_ctas, whole_ctas;  // for all heads of a segment; of a sequence that is not cut
   };
   static constexpr int kMostChains = 2;
-  ChainCosts costs{}, transition_costs{}, whole_costs{};
-  float multiprocessors = 0;
+  ChainCosts segment_costs{}, transition_costs{}, whole_costs{};
+  float sm_count = 0;
   // Every chain has a second grid, of whole sequences. One of the two has nothing to do. Otherwise whole sequences run
   // in the grid of segments.
   bool has_whole_grid = false;
   int chain_count = 0;
   Chain chains[kMostChains]{};
 
-  // Others beside a CTA where `ctas` are spread evenly.
-  GD_HOST_DEVICE float beside(float ctas) const { return ceil_of(ctas / multiprocessors) - 1; }
+  // Others beside a CTA where `ctas` are even_ctas_per_sm evenly.
+  GD_HOST_DEVICE float extra_ctas(float ctas) const { return ceil_of(ctas / sm_count) - 1; }
   // Rounds of as many CTAs as are resident, the last one with fewer.
   GD_HOST_DEVICE float time(const ChainCosts& kind, float ctas, float chunks) const {
-    const float together = kind.resident * multiprocessors, whole_rounds = floor_of(ctas / together);
+    const float together = kind.ctas_per_sm * sm_count, whole_rounds = floor_of(ctas / together);
     const float rest = ctas - whole_rounds * together, rounds = rest > 0 ? whole_rounds + 1 : whole_rounds;
-    const float last = rest > 0 ? kind.chunk + kind.beside * beside(rest) : 0.0f;
-    return rounds * CutCosts::kItem + chunks * (whole_rounds * (kind.chunk + kind.beside * (kind.resident - 1)) + last);
+    const float last = rest > 0 ? kind.chunk + kind.per_extra_cta * extra_ctas(rest) : 0.0f;
+    return rounds * FixedCosts::kItem +
+           chunks * (whole_rounds * (kind.chunk + kind.per_extra_cta * (kind.ctas_per_sm - 1)) + last);
   }
   // Where all CTAs are resident at once, those of the longest sequences have others beside them only as long as these
   // last. Otherwise all count as so many of the longest.
@@ -89,11 +90,11 @@ struct CutPrices {
     float sum = 0;
     for (int i = 0; i < chain_count; ++i) {
       const Chain& chain = chains[i];
-      const float all = beside(static_cast<float>(lengths.count) * chain.whole_ctas),
-                  equal = beside(longest_count * chain.whole_ctas);
-      if (all < whole_costs.resident) {
-        const float others_beside = whole_costs.beside * (equal + (all - equal) * part);
-        sum += CutCosts::kItem + chain.chunk * longest * (whole_costs.chunk + others_beside);
+      const float all = extra_ctas(static_cast<float>(lengths.count) * chain.whole_ctas),
+                  equal = extra_ctas(longest_count * chain.whole_ctas);
+      if (all < whole_costs.ctas_per_sm) {
+        const float of_others = whole_costs.per_extra_cta * (equal + (all - equal) * part);
+        sum += FixedCosts::kItem + chain.chunk * longest * (whole_costs.chunk + of_others);
       } else {
         sum += time(whole_costs, ceil_of(lengths.chunks / longest * chain.whole_ctas), chain.chunk * longest);
       }
@@ -102,19 +103,21 @@ struct CutPrices {
   }
   // The grids of whole sequences, where these are cut.
   GD_HOST_DEVICE float second_grids() const {
-    return has_whole_grid ? CutCosts::kIdle * static_cast<float>(chain_count) : 0.0f;
+    return has_whole_grid ? FixedCosts::kIdle * static_cast<float>(chain_count) : 0.0f;
   }
   // By segments of `length` chunks.
   GD_HOST_DEVICE float cut(const LengthSums& lengths, const SegmentSums& sums, int length) const {
     const auto L = static_cast<float>(length);
     const int steps = (lengths.longest + length - 1) / length - 2;  // of a fold
-    float sum = steps > 0 ? CutCosts::kFoldStep * static_cast<float>(steps) : 0.0f;
+    float sum = steps > 0 ? FixedCosts::kMergeStep * static_cast<float>(steps) : 0.0f;
     sum += second_grids();
     for (int i = 0; i < chain_count; ++i) {
       const Chain& chain = chains[i];
-      const float persistent = CutCosts::kPersistent * sums.boundaries * chain.transition_ctas;
-      sum += CutCosts::kChain + time(transition_costs, persistent > 1 ? ceil_of(persistent) : 1.0f, L * chain.silent);
-      sum += time(costs, ceil_of(sums.segments * chain.ctas), L * chain.chunk + chain.warmup * chain.silent);
+      const float persistent = FixedCosts::kPersistent * sums.boundaries * chain.transition_ctas;
+      sum += FixedCosts::kChain +
+             time(transition_costs, persistent > 1 ? ceil_of(persistent) : 1.0f, L * chain.warmup_chunk);
+      sum +=
+          time(segment_costs, ceil_of(sums.segments * chain.ctas), L * chain.chunk + chain.warmup * chain.warmup_chunk);
     }
     return sum;
   }
@@ -123,15 +126,15 @@ struct CutPrices {
   GD_HOST_DEVICE float of(const LengthSums& lengths, const SegmentSums& sums, int length) const {
     if (length < lengths.longest) return cut(lengths, sums, length);
     const int idle = 2 + (has_whole_grid ? 2 : 1) * chain_count;
-    return uncut(lengths) + (has_whole_grid ? 0 : crowded(lengths)) + CutCosts::kIdle * static_cast<float>(idle);
+    return uncut(lengths) + (has_whole_grid ? 0 : crowded(lengths)) + FixedCosts::kIdle * static_cast<float>(idle);
   }
   // What whole sequences take longer in a grid for segments: CTAs that have nothing to do leave one more of the others
   // on some multiprocessors, where it fits.
   GD_HOST_DEVICE float crowded(const LengthSums& lengths) const {
     float sum = 0;
     for (int i = 0; i < chain_count; ++i)
-      if (beside(static_cast<float>(lengths.count) * chains[i].ctas) + 1 < costs.resident)
-        sum += chains[i].chunk * static_cast<float>(lengths.longest) * costs.beside;
+      if (extra_ctas(static_cast<float>(lengths.count) * chains[i].ctas) + 1 < segment_costs.ctas_per_sm)
+        sum += chains[i].chunk * static_cast<float>(lengths.longest) * segment_costs.per_extra_cta;
     return sum;
   }
 };

@@ -1,5 +1,6 @@
 // The kernels of cuts that are no chains: segments and folds.
 #include "cuda/host/launch.cuh"
+#include "cuda/portable/cut/merge.cuh"
 #include "cuda/portable/cut/segments.cuh"
 #include "cuda/portable/launch.hpp"
 
@@ -8,33 +9,33 @@ namespace gatedelta::cuda::portable {
 namespace {
 
 __global__ void __launch_bounds__(kSegmentThreads)
-    portable_segments_kernel(const __grid_constant__ Params p, const __grid_constant__ CutPrices prices,
-                             const int slots) {
-  FindSegments::run(p, prices, static_cast<int>(blockIdx.x), slots, static_cast<int>(threadIdx.x));
+    portable_segments_kernel(const __grid_constant__ Params p, const __grid_constant__ CutCost cost,
+                             const int most_segments) {
+  FindSegments::run(p, cost, static_cast<int>(blockIdx.x), most_segments, static_cast<int>(threadIdx.x));
 }
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1) portable_fold_kernel(const __grid_constant__ Params p) {
-  Fold<Config>(p, static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x)).run();
+__global__ void __launch_bounds__(Config::kThreads, 1) portable_merge_kernel(const __grid_constant__ Params p) {
+  Merge<Config>(p, static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x)).run();
 }
 
 template <class Config>
-cudaError_t launch_fold(const Params& p, int device, cudaStream_t stream) {
-  return launch_large<portable_fold_kernel<Config>>(Pdl::kOff, fold_ctas(p), Config::kThreads, Config::Smem::kBytes,
-                                                    device, stream, p);
+cudaError_t launch_merge(const Params& p, int device, cudaStream_t stream) {
+  return launch_large<portable_merge_kernel<Config>>(Pdl::kOff, merge_ctas(p), Config::kThreads, Config::Smem::kBytes,
+                                                     device, stream, p);
 }
 
 }  // namespace
 
-cudaError_t launch_segments(const Params& p, const CutPrices& prices, cudaStream_t stream) {
-  const auto slots = static_cast<int>(p.slots().count(p.sequences));
-  return launch_kernel(Pdl::kOff, portable_segments_kernel, segment_ctas(p), kSegmentThreads, 0, stream, p, prices,
-                       slots);
+cudaError_t launch_segments(const Params& p, const CutCost& cost, cudaStream_t stream) {
+  const auto most_segments = static_cast<int>(p.segment_length().most_segments(p.sequences));
+  return launch_kernel(Pdl::kOff, portable_segments_kernel, segment_ctas(p), kSegmentThreads, 0, stream, p, cost,
+                       most_segments);
 }
-cudaError_t launch_folds(const Params& p, int device, cudaStream_t stream) {
+cudaError_t launch_merges(const Params& p, int device, cudaStream_t stream) {
   switch (compiled_keys(p.key_dim)) {
-    case 64: return launch_fold<FoldConfig<64>>(p, device, stream);
-    case 128: return launch_fold<FoldConfig<128>>(p, device, stream);
-    default: return launch_fold<FoldConfig<256>>(p, device, stream);
+    case 64: return launch_merge<MergeConfig<64>>(p, device, stream);
+    case 128: return launch_merge<MergeConfig<128>>(p, device, stream);
+    default: return launch_merge<MergeConfig<256>>(p, device, stream);
   }
 }
 

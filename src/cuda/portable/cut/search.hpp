@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <initializer_list>
 
-#include "cuda/portable/config.hpp"
+#include "cuda/portable/workspace.hpp"
 
 namespace gatedelta::cuda::portable {
 
@@ -45,41 +45,41 @@ struct Lengths {
 // The cut of a call whose chains run one after the other, by the same segments.
 struct CutSearch {
   const Layer& in;
-  std::initializer_list<ChainWork> chains;  // CutPrices::kMostChains at most
-  int64_t entry_slots;                      // that entries and maps have room for
-  Multiprocessors device;
+  std::initializer_list<ChainWork> chains;  // CutCost::kMostChains at most
+  int64_t segment_capacity;                 // that entries and maps have room for
+  DeviceLimits device;
 
   bool is_pack() const { return in.sequences.offsets && in.sequences.count > 1; }
   static int64_t chunks_of(int64_t tokens) { return ChunkedSequences::chunks(tokens); }
   float ctas(ChainKind kind, int columns) const {
-    return static_cast<float>(in.value_heads << log_parts(columns, chain_columns(kind)));
+    return static_cast<float>(in.value_heads << log2_ctas_per_head(columns, chain_columns(kind)));
   }
   ChainCosts costs_of(ChainKind kind) const {
     ChainCosts costs = chain_costs(kind);
-    costs.resident = std::min(costs.resident, static_cast<float>(device.resident(chain_bytes(kind))));
+    costs.ctas_per_sm = std::min(costs.ctas_per_sm, static_cast<float>(device.ctas_per_sm(chain_bytes(kind))));
     return costs;
   }
-  CutPrices prices_of(ChainKind kind) const { return prices_of(kind, kind, false); }
-  CutPrices prices_of(ChainKind kind, ChainKind whole_kind, bool has_whole_grid) const {
+  CutCost cost_of(ChainKind kind) const { return cost_of(kind, kind, false); }
+  CutCost cost_of(ChainKind kind, ChainKind whole_kind, bool has_whole_grid) const {
     const ChainKind narrow = transition_kind(kind);
-    CutPrices prices;
-    prices.costs = costs_of(kind), prices.transition_costs = costs_of(narrow);
-    prices.whole_costs = costs_of(whole_kind);
-    prices.multiprocessors = static_cast<float>(device.count);
-    prices.has_whole_grid = has_whole_grid;
+    CutCost cost;
+    cost.segment_costs = costs_of(kind), cost.transition_costs = costs_of(narrow);
+    cost.whole_costs = costs_of(whole_kind);
+    cost.sm_count = static_cast<float>(device.sm_count);
+    cost.has_whole_grid = has_whole_grid;
     for (const ChainWork& work : chains)
-      prices.chains[prices.chain_count++] = {work.chunk,
-                                             work.silent,
-                                             work.warmup,
-                                             ctas(kind, in.value_dim),
-                                             ctas(narrow, in.value_dim + (work.makes_maps ? in.key_dim : 0)),
-                                             ctas(whole_kind, in.value_dim)};
-    return prices;
+      cost.chains[cost.chain_count++] = {work.chunk,
+                                         work.warmup_chunk,
+                                         work.warmup,
+                                         ctas(kind, in.value_dim),
+                                         ctas(narrow, in.value_dim + (work.makes_transitions ? in.key_dim : 0)),
+                                         ctas(whole_kind, in.value_dim)};
+    return cost;
   }
   // The widest instance first.
   template <class Consider>
   void each_kind(const Consider& consider) const {
-    if (compiled_keys(in.key_dim) != 128) return consider(chain_kind(in, device.count));
+    if (compiled_keys(in.key_dim) != 128) return consider(chain_kind(in, device.sm_count));
     if (in.value_dim > 64) consider(ChainKind::k128);
     consider(ChainKind::k128Half);
     consider(ChainKind::k128Quarter);
@@ -88,7 +88,7 @@ struct CutSearch {
   // the longest is expected to have 1 + 1/2 + ... + 1/N of N parts; or one sequence may have half of what is left then.
   static constexpr int kGuesses = 3;
   static constexpr float kNever = 1e30f;
-  // Times that prices cannot tell apart. The widest instance wins: K, Q and what prepare left are read once for all of
+  // Times that cost cannot tell apart. The widest instance wins: K, Q and what prepare left are read once for all of
   // its columns.
   static constexpr float kTie = 1.02f;
   static constexpr float kSameTime = 1.05f;  // of an instance for equal lengths that are not cut
@@ -111,11 +111,12 @@ struct CutSearch {
   template <class Try>
   void each_length(const Lengths& lengths, const Try& attempt) const {
     const float heads = lengths.segments(lengths.longest).segments * static_cast<float>(in.value_heads);
-    const float most = 4 * static_cast<float>(device.count) / heads + 1;
+    const float most = 4 * static_cast<float>(device.sm_count) / heads + 1;
     for (int number = 2; number <= lengths.longest / kLeastSegment && static_cast<float>(number) <= most;
          number = next_number(number)) {
       const int length = (lengths.longest + number - 1) / number;
-      if (SegmentSlots{int64_t{length} * kChunkTokens}.count(sequences_of(in.sequences)) > entry_slots) break;
+      if (SegmentLength{int64_t{length} * kChunkTokens}.most_segments(sequences_of(in.sequences)) > segment_capacity)
+        break;
       attempt(length);
     }
   }
@@ -132,7 +133,7 @@ struct CutSearch {
     }
     float least() const { return time[count - 1]; }
   };
-  Curve curve_of(const CutPrices& prices, const Lengths& lengths) const {
+  Curve curve_of(const CutCost& cost, const Lengths& lengths) const {
     const LengthSums sums = lengths.sums();
     Curve curve;
     float least = kNever;
@@ -140,7 +141,7 @@ struct CutSearch {
     curve.count = 1;
     each_length(lengths, [&](int length) {
       if (curve.count == Curve::kMost) return;
-      least = std::min(least, prices.cut(sums, lengths.segments(length), length));
+      least = std::min(least, cost.cut(sums, lengths.segments(length), length));
       curve.length[curve.count] = length, curve.time[curve.count] = least;
       ++curve.count;
     });
@@ -153,7 +154,7 @@ struct CutSearch {
     Cut cut;
     float least = 0;
     each_kind([&](ChainKind kind) {
-      const float time = prices_of(kind).cut(lengths.sums(), sums, length);
+      const float time = cost_of(kind).cut(lengths.sums(), sums, length);
       if (cut.chunks > 0 && time >= least) return;
       cut = {length, kind, kind, {}, expected(lengths, length)};
       least = time;
@@ -186,15 +187,15 @@ struct CutSearch {
   ChainKind whole_kind() const {
     Guesses all = all_guesses();
     each_kind([&](ChainKind kind) {
-      const CutPrices prices = prices_of(kind);
-      for (int i = 0; i < all.count; ++i) all.consider(i, prices.uncut(all.lengths[i].sums()));
+      const CutCost cost = cost_of(kind);
+      for (int i = 0; i < all.count; ++i) all.consider(i, cost.uncut(all.lengths[i].sums()));
     });
     ChainKind best = ChainKind::k64;
     float least = kNever;
     each_kind([&](ChainKind kind) {
-      const CutPrices prices = prices_of(kind);
-      const float sum = all.sum([&](int i) { return prices.uncut(all.lengths[i].sums()); });
-      if (prices.uncut(all.lengths[0].sums()) > kSameTime * all.best[0] || sum >= least) return;
+      const CutCost cost = cost_of(kind);
+      const float sum = all.sum([&](int i) { return cost.uncut(all.lengths[i].sums()); });
+      if (cost.uncut(all.lengths[0].sums()) > kSameTime * all.best[0] || sum >= least) return;
       least = sum;
       best = kind;
     });
@@ -205,11 +206,11 @@ struct CutSearch {
   ChainKind equal_kind() const {
     const LengthSums equal = guess(0).sums();
     float least = kNever;
-    each_kind([&](ChainKind kind) { least = std::min(least, prices_of(kind).uncut(equal)); });
+    each_kind([&](ChainKind kind) { least = std::min(least, cost_of(kind).uncut(equal)); });
     ChainKind widest = ChainKind::k64;
     bool is_found = false;
     each_kind([&](ChainKind kind) {
-      if (is_found || prices_of(kind).uncut(equal) > kTie * least) return;
+      if (is_found || cost_of(kind).uncut(equal) > kTie * least) return;
       widest = kind;
       is_found = true;
     });
@@ -218,19 +219,19 @@ struct CutSearch {
   // An instance for segments, perhaps with a second grid for whole sequences.
   struct Option {
     ChainKind kind;
-    CutPrices prices;
+    CutCost cost;
     const Curve* curves;    // [kGuesses], without a second grid
     float whole[kGuesses];  // where the device cuts nothing
 
     float time(int i, int least_length) const {
-      return std::min(whole[i], curves[i].at(least_length) + prices.second_grids());
+      return std::min(whole[i], curves[i].at(least_length) + cost.second_grids());
     }
   };
-  Option option_of(ChainKind kind, const CutPrices& prices, const Curve* curves, Guesses& all) const {
-    Option option{kind, prices, curves, {}};
+  Option option_of(ChainKind kind, const CutCost& cost, const Curve* curves, Guesses& all) const {
+    Option option{kind, cost, curves, {}};
     for (int i = 0; i < all.count; ++i) {
       const LengthSums sums = all.lengths[i].sums();
-      option.whole[i] = is_pack() ? prices.of(sums, {}, sums.longest) : prices.uncut(sums);
+      option.whole[i] = is_pack() ? cost.of(sums, {}, sums.longest) : cost.uncut(sums);
       all.consider(i, option.time(i, 1));
     }
     return option;
@@ -246,14 +247,14 @@ struct CutSearch {
     // Batches of a backward are up to 5% slower by the widest of about equal instances.
     const bool is_backward = chains.size() > 1;
     const ChainKind equal = equal_kind(), whole = is_pack() || is_backward ? whole_kind() : equal;
-    const auto uncut = [&, prices = prices_of(whole)](int i) { return prices.uncut(all.lengths[i].sums()); };
+    const auto uncut = [&, cost = cost_of(whole)](int i) { return cost.uncut(all.lengths[i].sums()); };
     for (int i = 0; i < all.count; ++i) all.consider(i, uncut(i));
     each_kind([&](ChainKind kind) {
-      const CutPrices prices = prices_of(kind);
+      const CutCost cost = cost_of(kind);
       Curve* const mine = curves[kinds++];
-      for (int i = 0; i < all.count; ++i) mine[i] = curve_of(prices, all.lengths[i]);
-      options[option_count++] = option_of(kind, prices, mine, all);
-      if (is_pack()) options[option_count++] = option_of(kind, prices_of(kind, equal, true), mine, all);
+      for (int i = 0; i < all.count; ++i) mine[i] = curve_of(cost, all.lengths[i]);
+      options[option_count++] = option_of(kind, cost, mine, all);
+      if (is_pack()) options[option_count++] = option_of(kind, cost_of(kind, equal, true), mine, all);
     });
     Cut best;
     float least = kNever;
@@ -265,10 +266,10 @@ struct CutSearch {
           const float sum = all.sum([&](int i) { return option.time(i, length); });
           if (sum >= least) continue;
           least = sum;
-          best = {length, option.kind, equal, is_pack() ? option.prices : CutPrices{}, {}};
+          best = {length, option.kind, equal, is_pack() ? option.cost : CutCost{}, {}};
         }
     }
-    if (CutCosts::kWorth * least >= all.sum(uncut)) best = {0, whole, whole, {}, {}};
+    if (FixedCosts::kWorth * least >= all.sum(uncut)) best = {0, whole, whole, {}, {}};
     if (best.chunks > 0) best.expected = expected(all.lengths[all.count - 1], best.chunks);
     return best;
   }
@@ -283,75 +284,16 @@ struct CutSearch {
 };
 
 // forced: chunks of a segment, or 0.
-inline Cut choose_cut(const Layer& in, std::initializer_list<ChainWork> chains, int64_t entry_slots, int64_t forced,
-                      const Multiprocessors& device) {
-  const CutSearch search{in, chains, entry_slots, device};
-  if (entry_slots > 0 && !forced) return search.chosen();
-  if (entry_slots > 0 && forced * kChunkTokens < in.sequences.tokens) return search.forced(static_cast<int>(forced));
-  return {0, chain_kind(in, device.count), {}, {}, {}};
+inline Cut choose_cut(const Layer& in, std::initializer_list<ChainWork> chains, int64_t segment_capacity,
+                      int64_t forced, const DeviceLimits& device) {
+  const CutSearch search{in, chains, segment_capacity, device};
+  if (segment_capacity > 0 && !forced) return search.chosen();
+  if (segment_capacity > 0 && forced * kChunkTokens < in.sequences.tokens)
+    return search.forced(static_cast<int>(forced));
+  return {0, chain_kind(in, device.sm_count), {}, {}, {}};
 }
-inline Cut choose_cut(const ForwardProblem& p, const ForwardWorkspace& layout, const Multiprocessors& device) {
-  return choose_cut(p.in, {kForwardWork}, layout.entry_slots, p.segment_chunks, device);
-}
-
-// ---- launches ------------------------------------------------------------------------------------------------------
-
-// Of the transitions of a chain: those of states have more CTAs of a head, for M.
-inline Params transition_params(const Params& p, ChainKind kind, bool makes_maps) {
-  const int columns = chain_columns(transition_kind(kind));
-  Params transitions = p;
-  transitions.log_parts = log_parts(p.value_dim, columns);
-  transitions.map_column = columns << transitions.log_parts;
-  if (makes_maps) transitions.log_parts = log_parts(transitions.map_column + p.key_dim, columns);
-  return transitions;
-}
-
-// Of the grid of whole sequences, beside one of segments (CutPrices::has_whole_grid). Each of its CTAs sees whether its
-// sequence has been cut.
-inline Params whole_params(const Params& p, ChainKind kind) {
-  Params whole = p;
-  whole.segment_chunks = 0;
-  whole.segments = whole.gradient_segments = nullptr;
-  whole.initial_copy = nullptr;
-  whole.log_parts = log_parts(p.value_dim, chain_columns(kind));
-  return whole;
-}
-
-// How a chain kernel is launched. CTAs that have nothing to do leave too many of the others on some multiprocessors,
-// unless no more than `resident` fit there. 0: as many as do, where all have something to do.
-struct ChainLaunch {
-  ChainKind kind;
-  int resident;      // of a multiprocessor
-  int shared_bytes;  // likewise: always the device's, because a kernel is allowed its most once for all launches
-  ChainLaunch(ChainKind kind_, int resident_, const Multiprocessors& device)
-      : kind(kind_), resident(resident_), shared_bytes(device.shared_bytes) {}
-  int bytes(int needed) const { return resident > 0 ? std::max(needed, spread_bytes(resident, shared_bytes)) : needed; }
-  int most_bytes(int needed) const { return std::max(needed, spread_bytes(1, shared_bytes)); }
-};
-inline ChainLaunch chain_launch(const Cut& cut, const Params& p, const Multiprocessors& device) {
-  const bool has_idle = p.segment_chunks > 0 && p.sequences.offsets && p.sequences.count > 1;
-  const float ctas = cut.expected.segments * static_cast<float>(p.value_heads << p.log_parts);
-  return {cut.kind, has_idle ? spread(ctas, device.count) : 0, device};
-}
-inline ChainLaunch whole_launch(const Cut& cut, const Multiprocessors& device) { return {cut.whole_kind, 0, device}; }
-inline ChainLaunch transition_launch(const Cut& cut, const Params& transitions, const Multiprocessors& device) {
-  const float ctas = CutCosts::kPersistent * cut.expected.boundaries *
-                     static_cast<float>(transitions.value_heads << transitions.log_parts);
-  return {transition_kind(cut.kind), spread(ctas, device.count), device};
-}
-
-inline int64_t chain_ctas(const Params& p) {
-  const int64_t items = p.summaries ? p.summaries : p.segment_chunks ? p.slots().count(p.sequences) : p.sequences.count;
-  return (items * p.value_heads) << p.log_parts;
-}
-inline int64_t segment_ctas(const Params& p) {
-  const int64_t copies = p.initial_copy ? int64_t{p.sequences.count} * p.value_heads : 0;
-  return p.slots().count(p.sequences) + copies;
-}
-// Both chains of a backward fold at the same time.
-inline int64_t fold_ctas(const Params& p) {
-  const int chains = p.gradient_segments ? 2 : 1;
-  return int64_t{chains} * p.sequences.count * p.value_heads * (p.value_dim / kFoldColumns);
+inline Cut choose_cut(const ForwardProblem& p, const ForwardWorkspace& layout, const DeviceLimits& device) {
+  return choose_cut(p.in, {kForwardWork}, layout.segment_capacity, p.segment_chunks, device);
 }
 
 }  // namespace gatedelta::cuda::portable

@@ -27,9 +27,9 @@ cudaError_t launch_forward(const Params& p, const ChainLaunch& how, int device, 
   });
 }
 
-Outcome launch(const ForwardProblem& problem, const Context& context, const Multiprocessors& multiprocessors) {
+Outcome launch(const ForwardProblem& problem, const Context& context, const DeviceLimits& limits) {
   const ForwardWorkspace layout = forward_layout(problem);
-  const Cut cut = choose_cut(problem, layout, multiprocessors);
+  const Cut cut = choose_cut(problem, layout, limits);
   const Params p = params_of(problem, layout, context.workspace, cut);
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const int device = context.device;
@@ -38,10 +38,10 @@ Outcome launch(const ForwardProblem& problem, const Context& context, const Mult
   if (chain_ctas(p) == 0) return ran.outcome;
   const auto begin = [&] {
     const Params transitions = transition_params(p, cut.kind, true);
-    return ran(launch_segments(p, cut.prices, stream), "launch the kernel that finds segments") &&
-           ran(launch_states(transitions, transition_launch(cut, transitions, multiprocessors), device, stream),
+    return ran(launch_segments(p, cut.cost, stream), "launch the kernel that finds segments") &&
+           ran(launch_states(transitions, transition_launch(cut, transitions, limits), device, stream),
                "launch the transitions") &&
-           ran(launch_folds(p, device, stream), "launch the folds");
+           ran(launch_merges(p, device, stream), "launch the folds");
   };
   if (p.segment_chunks > 0 && !begin()) return ran.outcome;
   const auto run = [&](const Params& chain, const ChainLaunch& how) {
@@ -49,17 +49,16 @@ Outcome launch(const ForwardProblem& problem, const Context& context, const Mult
                                         : launch_forward<Fp16>(chain, how, device, stream),
                "launch the forward kernel");
   };
-  if (run(p, chain_launch(cut, p, multiprocessors)) && cut.prices.has_whole_grid)
-    run(whole_params(p, cut.whole_kind), whole_launch(cut, multiprocessors));
+  if (run(p, chain_launch(cut, p, limits)) && cut.cost.has_whole_grid)
+    run(whole_params(p, cut.whole_kind), whole_launch(cut, limits));
   return ran.outcome;
 }
 
 }  // namespace
 
 Outcome launch(const ForwardProblem& problem, const Context& context) {
-  return with_device(context.device, kAllDevices, [&](const DeviceFacts& facts) -> Outcome {
-    return launch(problem, context, multiprocessors_of(facts));
-  });
+  return with_device(context.device, kAllDevices,
+                     [&](const DeviceFacts& facts) -> Outcome { return launch(problem, context, limits_of(facts)); });
 }
 
 }  // namespace gatedelta::cuda::portable

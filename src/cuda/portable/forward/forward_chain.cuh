@@ -7,7 +7,11 @@
 // group have arrived in both places that wait.
 #pragma once
 
-#include "cuda/portable/chain/chain.cuh"
+#include "cuda/portable/chain/advance.cuh"
+#include "cuda/portable/chain/loads.cuh"
+#include "cuda/portable/chain/products.cuh"
+#include "cuda/portable/chain/rounding.cuh"
+#include "cuda/portable/chain/state.cuh"
 
 namespace gatedelta::cuda::portable {
 
@@ -17,7 +21,7 @@ struct Forward : Chain<Config> {
   using Base = Chain<Config>;
   using Base::kI, Base::p, Base::smem;
   using typename Base::Operand, typename Base::Place, typename Base::Smem, typename Base::Tokens;
-  static constexpr int kRows = Config::kRows;
+  static constexpr int kWarpColumns = Config::kWarpColumns;
 
   GD_DEVICE Forward(const Params& params, int cta, int tid) : Base(params, cta, tid) {}
 
@@ -25,12 +29,12 @@ struct Forward : Chain<Config> {
     const Segment segment = this->segment();
     if (segment.sequence < 0 || p.is_padding(segment.sequence)) return;  // prepare has zeroed its outputs
     const Place at = this->place_in(segment);
-    if (at.column - this->warp * kRows >= p.value_dim) return;  // the power of two is larger than needed
+    if (at.column - this->warp * kWarpColumns >= p.value_dim) return;  // the power of two is larger than needed
     const int warmup = segment.warmup_chunks(), first = segment.chunk - warmup;
     this->set_rows(at, first * kStepsPerChunk, segment.chunk * kStepsPerChunk);
     int rows = static_cast<int>(Base::end_of(segment, at)) - first * kChunkTokens;
     this->load_first(rows);
-    this->enter(segment, at);
+    this->load_boundary_state(segment, at);
 #pragma unroll 1
     for (int step = 0; step < warmup * kStepsPerChunk; ++step, rows -= kStep) {
       this->begin_step();
@@ -73,15 +77,15 @@ struct Forward : Chain<Config> {
       }
       this->multiply_rows(O, s, Q, kk);  // (Q S)^T
     }
-    this->find_values(W, prep);
+    this->compute_w(W, prep);
     sync_warp();  // all lanes have read V
-    this->pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
+    this->pack_with_error_feedback(packed, W, load_shared(prep + Prepared::kErrorFeedback) > 0);
     this->multiply_triangle(W, packed, prep + Prepared::kN);  // U = W + N W
     this->scale(O, prep, kReadQuery);
     Base::pack_tokens(packed, W);
     this->multiply_triangle(O, packed, prep + Prepared::kP);
     this->scale(W, prep, kTail);
-    this->pack_summed(packed, W, load_shared(prep + Prepared::kCarry) > 0);
+    this->pack_with_error_feedback(packed, W, load_shared(prep + Prepared::kErrorFeedback) > 0);
     this->add_to_state_and_load(packed, K, rows - kStep);
     this->store_outputs(O, rows);
   }

@@ -3,6 +3,7 @@
 
 #include "cuda/device/numbers.cuh"
 #include "cuda/device/warp.cuh"
+#include "cuda/portable/params.hpp"
 
 namespace gatedelta::cuda::portable {
 

@@ -2,22 +2,23 @@
 #pragma once
 
 #include "cuda/device/chunks.cuh"
-#include "cuda/portable/config.hpp"
+#include "cuda/portable/instances.hpp"
+#include "cuda/portable/params.hpp"
 
 namespace gatedelta::cuda::portable {
 
 // Of packed sequences: their order, longest first, and the number of each one's first checkpoint. By helper CTAs of
 // kRanksPerCta threads.
-GD_DEVICE void look_at_lengths(const Params& p, int helper, int tid) {
+GD_DEVICE void rank_sequences(const Params& p, int helper, int tid) {
   const int count = p.sequences.count, n = helper * kRanksPerCta + tid;
-  if (p.order && n < count) {
+  if (p.longest_first && n < count) {
     const int64_t length = p.sequences[n].length;
     int rank = 0;  // longer ones, and equally long ones before it
     for (int m = 0; m < count; ++m) {
       const int64_t other = p.sequences[m].length;
       rank += other > length || (other == length && m < n);
     }
-    p.order[rank] = n;
+    p.longest_first[rank] = n;
   }
   if (p.first_checkpoint && n == 0) {
     int64_t total = 0;

@@ -1,7 +1,10 @@
 // The prepare kernels: the first of the two kernels of a portable forward.
 #include "cuda/host/launch.cuh"
 #include "cuda/portable/launch.hpp"
-#include "cuda/portable/prepare/prepare.cuh"
+#include "cuda/portable/prepare/inverse.cuh"
+#include "cuda/portable/prepare/loads.cuh"
+#include "cuda/portable/prepare/outputs.cuh"
+#include "cuda/portable/prepare/products.cuh"
 
 namespace gatedelta::cuda::portable {
 

@@ -1,7 +1,7 @@
 // Parameters and memory of the portable summaries: plain arithmetic that needs no CUDA.
 #pragma once
 
-#include "cuda/portable/cut/search.hpp"
+#include "cuda/portable/cut/launches.hpp"
 
 namespace gatedelta::cuda::portable {
 
@@ -46,10 +46,10 @@ inline StateRows rows_by_sequence(StateRows rows, int64_t first) {
 
 // Columns of a head: those of V, and those of M.
 template <class Problem>
-ChainKind summary_kind(const Problem& p, int columns, int multiprocessors) {
+ChainKind summary_kind(const Problem& p, int columns, int sm_count) {
   Layer summarised = p.in;
   summarised.sequences.count = p.count, summarised.value_dim = columns;
-  return chain_kind(summarised, multiprocessors);
+  return chain_kind(summarised, sm_count);
 }
 
 // layout: that of the problem.
@@ -69,10 +69,10 @@ struct SummaryChain {
   SummaryRange range;
 };
 inline SummaryChain chain_of(const SummaryProblem& problem, const SummaryWorkspace& layout, char* workspace,
-                             int multiprocessors) {
+                             int sm_count) {
   const Layer& in = problem.in;
   const ChainKind kind =
-      transition_kind(summary_kind(problem, in.value_dim + (problem.transition ? in.key_dim : 0), multiprocessors));
+      transition_kind(summary_kind(problem, in.value_dim + (problem.transition ? in.key_dim : 0), sm_count));
   Params p = summary_params(problem, layout, workspace, kind);
   p.final = rows_by_sequence(problem.local, problem.first);
   p.transition = rows_by_sequence(problem.transition, problem.first);
@@ -83,8 +83,8 @@ inline SummaryChain chain_of(const SummaryProblem& problem, const SummaryWorkspa
 }
 // The chain of gradients, none of whose steps has outputs.
 inline SummaryChain chain_of(const BackwardSummaryProblem& problem, const SummaryWorkspace& layout, char* workspace,
-                             int multiprocessors) {
-  const ChainKind kind = summary_kind(problem, problem.in.value_dim, multiprocessors);
+                             int sm_count) {
+  const ChainKind kind = summary_kind(problem, problem.in.value_dim, sm_count);
   Params p = summary_params(problem, layout, workspace, kind);
   p.v = problem.d_o, p.v_stride = static_cast<uint32_t>(problem.d_o.token_stride);
   p.final = rows_by_sequence(problem.d_local, problem.first);

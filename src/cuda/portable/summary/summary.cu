@@ -17,20 +17,20 @@ __global__ void __launch_bounds__(kSegmentThreads)
 }
 
 template <Pass kPass, class Problem, class LaunchChain>
-Outcome launch_summary(const Problem& problem, const Context& context, const Multiprocessors& multiprocessors,
-                       bool is_prepared, const LaunchChain& launch_chain) {
+Outcome launch_summary(const Problem& problem, const Context& context, const DeviceLimits& limits, bool has_prepared,
+                       const LaunchChain& launch_chain) {
   const SummaryWorkspace layout = summary_layout(problem);
-  const SummaryChain chain = chain_of(problem, layout, context.workspace, multiprocessors.count);
+  const SummaryChain chain = chain_of(problem, layout, context.workspace, limits.sm_count);
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const int device = context.device;
   Launched ran;
   const bool all =
-      (is_prepared || ran(launch_prepare(chain.p, prepare_ctas(prepared_forward(problem)), device, stream),
-                          "launch the prepare kernel")) &&
+      (has_prepared || ran(launch_prepare(chain.p, prepare_ctas(prepared_forward(problem)), device, stream),
+                           "launch the prepare kernel")) &&
       (problem.count == 0 || ran(launch_kernel(Pdl::kOff, portable_summary_kernel<kPass>, summary_ctas(chain.p),
                                                kSegmentThreads, 0, stream, chain.p, chain.range),
                                  "launch the kernel that finds what is read"));
-  const ChainLaunch how(chain.kind, 0, multiprocessors);
+  const ChainLaunch how(chain.kind, 0, limits);
   if (all) ran(launch_chain(chain.transitions, how, device, stream), "launch the chain of a summary");
   return ran.outcome;
 }
@@ -39,14 +39,14 @@ Outcome launch_summary(const Problem& problem, const Context& context, const Mul
 
 Outcome launch(const SummaryProblem& problem, const Context& context) {
   return with_device(context.device, kAllDevices, [&](const DeviceFacts& facts) -> Outcome {
-    return launch_summary<Pass::kForward>(problem, context, multiprocessors_of(facts), problem.prepared, launch_states);
+    return launch_summary<Pass::kForward>(problem, context, limits_of(facts), problem.prepared, launch_states);
   });
 }
 
 Outcome launch(const BackwardSummaryProblem& problem, const Context& context) {
   return with_device(context.device, kAllDevices, [&](const DeviceFacts& facts) -> Outcome {
-    return launch_summary<Pass::kBackward>(problem, context, multiprocessors_of(facts), problem.saved.present,
-                                           launch_gradient_chain);
+    return launch_summary<Pass::kBackward>(problem, context, limits_of(facts), problem.saved.present,
+                                           launch_grad_chain);
   });
 }
 

@@ -5,9 +5,9 @@
 //   gradients    all chunks are those of a warm-up, as they have no outputs
 #pragma once
 
+#include "cuda/device/fade.hpp"
 #include "cuda/device/numbers.cuh"
 #include "cuda/portable/summary/config.hpp"
-#include "cuda/device/fade.hpp"
 
 namespace gatedelta::cuda::portable {
 
@@ -32,8 +32,8 @@ struct FindSummaries {
       if (range.skip_faded || range.fade) fade = find_fade(chunks, range.skip_faded, decays);
       const bool is_faded = range.skip_faded && fade.window > 0;
       // An empty sequence has a chunk without tokens.
-      p.segments[item] =
-          is_faded ? Segment{n, chunks, 0, fade.window} : Segment{n, 0, chunks > 0 ? chunks : 1, Segment::kFromEntry};
+      p.segments[item] = is_faded ? Segment{n, chunks, 0, fade.window}
+                                  : Segment{n, 0, chunks > 0 ? chunks : 1, Segment::kFromBoundary};
       if (range.fade)
         store_number(range.fade.data, range.fade.dtype, range.fade.offset(row, 0, head),
                      is_faded ? -INFINITY : fade.log2_left);

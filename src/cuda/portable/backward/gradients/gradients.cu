@@ -1,6 +1,10 @@
 // The gradients kernels of a portable backward.
 #include "cuda/host/launch.cuh"
-#include "cuda/portable/backward/gradients/gradients.cuh"
+#include "cuda/portable/backward/gradients/head.cuh"
+#include "cuda/portable/backward/gradients/loads.cuh"
+#include "cuda/portable/backward/gradients/output.cuh"
+#include "cuda/portable/backward/gradients/pairs.cuh"
+#include "cuda/portable/backward/gradients/products.cuh"
 #include "cuda/portable/launch.hpp"
 
 namespace gatedelta::cuda::portable {
