@@ -11,6 +11,7 @@
 #include "core/problem.hpp"
 #include "cuda/device/divider.hpp"
 #include "cuda/device/host_device.hpp"
+#include "cuda/device/pdl.hpp"
 #include "cuda/device/rows32.hpp"
 
 namespace gatedelta::cuda {
@@ -116,7 +117,7 @@ struct OneTokenParams {
   States32 initial;
   uint32_t sequences = 0;
   bool l2norm = false, pads_by_read_index = false;
-  bool pdl = false;  // launched with it; of `one_token` [V, K]
+  Pdl pdl = Pdl::kOff;  // of `one_token` [V, K]
   Rows32 k, q, v, g, beta, A_log, dt_bias;
   KeyHeads key_heads;
   float scale = 0;

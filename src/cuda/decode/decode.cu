@@ -42,7 +42,7 @@ template <class Config, class Params>
 cudaError_t launch_128(void (*kernel)(Params), const Params& params, const RecurrentProblem& problem,
                        cudaStream_t stream) {
   const DecodeGrid grid = grid_of(problem, Config::kParts);
-  return launch_grid(kernel, dim3(grid.x, grid.y, grid.z), Config::kThreads, stream, params, pdl_if(params.pdl));
+  return launch_grid(kernel, dim3(grid.x, grid.y, grid.z), Config::kThreads, stream, params, params.pdl);
 }
 
 // The number of states chooses the instance: measured on an H200, see docs/kernels/decode.md.

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(Config::kThreads) one_token_kernel(const __gri
   constexpr int kPerLane = Config::kPerLane, kColumns = Config::kColumns;
   constexpr gd_state_layout kLayout = Config::kLayout;
   allow_next_kernel();
-  if (p.pdl) begin_with_pdl(p);
+  if (p.pdl != Pdl::kOff) begin_with_pdl(p);
   const uint32_t n = grid_sequence();
   const IndexRequest read = request_first(p, n);
   if (n >= p.sequences) return;

@@ -1,4 +1,5 @@
-// The instructions that C++ has no word for, one function each: what compute capability 8.0 has, and nothing later. tests/cpp/emulate has another file of this name, which stands in for this one on a CPU.
+// The instructions that C++ has no word for, one function each: what compute capability 8.0 has, and nothing later.
+// tests/cpp/emulate has another file of this name, which stands in for this one on a CPU.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -149,7 +150,7 @@ GD_DEVICE void mma<Fp16>(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, u
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// c = a b. NOTE(ptxas): with a literal 0 in the instruction nobody clears registers.
+// c = a b. NOTE(ptxas): with a literal 0 in the instruction no registers are cleared.
 template <class Elem>
 GD_DEVICE void mma_first(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1);
 template <>

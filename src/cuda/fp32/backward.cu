@@ -1,8 +1,8 @@
 // The backward of fp32 inputs: five to seven kernels on the caller's stream. No instruction here is newer than 8.0.
-#include "cuda/kernels.hpp"
 #include "cuda/fp32/backward.cuh"
 #include "cuda/fp32/finish.cuh"
 #include "cuda/fp32/launch.hpp"
+#include "cuda/kernels.hpp"
 
 namespace gatedelta::cuda::fp32 {
 
@@ -36,7 +36,7 @@ Outcome launch_all(const Params& p, bool has_saved, int device, cudaStream_t str
 Outcome launch(const BackwardProblem& problem, const Context& context) {
   return with_device(context.device, kAllDevices, [&](const DeviceFacts&) -> Outcome {
     return launch_all(params_of(problem, context.workspace), problem.saved.present, context.device,
-                            static_cast<cudaStream_t>(context.stream));
+                      static_cast<cudaStream_t>(context.stream));
   });
 }
 

@@ -13,8 +13,7 @@
 
 namespace gatedelta::cuda::fp32 {
 
-// ---- how a CTA holds a state
-// -----------------------------------------------------------------------------------------
+// ---- how a CTA holds a state ----------------------------------------------------------------------------------------
 
 // A warp has all key dimensions of some value columns: eight lanes along K, four along V, 64 numbers of the state each.
 constexpr int kKeyLanes = 8, kColumnLanes = 4;
@@ -75,8 +74,7 @@ struct Stage {
   static constexpr int kBytes = kFactors + kStageTokens * static_cast<int>(sizeof(Factors));
 };
 
-// ---- instances
-// -------------------------------------------------------------------------------------------------------
+// ---- instances ------------------------------------------------------------------------------------------------------
 
 constexpr int kMostShared = 99 << 10;  // what a CTA can have on every device from 8.0 on
 
@@ -150,8 +148,7 @@ struct Params {
   }
 };
 
-// ---- memory
-// ----------------------------------------------------------------------------------------------------------
+// ---- memory ---------------------------------------------------------------------------------------------------------
 
 inline bool counts_checkpoints(const ForwardProblem& p) { return p.checkpoint_every && p.in.sequences.offsets; }
 // CTAs of prepare, and of the last kernels of the backward: a chunk and key head each.

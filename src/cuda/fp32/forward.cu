@@ -1,7 +1,7 @@
 // The forward of fp32 inputs: two kernels on the caller's stream. No instruction here is newer than 8.0.
-#include "cuda/kernels.hpp"
 #include "cuda/fp32/forward.cuh"
 #include "cuda/fp32/launch.hpp"
+#include "cuda/kernels.hpp"
 
 namespace gatedelta::cuda::fp32 {
 

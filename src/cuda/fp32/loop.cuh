@@ -58,8 +58,7 @@ struct Loop {
   // Number i of a thread along K. Four lie side by side, and those of the eight lanes.
   GD_DEVICE static int key_of(int i, int key_lane) { return (i / 4 * kKeyLanes + key_lane) * 4 + i % 4; }
 
-  // ---- loads
-  // ---------------------------------------------------------------------------------------------------------
+  // ---- loads --------------------------------------------------------------------------------------------------------
 
   GD_DEVICE uint32_t stage_at(int buffer) const { return smem + buffer * Stage::kBytes; }
   // Rows of q or k. Columns past K are zero.
@@ -98,8 +97,7 @@ struct Loop {
       copy_async(to + tid * 16, reinterpret_cast<const float4*>(p.factors + entry_of(stage, row)) + packet, true);
   }
 
-  // ---- states
-  // --------------------------------------------------------------------------------------------------------
+  // ---- states -------------------------------------------------------------------------------------------------------
 
   // Calls f with every number and its distance from the matrix' first; f is not called for padded ones.
   template <class F>
@@ -146,8 +144,7 @@ struct Loop {
     return (stage + 1) % (kSpanTokens / kStageTokens) == 0 || stage + 1 == stages();
   }
 
-  // ---- tokens
-  // --------------------------------------------------------------------------------------------------------
+  // ---- tokens -------------------------------------------------------------------------------------------------------
 
   GD_DEVICE static Factors factors_of(uint32_t stage, int row) {
     const uint32_t from = stage + Stage::kFactors + row * static_cast<int>(sizeof(Factors));
@@ -188,8 +185,7 @@ struct Loop {
     }
   }
 
-  // ---- sums
-  // ----------------------------------------------------------------------------------------------------------
+  // ---- sums ---------------------------------------------------------------------------------------------------------
 
   // S^T x: sums over K, in all lanes of a column.
   GD_DEVICE void read_state(float (&y)[kColumns], const float (&x)[kPerLane]) const {

@@ -1,9 +1,9 @@
 // Prepare: gates, betas, norms and q.k of every token. One CTA per (chunk, key head); a warp has every fourth token.
 #pragma once
 
-#include "cuda/fp32/config.hpp"
 #include "cuda/device/chunks.cuh"
 #include "cuda/device/numbers.cuh"
+#include "cuda/fp32/config.hpp"
 
 namespace gatedelta::cuda::fp32 {
 

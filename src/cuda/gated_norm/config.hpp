@@ -106,7 +106,7 @@ struct FastNormParams {
   float eps = 0, inverse_dim = 0;
   bool wide_weight = false, round_before_gate = false;
   bool gated = false, sigmoid = false;
-  bool pdl = false;  // launched with it; of the forward
+  Pdl pdl = Pdl::kOff;  // of the forward
 
   FastNormParams() = default;
   explicit FastNormParams(const GatedNorm& in)
@@ -126,7 +126,7 @@ struct FastNormForwardParams : FastNormParams {
   FastNormRows y;
 
   FastNormForwardParams(const GatedNormProblem& p, Pdl with_pdl) : FastNormParams(p.in), y(p.in, p.y) {
-    pdl = with_pdl == Pdl::kOn;
+    pdl = with_pdl;
   }
 };
 struct FastNormBackwardParams : FastNormParams {

@@ -75,7 +75,7 @@ GD_DEVICE NormRounding rounding_of(const FastNormParams& p) {
 // warps, so groups without a row repeat the last row and store nothing.
 template <class Config, gd_dtype kType>
 __global__ void __launch_bounds__(kNormThreads) fast_norm_kernel(const __grid_constant__ FastNormForwardParams p) {
-  if (p.pdl) begin_with_pdl(p);
+  if (p.pdl != Pdl::kOff) begin_with_pdl(p);
   constexpr int kLanes = Config::kLanes;
   const int lane = static_cast<int>(threadIdx.x % kLanes);
   const uint32_t row = blockIdx.x * (kNormThreads / kLanes) + threadIdx.x / kLanes, valid = min(row, p.last);

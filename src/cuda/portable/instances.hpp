@@ -3,7 +3,7 @@
 
 #include "core/problem.hpp"
 #include "cuda/device/instances.hpp"
-#include "cuda/portable/cut/cost.hpp"
+#include "cuda/portable/cost.hpp"
 #include "cuda/portable/tiles.hpp"
 
 namespace gatedelta::cuda::portable {
@@ -18,17 +18,17 @@ struct PrepareConfig {
   static constexpr int kCtasPerSm = kKeys == 256 ? 2 : 5;
   static constexpr int kTiles = kKeys / kTileColumns;
   static constexpr int kTileBytes = kChunkTokens * kTileRowBytes;
-  static constexpr int kHeadsAtOnce = 16;  // whose gates are in shared memory
+  static constexpr int kHeadsAtOnce = 16;  // heads whose gates are in shared memory
 
   struct Smem {
     static constexpr int kK = 0;
     static constexpr int kQ = kK + kTiles * kTileBytes;
-    // In their place once the products are done:
+    // In the memory of K and Q after the products:
     static constexpr int kScores = 0;  // [step][6][lane] of 16 bytes: Q K^T on and below the diagonal, fp32
     static constexpr int kScoreBytes = 6 * 32 * kPacketBytes;
     static constexpr int kOperands = kScores + kStepsPerChunk * kScoreBytes;  // [step][lane] of 2 packets: K K^T, fp16
     static constexpr int kOperandBytes = 2 * 32 * kPacketBytes;
-    // [step][4]: of K K^T's 8 x 8 blocks on the diagonal the 28 numbers below it, fp32
+    // [step][4]: the 28 numbers below the diagonal of each 8 x 8 block on the diagonal of K K^T, fp32
     static constexpr int kTriangles = kOperands + kStepsPerChunk * kOperandBytes;
     static constexpr int kBelowBytes = 128;
     static constexpr int kInverses = kTriangles + kStepsPerChunk * 4 * kBelowBytes;  // [warp]: D, then D beta; columns
@@ -45,7 +45,7 @@ struct PrepareConfig {
   };
 };
 
-// What a kernel does with the steps of a sequence, in which direction, and whether it reads Q.
+// A pass over the steps of a sequence: its direction, and whether it reads Q.
 struct ForwardPass {
   static constexpr int kDirection = 1;
   static constexpr bool kReadsQueries = true;
@@ -70,7 +70,7 @@ struct ChainConfig {
   static constexpr int kTiles = kKeys / kTileColumns;
   static constexpr int kTileBytes = kStep * kTileRowBytes;
   static constexpr int kStages = 2;
-  // Whether it runs transitions, too: transition_kind. With 32 rows the states kernel would spill.
+  // Whether the instance runs transitions, too (transition_kind). With 32 columns a warp the states kernel would spill.
   static constexpr bool kHasTransitions = kWarpColumns == 16;
 
   struct Smem {
@@ -95,8 +95,8 @@ using Chain128Quarter = ChainConfig<Pass, Elem, 128, 16, 2, 6>;
 template <class Pass, class Elem>
 using Chain256 = ChainConfig<Pass, Elem, 256, 16, 8, 1>;
 
-// How many value columns a CTA has changes no bit: a warp never meets a number of another warp's columns. Few columns
-// where there are few heads, so that more multiprocessors work.
+// The number of value columns of a CTA changes no bit: no number goes from one warp to another. Few heads take few
+// columns, so that more SMs work.
 enum class ChainKind { k64, k128, k128Half, k128Quarter, k256 };
 inline ChainKind chain_kind(const Layer& in, int sm_count) {
   const int keys = compiled_keys(in.key_dim);
@@ -105,9 +105,9 @@ inline ChainKind chain_kind(const Layer& in, int sm_count) {
   if (2 * ctas > sm_count && in.value_dim > 64) return ChainKind::k128;
   return 4 * ctas > sm_count ? ChainKind::k128Half : ChainKind::k128Quarter;
 }
-// What transitions of a call run with. Most heads have none, so few columns of more CTAs are better anyway.
+// The instance for a call's transitions. Most heads have none, so more CTAs of fewer columns are better anyway.
 inline ChainKind transition_kind(ChainKind kind) { return kind == ChainKind::k128 ? ChainKind::k128Half : kind; }
-// Calls run with the config of a kind.
+// Calls run(config) with the config of a kind.
 template <class Pass, class Elem, class Run>
 auto with_chain(ChainKind kind, const Run& run) {
   switch (kind) {
@@ -121,12 +121,12 @@ auto with_chain(ChainKind kind, const Run& run) {
 }
 
 constexpr int kSegmentThreads = 128;
-constexpr int kMergeColumns = 8;  // value columns of a CTA of the fold
+constexpr int kMergeColumns = 8;  // value columns of a CTA of the merge
 template <int kKeysOf>
 struct MergeConfig {
   static constexpr int kKeys = kKeysOf, kColumns = kMergeColumns;
   static constexpr int kDepth = kKeys == 128 ? 32 : 16, kStages = kKeys == 256 ? 3 : 4;  // rows of M^T in a stage
-  static_assert(kStages - 1 <= kKeys / kDepth);  // what is loaded ahead is the next M's at most
+  static_assert(kStages - 1 <= kKeys / kDepth);  // loads ahead end in the next M at the latest
   static constexpr int kSlices = 4;              // of a stage's rows, each multiplied by its warps
   static constexpr int kThreads = kSlices * (kKeys / 4) * (kColumns / 4);  // a thread sums 4 x 4 numbers
 
@@ -142,7 +142,7 @@ struct MergeConfig {
   };
 };
 
-// CTAs of a chain kernel for columns of a head, as a power of two.
+// CTAs of a chain kernel for the columns of a head, rounded up to a power of two.
 inline int log2_ctas_per_head(int columns, int cta_columns) {
   int log = 0;
   while ((cta_columns << log) < columns) ++log;
@@ -156,19 +156,19 @@ inline int chain_bytes(ChainKind kind) {
   return with_chain<ForwardPass, Bf16>(kind, [](auto config) { return decltype(config)::Smem::kBytes; });
 }
 
-// Of a device: what a choice of CTAs asks of it.
+// The limits of a device that a choice of CTAs depends on.
 struct DeviceLimits {
   int sm_count;
-  int shared_bytes;                       // of each
-  static constexpr int kReserved = 1024;  // of each CTA, the system's
+  int shared_bytes;                       // of an SM
+  static constexpr int kReserved = 1024;  // of each CTA, for the system
   int ctas_per_sm(int bytes) const { return shared_bytes / (bytes + kReserved); }
 };
-// CTAs on each multiprocessor where as many are even_ctas_per_sm evenly.
+// CTAs per SM where `ctas` are spread evenly.
 inline int even_ctas_per_sm(float ctas, int sm_count) {
   const float each = ceil_of(ctas / static_cast<float>(sm_count));
   return each > 1 ? static_cast<int>(each) : 1;
 }
-// Shared memory of a CTA with which so many of them fit on a multiprocessor, and no more.
+// Shared memory of a CTA with which exactly ctas_per_sm of them fit on an SM.
 inline int shared_bytes_for(int ctas_per_sm, int shared_bytes) {
   return (shared_bytes / (ctas_per_sm + 1) - DeviceLimits::kReserved) / 128 * 128 + 128;
 }

@@ -1,4 +1,4 @@
-// What the portable kernels do not take.
+// Checks that the portable kernels support a problem.
 #include "cuda/limits.hpp"
 
 #include <cinttypes>
@@ -11,7 +11,7 @@ namespace gatedelta::cuda::portable {
 
 namespace {
 
-// The narrowest CTAs of the transitions are 16 a segment and head.
+// The narrowest CTAs of the transitions are 16 for a segment and head.
 Outcome check_segments(const ForwardProblem& p) {
   if (!p.segment_chunks) return {};
   if (p.persistent_segment_chunks || p.segment_halves)

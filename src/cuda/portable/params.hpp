@@ -9,9 +9,9 @@ namespace gatedelta::cuda::portable {
 
 // ---- segments -------------------------------------------------------------------------------------------------------
 
-// Sequences that are cut have segments of equal length, the last one excepted. Their slots follow each other, sequence
-// by sequence; one without tokens has a slot, too. The host knows how many there may be: so many where one sequence has
-// all tokens. Those that stay empty are the last ones.
+// Sequences that are cut have segments of equal length, except the last one. Segments are numbered sequence by
+// sequence; a sequence without tokens has one, too. The host knows the largest number there may be, which is reached
+// where one sequence has all tokens. The last of these segments may be empty.
 struct SegmentLength {
   int64_t tokens;  // of a segment
 
@@ -19,19 +19,18 @@ struct SegmentLength {
     return s.offsets ? s.count + (s.tokens - 1) / tokens : s.count * ((s.tokens + tokens - 1) / tokens);
   }
 };
-// Of a sequence.
+// The segments of a sequence.
 struct alignas(8) SegmentRange {
   int first, count;
 };
 
-// What a CTA of a chain does for a value head. Where gradients are followed, from the last token to the first, "before"
-// means behind.
+// The work of a chain's CTA for a value head. In the gradient chain "before" means later in time.
 struct alignas(16) Segment {
   static constexpr int kFromBoundary = -1;
-  int sequence;       // negative: nothing
-  int chunk, chunks;  // the first one with outputs, and how many they are
-  int warmup;         // chunks before them, from no state; kFromBoundary: it begins with the state at its boundary;
-                      // 0: it is the first one and begins with what the caller gives
+  int sequence;       // negative: no work
+  int chunk, chunks;  // the first chunk with outputs, and their number
+  int warmup;         // chunks before them, which begin with no state; kFromBoundary: the boundary state instead;
+                      // 0: the first segment, which begins with the caller's state
   GD_HOST_DEVICE bool begins_at_boundary() const { return warmup == kFromBoundary; }
   GD_HOST_DEVICE int warmup_chunks() const { return warmup > 0 ? warmup : 0; }
 };
@@ -46,7 +45,7 @@ struct Params {
   int key_heads, value_heads, group, key_dim, value_dim;
   int prepare_helpers;                              // CTAs
   bool has_prepared;                                // a summary has prepared the chunks
-  int log2_ctas_per_head;                           // of the CTAs of the forward kernel for a head, a power of two
+  int log2_ctas_per_head;                           // of a chain kernel
   uint32_t q_stride, k_stride, v_stride, o_stride;  // from token to token
   gd_gate gate;
   gd_beta beta_kind;
@@ -56,24 +55,24 @@ struct Params {
   int key_state_stride, value_state_stride;  // inside a matrix
   int64_t checkpoint_every;                  // tokens; 0 = none
   IndexRows checkpoint_offsets;
-  // What prepare leaves is that of all heads of the call, also where the kernels are told of some of them.
+  // Prepare's results are those of all heads of the call, also where the kernels run for some of them.
   int prepared_heads, prepared_key_heads;
   uint8_t* prepared;          // [chunks][prepared_heads][kStepsPerChunk][Prepared::kBytes]
   float* vectors;             // for a backward: [chunks][prepared_heads][kChunkVectors][64]
   float* norms;               // for a backward: [chunks][prepared_key_heads][2][64], r^k, then r^q
   uint8_t* snapshots;         // of a pass of the backward: [chunks][value_heads][V][K], see Chain::store_snapshot
-  int* longest_first;         // [N] sequences, longest first; null = as they come
-  int64_t* first_checkpoint;  // [N] number of its first checkpoint, of packed sequences
+  int* longest_first;         // [N] sequences; null = in their own order
+  int64_t* first_checkpoint;  // [N] index of a packed sequence's first checkpoint
   // Of a call that cuts sequences:
   int segment_chunks;            // 0 = none is cut
-  int first_transition_column;   // of transitions: the column that stands for the first one of M; otherwise 0
+  int first_transition_column;   // of transitions: the column of a head that is the first one of M; otherwise 0
   ChunkDecay* decays;            // [value_heads][chunks][kStepsPerChunk], of the steps
   void* initial_copy;            // [N][value_heads][K V] as p.initial; null = the initial states stay as they are
-  SegmentRange* segment_ranges;  // [N]; without segments: sequences with a range are another grid's
-  Segment* segments;             // [slots][value_heads]; null = none is cut
-  float* boundary_states;        // [slots][value_heads][K V], states that segments begin with, matrices as the caller's
-  float* transitions;            // [slots][value_heads][K][K], M^T of a segment
-  // The same of the chain of gradients, in a backward; its maps are M.
+  SegmentRange* segment_ranges;  // [N]; without segments: sequences with a range belong to the other grid
+  Segment* segments;             // [segments][value_heads]; null = none is cut
+  float* boundary_states;        // [segments][value_heads][K V], in the caller's layout
+  float* transitions;            // [segments][value_heads][K][K], M^T of a segment
+  // The same of the gradient chain; its transitions are M.
   Segment* gradient_segments;
   float *gradient_boundary_states, *gradient_transitions;
   // Of a summary:

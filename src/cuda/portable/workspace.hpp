@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/portable/cut/cost.hpp"
+#include "cuda/portable/cost.hpp"
 #include "cuda/portable/instances.hpp"
 #include "cuda/portable/params.hpp"
 
@@ -15,14 +15,15 @@ namespace gatedelta::cuda::portable {
 // Limits of the kernels' 32-bit arithmetic; validation enforces them.
 constexpr int64_t kMaxCtas = INT_MAX;           // of one launch
 constexpr int64_t kMaxSeqHeads = INT_MAX / 16;  // N * Hv: the narrowest CTAs are 8 a head
-// Chunks times Hv: a chain counts what prepare left in packets, by 32 bits. They are 64 GiB.
+// Chunks times Hv: a chain indexes prepare's results by 32 bits, in packets. That is 64 GiB.
 constexpr int64_t kMaxChunkHeads = UINT32_MAX / (kStepsPerChunk * Prepared::kBytes / kPacketBytes);
-constexpr int64_t kMaxTokenStride = (int64_t{1} << 31) / kChunkTokens;  // elements: a chunk's rows are 32 bits apart
-constexpr int64_t kMaxSorted = 1024;  // sequences that are sorted by length; more of them balance themselves
+constexpr int64_t kMaxTokenStride = (int64_t{1} << 31) / kChunkTokens;  // elements: offsets in a chunk fit 32 bits
+constexpr int64_t kMaxSorted = 1024;  // sequences that are sorted by length; more of them balance without it
 
 inline bool is_sorted(const Layer& in) { return in.sequences.offsets && in.sequences.count <= kMaxSorted; }
 inline bool counts_checkpoints(const ForwardProblem& p) { return p.checkpoint_every && p.in.sequences.offsets; }
-// The first CTAs of prepare look at the lengths of packed sequences; the others have a chunk and key head each.
+// The first CTAs of prepare are helpers: they rank packed sequences by length and count their checkpoints. Each of the
+// others has a chunk and key head.
 inline int64_t prepare_helpers(const ForwardProblem& p) {
   const int64_t rankers = is_sorted(p.in) ? (p.in.sequences.count + kRanksPerCta - 1) / kRanksPerCta : 0;
   return rankers > 0 ? rankers : counts_checkpoints(p) ? 1 : 0;
@@ -32,9 +33,9 @@ inline int64_t prepare_ctas(const ForwardProblem& p) {
   return sequences_of(p.in.sequences).workspace_chunks() * p.in.key_heads + prepare_helpers(p);
 }
 
-// Whether the sequences of a call may be cut on some device. The cut itself is chosen where the device is known
-// (cut.hpp), and takes no more memory than this leaves to it.
-constexpr int64_t kMostCutHeads = 512;  // N * Hv: as many fill every GPU
+// Whether the sequences of a call may be cut on some device. schedule/cut_search.hpp chooses the cut where the device
+// is known, within the memory that this function's answer provides.
+constexpr int64_t kMostCutHeads = 512;  // N * Hv: this many fill every GPU
 constexpr int kLeastSegment = 8;        // chunks
 inline bool supports_cut(const ForwardProblem& p) {
   if (!p.context_parallel || p.batch_invariant) return false;
@@ -42,14 +43,14 @@ inline bool supports_cut(const ForwardProblem& p) {
   if (p.segment_chunks) return s.count > 0 && s.tokens > 0;
   return s.count > 0 && s.tokens > 2 * kLeastSegment * kChunkTokens && s.count <= kMostCutHeads / p.in.value_heads;
 }
-// Slots of the shortest segments that are chosen.
+// Segments that a call has at most: those of the shortest segments that a cut may choose.
 inline int64_t most_segments(const ForwardProblem& p) {
   const int64_t chunks = p.segment_chunks ? p.segment_chunks : kLeastSegment;
   return SegmentLength{chunks * kChunkTokens}.most_segments(sequences_of(p.in.sequences));
 }
 
-// Documented bound of a forward's workspace: bytes per token and value head, plus a constant. States and transitions of
-// segments get what is left below it, or what a forced segment length needs. A backward has both for each of its
+// Documented bound of a forward's workspace: bytes per token and value head, plus a constant. Boundary states and
+// transitions get what is left below it, or what a forced segment length needs. A backward has both for each of its
 // chains, and no other bound.
 constexpr int64_t kBytesPerToken = 192, kFixedBytes = int64_t{32} << 20;
 constexpr int64_t kMostBoundaryBytes = int64_t{48} << 20;  // of a chain
@@ -58,7 +59,7 @@ struct ForwardWorkspace {
   static constexpr size_t kAlign = 64;  // of every part, and of the memory itself
   size_t prepared = 0, first_checkpoint = 0;
   size_t decays = 0, segment_ranges = 0, segments = 0, initial_copy = 0, boundary_states = 0, transitions = 0;
-  int64_t segment_capacity = 0;  // of segments; 0: no sequence may be cut
+  int64_t segment_capacity = 0;  // segments that the memory holds; 0: no sequence may be cut
   size_t bytes = 0;
 };
 // Appends a part to memory of so many bytes; returns where it begins.
@@ -68,7 +69,7 @@ inline size_t take_bytes(size_t& bytes, int64_t more) {
   bytes += (static_cast<size_t>(more) + kAlign - 1) / kAlign * kAlign;
   return at;
 }
-// What prepare leaves; with `saved` it lies there, and the backward of the same inputs needs no prepare.
+// Prepare's results. With `saved` they are in that memory, and the backward of the same inputs runs no prepare.
 struct PreparedLayout {
   size_t prepared = 0, longest_first = 0, vectors = 0, norms = 0, decays = 0, bytes = 0;
 };
@@ -88,7 +89,7 @@ inline PreparedLayout prepared_layout(const Layer& in, bool for_backward) {
   return w;
 }
 inline size_t saved_bytes(const Layer& in) { return prepared_layout(in, true).bytes; }
-// Of a chain that is cut: what its segments begin with, in so many slots.
+// Sizes for this many segments of a chain that is cut.
 inline int64_t segment_bytes(const Layer& in, int64_t segments) {
   return segments * in.value_heads * int64_t{sizeof(Segment)};
 }
@@ -98,7 +99,7 @@ inline int64_t boundary_bytes(const Layer& in, int64_t segments) {
 inline int64_t transition_bytes(const Layer& in, int64_t segments) {
   return segments * in.value_heads * in.key_dim * in.key_dim * int64_t{sizeof(float)};
 }
-// for_backward: prepare leaves what a backward needs, too, as it does with `saved`.
+// for_backward: prepare writes in addition what a backward needs, as it does with `saved`.
 inline ForwardWorkspace forward_layout(const ForwardProblem& p, bool for_backward = false) {
   ForwardWorkspace w;
   const bool saves_all = for_backward || p.saved;
@@ -118,7 +119,7 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p, bool for_backwar
   const int64_t left = promised - static_cast<int64_t>(cut.bytes) - 3 * int64_t{ForwardWorkspace::kAlign};
   const int64_t room = for_backward || left > kMostBoundaryBytes ? kMostBoundaryBytes : left;
   const int64_t fitting = room / (segment_bytes(in, 1) + boundary_bytes(in, 1) + transition_bytes(in, 1));
-  // Each sequence has a slot, and one more that is cut in two.
+  // Each sequence has a segment, and one that is cut in two has one more.
   if (!p.segment_chunks && fitting <= in.sequences.count) return w;
   cut.segment_capacity = p.segment_chunks || fitting > segments ? segments : fitting;
   cut.segments = take(segment_bytes(in, cut.segment_capacity));
@@ -127,7 +128,7 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p, bool for_backwar
   return cut;
 }
 
-// Whether states that are read may be overwritten in the same call.
+// Whether the memory of two tensors of states overlaps, so that the call may overwrite states before it reads them.
 inline bool overlap(const StateRows& a, const StateRows& b, const Layer& in) {
   if (!a || !b) return false;
   const auto last = [&](const StateRows& x) {
@@ -138,16 +139,16 @@ inline bool overlap(const StateRows& a, const StateRows& b, const Layer& in) {
   return reinterpret_cast<uintptr_t>(a.data) < last(b) && reinterpret_cast<uintptr_t>(b.data) < last(a);
 }
 
-// A cut of sequences (cut.hpp).
+// A cut of sequences, chosen by schedule/cut_search.hpp.
 struct Cut {
   int chunks = 0;                         // of a segment; 0 = no sequence is cut
-  ChainKind kind = ChainKind::k64;        // of segments; of whole sequences, if they have no other grid
+  ChainKind kind = ChainKind::k64;        // of segments, and of whole sequences that have no other grid
   ChainKind whole_kind = ChainKind::k64;  // of the grid for whole sequences (CutCost::has_whole_grid)
-  CutCost cost = {};                      // of a pack, whose segments may turn out longer; otherwise of no chain
-  SegmentSums expected = {};              // of a pack a guess
+  CutCost cost = {};                      // of a pack, for the device's choice of lengths; otherwise of no chain
+  SegmentSums expected = {};              // in a pack a guess
 };
 
-// layout: that of the problem.
+// layout: forward_layout(problem).
 inline Params params_of(const ForwardProblem& problem, const ForwardWorkspace& layout, char* workspace, const Cut& cut,
                         bool for_backward = false) {
   const Layer& in = problem.in;

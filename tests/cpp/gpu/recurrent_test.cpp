@@ -94,7 +94,7 @@ TEST_F(Recurrent, MixedStateTypes) {
         const RecurrentTruth truth = reference_recurrent(args);
         ASSERT_EQ(on_device(args), "") << spec << " " << from << " " << to;
         const auto expect_close = [&](const gd_tensor& got, const std::vector<double>& want, Quantity quantity,
-                                     int head_axis) {
+                                      int head_axis) {
           if (got.dtype == GD_DTYPE_NONE) return;
           const Tolerance bound = tolerance(quantity, Compute::fp32, static_cast<gd_dtype>(got.dtype), second.spec);
           const Comparison result = compare(to_doubles(got), want, head_shape(got, head_axis), bound);

@@ -41,7 +41,7 @@ Outcome launch_slice(const BackwardProblem& problem, const BackwardParams& p, co
                "launch the transitions of states") &&
            ran(launch_grad_chain(of_gradients, transition_launch(cut, of_gradients, limits), device, stream),
                "launch the transitions of gradients") &&
-           ran(launch_merges(p, device, stream), "launch the folds");
+           ran(launch_merges(p, device, stream), "launch the merges");
   };
   const ChainLaunch how = chain_launch(cut, p, limits), whole = whole_launch(cut, limits);
   const auto run_chains = [&](const Params& of_states, const Params& of_gradients, const ChainLaunch& with) {

@@ -1,20 +1,21 @@
 // Tiles, parameters and memory of the portable backward: plain arithmetic that needs no CUDA.
 #pragma once
 
-#include "cuda/portable/cut/search.hpp"
+#include "cuda/portable/schedule/cut_search.hpp"
 
 namespace gatedelta::cuda::portable {
 
-// ---- instances -----------------------------------------------------------------------------------------------------
+// ---- instances ------------------------------------------------------------------------------------------------------
 
 // Key columns of a CTA of the gradients kernel: 64 for K up to 64, else 128. K above 128 is two parts.
 GD_HOST_DEVICE constexpr int part_columns(int key_dim) { return key_dim <= 64 ? 64 : 128; }
 GD_HOST_DEVICE constexpr int part_count(int key_dim) { return key_dim <= 128 ? 1 : 2; }
 
-// What the gradients kernel leaves for a chunk, value head and part of K: sums over its key columns, [64] each.
+// Results of the gradients kernel for dg and dbeta, for a chunk, value head and part of K: sums over its key columns,
+// [64] each.
 struct Dots {
   static constexpr int kPairs = 0;                      // q . dQ - (k . dK^written - kappa), without the diagonals
-  static constexpr int kReads = kPairs + kChunkTokens;  // k . dK^read, without beta in rows that arrive as Z
+  static constexpr int kReads = kPairs + kChunkTokens;  // k . dK^read, without beta in rows stored as Z
   static constexpr int kKappa = kReads + kChunkTokens;
   static constexpr int kSums = 3;                           // of the three above
   static constexpr int kUpdates = kKappa + kChunkTokens;    // <dV, U>, the same in all parts
@@ -40,7 +41,7 @@ struct GradientsConfig {
     static constexpr int kU = 0, kOutputs = kRowsBytes, kValues = 2 * kRowsBytes, kStates = 3 * kRowsBytes,
                          kGradients = kStates + kSnapshotBytes;
     static constexpr int kStageBytes = kGradients + kSnapshotBytes;
-    // In the place of a stage: F, E and E without beta. A matrix is its 32 x 32 quadrants (0,0), (1,0), (1,1).
+    // In the memory of a stage: F, E and E without beta. A matrix is its 32 x 32 quadrants (0,0), (1,0), (1,1).
     static constexpr int kQuadrantBytes = kStep * kStep * 2, kMatrixBytes = 3 * kQuadrantBytes;
     static constexpr int kF = 0, kE = kMatrixBytes, kUnscaledE = 2 * kMatrixBytes;
     static_assert(3 * kMatrixBytes <= kStageBytes);
@@ -49,14 +50,14 @@ struct GradientsConfig {
     static constexpr int kQ = kK + kTiles * kTileBytes;
     static constexpr int kVectorBytes = kChunkTokens * 4;
     enum Vector {
-      kLogs,       // of gamma, anew in each step
+      kLogs,       // of gamma, which begins with each step
       kQueryRow,   // s gamma r^q
       kReadRow,    // -gamma r^k
       kWriteRow,   // delta r^k
-      kPending,    // the factor beta that rows arriving as Z still need; 1 for the others
-      kKeyNorm,    // r^k, of rows as they lie in shared memory
+      kPending,    // beta for rows stored as Z, whose products still need it; 1 for the others
+      kKeyNorm,    // r^k, of the rows in shared memory
       kQueryNorm,  // r^q
-      kKeyPower,   // of two, by which rows of K are scaled there; in fp16
+      kKeyPower,   // power of two by which rows of K are scaled there; in fp16
       kQueryPower,
       kDiagonal,  // s r^q r^k <dO, U>, summed over the heads of the group
       kUpdate,    // <dV, U>
@@ -66,13 +67,13 @@ struct GradientsConfig {
     // [sum][quarter of the part's columns][64]
     static constexpr int kSums = kVectors + kVectorCount * kVectorBytes;
     static constexpr int kProducts = kSums + Dots::kSums * 4 * kVectorBytes;  // [warp]
-    static constexpr int kPosition = kProducts + kThreads / 32 * 4;           // of the chunk, see Gradients
+    static constexpr int kPosition = kProducts + kThreads / 32 * 4;           // of the chunk: Gradients::spill_position
     static constexpr int kBytes = kPosition + 32;
     static_assert(kBytes <= 99 << 10);  // what a CTA can have on every device from 8.0 on
   };
 };
 
-// ---- what kernels are told -----------------------------------------------------------------------------------------
+// ---- kernel parameters ----------------------------------------------------------------------------------------------
 
 struct BackwardParams : Params {
   TokenRows d_o, u, dq, dk, dv, dg, dbeta;
@@ -93,7 +94,7 @@ struct BackwardParams : Params {
   }
 };
 
-// ---- memory --------------------------------------------------------------------------------------------------------
+// ---- memory ---------------------------------------------------------------------------------------------------------
 
 inline ForwardProblem forward_of(const BackwardProblem& p) {
   ForwardProblem forward;
@@ -104,8 +105,8 @@ inline ForwardProblem forward_of(const BackwardProblem& p) {
   return forward;
 }
 
-// With `small_workspace` one half of the key heads follows the other, each with its value heads as a call of its own in
-// the same memory. How sequences are cut is found for all heads together, so no bit changes.
+// With `small_workspace` the call runs in two passes over half of the key heads, reusing the memory. The cut is chosen
+// for all heads together, so no bit changes.
 inline int slice_count(const BackwardProblem& p) { return p.small_workspace ? 2 : 1; }
 struct HeadRange {
   int64_t first, count;  // key heads
@@ -132,9 +133,9 @@ inline BackwardProblem slice_of(const BackwardProblem& p, int slice) {
   return s;
 }
 
-// Of the largest slice.
+// Memory of the largest slice.
 struct BackwardWorkspace {
-  ForwardWorkspace forward;  // what prepare leaves, and the segments of states
+  ForwardWorkspace forward;  // prepare's results, and the segments of states
   size_t gradient_segments = 0, gradient_boundary_states = 0, gradient_transitions = 0;
   size_t states = 0, gradients = 0, u = 0, dv = 0, dots = 0, key_sums = 0, head_sums = 0;
   size_t bytes = 0;
@@ -172,12 +173,12 @@ inline BackwardWorkspace backward_layout(const BackwardProblem& whole) {
 
 inline Cut choose_cut(const BackwardProblem& p, const BackwardWorkspace& layout, const DeviceLimits& device) {
   Cut cut = choose_cut(p.in, {kStatesWork, kGradientsWork}, layout.forward.segment_capacity, p.segment_chunks, device);
-  // The instance changes no bit.
+  // An instance for half of the heads: it changes no bit.
   if (cut.chunks == 0 && slice_count(p) > 1) cut.kind = chain_kind(slice_of(p, 0).in, device.sm_count);
   return cut;
 }
 
-// Some heads of what a forward has saved for all.
+// Points to some heads' part of what a forward has saved for all heads.
 inline void find_saved(Params& p, const BackwardProblem& whole, const HeadRange& keys) {
   const PreparedLayout parts = prepared_layout(whole.in, true);
   char* const saved = static_cast<char*>(whole.saved.data);
@@ -195,7 +196,7 @@ inline void find_saved(Params& p, const BackwardProblem& whole, const HeadRange&
   p.decays = p.step_decays(0, static_cast<int>(first));
 }
 
-// Of a slice; layout and cut: those of the problem.
+// Parameters of a slice; layout and cut: those of the whole problem.
 inline BackwardParams params_of(const BackwardProblem& whole, const BackwardWorkspace& layout, char* workspace,
                                 const Cut& cut, int slice) {
   const BackwardProblem problem = slice_of(whole, slice);
@@ -227,7 +228,8 @@ inline BackwardParams params_of(const BackwardProblem& whole, const BackwardWork
   return p;
 }
 
-// The passes over a sequence's steps take the forward's parameters with other tensors.
+// The passes over a sequence's steps use the forward's parameters with other tensors: in the gradient chain v is dO, o
+// is dV, and the initial state is the gradient of the final state.
 inline Params states_params(const BackwardParams& p) {
   Params states = p;
   states.o = p.u, states.o_stride = p.u_stride;
@@ -244,7 +246,7 @@ inline Params gradient_pass_params(const BackwardParams& p) {
   return chain;
 }
 
-// ---- launches ------------------------------------------------------------------------------------------------------
+// ---- launches -------------------------------------------------------------------------------------------------------
 
 inline int64_t gradient_ctas(const BackwardProblem& p) {
   return sequences_of(p.in.sequences).workspace_chunks() * p.in.key_heads * part_count(p.in.key_dim);

@@ -1,5 +1,5 @@
-// What follows the gradients kernel: dg and dbeta, by a warp for a chunk of a value head, two tokens a lane; dA_log and
-// d_dt_bias, by a warp for a value head; and where K is in two parts, the projection of l2norm.
+// Kernels after the gradients kernel: dg and dbeta, by a warp for a chunk of a value head, two tokens a lane; dA_log
+// and d_dt_bias, by a warp for a value head; and where K is in two parts, the projection of l2norm.
 //   dg_t = gamma_L <G, S> + sum_{j<t} kappa_j + sum_{i>=t} rho_i
 //   rho_i = q_i . dQ_i + k_i . dK^read_i - (k_i . dK^written_i - kappa_i)
 //   dbeta_i = <dV_i, U_i> / beta_i^2, or <Z_i, v_i> + k_i . dK^read_i / beta_i where beta is small
@@ -91,8 +91,8 @@ struct GateGradients {
   }
   GD_DEVICE static float pending(float beta) { return stores_unscaled(beta) ? beta : 1.0f; }
 
-  // Sums over the lanes below this one, and above it. Not as a difference from the sum of all: under strong gates
-  // one side is far smaller than the other.
+  // Sums over the lanes below this one, and above it. Not differences from the sum of all lanes: under strong gates one
+  // side is far smaller than the other.
   GD_DEVICE static float sum_below(float x, int lane) {
     float sum = shuffle_up(x, 1);
     if (lane == 0) sum = 0;
@@ -114,7 +114,7 @@ struct GateGradients {
     return sum;
   }
 
-  // Rows that arrive as Z (small beta): <Z, v> for the lane that has the row, and dV = beta Z to memory.
+  // For rows stored as Z (small beta): returns <Z, v> to the lane that has the row, and stores dV = beta Z.
   GD_DEVICE static float2 finish_unscaled_rows(const BackwardParams& p, const ChunkPlace& at, int head, float2 beta,
                                                int lane) {
     float2 mine = make_float2(0, 0);
@@ -149,7 +149,7 @@ struct GateGradients {
   }
 };
 
-// Chunks in a fixed order, in double.
+// Adds chunks in a fixed order, in double.
 struct HeadSums {
   GD_DEVICE static void run(const BackwardParams& p, int head, int lane) {
     double sums[2] = {0, 0};
@@ -169,8 +169,8 @@ struct HeadSums {
   }
 };
 
-// dx = r dy - (dy . y) r y for rows in two parts, which are there in fp32 with the first r in them. A CTA has a chunk
-// of a key head, a warp 16 rows, a lane eight columns.
+// dx = r dy - (dy . y) r y for rows in two parts. key_sums has r dy in fp32. A CTA has a chunk of a key head, a warp 16
+// rows, a lane eight columns.
 template <class Elem>
 struct Project {
   GD_DEVICE static void run(const BackwardParams& p, int cta, int tid) {

@@ -3,8 +3,8 @@
 // where the initial state was. Per step:
 //   dU = P^T dO + delta o (K G)    Z = dU + N^T dU    dV = beta o Z
 //   G <- gamma_L G + K^T (-beta gamma o Z) + Q^T (s gamma o dO)
-// Rows with a small beta leave as Z (stores_unscaled). G after every chunk goes to memory for the gradients. A segment
-// may begin with steps of a warm-up, which store nothing, as do all steps of a transition (segments.cuh).
+// Rows with a small beta are stored as Z (stores_unscaled). G after every chunk is stored for the gradients. A segment
+// may begin with warm-up steps. These store nothing, nor do the steps of a transition (cut/segments.cuh).
 #pragma once
 
 #include "cuda/portable/chain/advance.cuh"
@@ -31,12 +31,13 @@ struct GradChain : Chain<Config> {
     const Segment segment = this->segment();
     if (segment.sequence < 0) return;
     const Place at = this->place_in(segment);
-    if (at.column - this->warp * kWarpColumns >= p.value_dim) return;  // the power of two is larger than needed
+    if (at.column - this->warp * kWarpColumns >= p.value_dim)
+      return;  // CTAs of a head are a power of two: these are surplus
     if (this->is_transition() && !this->leaves_boundary_state(segment, at)) return;
     const int begin = segment.chunk * kChunkTokens, end = static_cast<int>(Base::end_of(segment, at)) - begin;
     const int length = min(end + segment.warmup_chunks() * kChunkTokens, static_cast<int>(at.span.length) - begin);
-    int step = steps_of(length) - 1;   // the one to come; -1 of an empty sequence
-    int rows = length - step * kStep;  // only the last step may have fewer tokens than others
+    int step = steps_of(length) - 1;   // the next one; -1 in an empty sequence
+    int rows = length - step * kStep;  // only the sequence's last step may have fewer tokens
     const int outputs = this->is_transition() ? 0 : steps_of(end);
     if (step >= 0) {
       const int first = segment.chunk * kStepsPerChunk;
@@ -112,8 +113,8 @@ struct GradChain : Chain<Config> {
     this->add_to_state(outputs, Q, [](int) {});
   }
 
-  // Z = dU + N^T dU, dU being in Z. Where keys resemble each other, rows of dU are alike and rows of Z, their
-  // differences, are far smaller: in bf16 the rounding error of dU is multiplied, too.
+  // Z = dU + N^T dU, with dU in Z. Where keys resemble each other, rows of dU are alike and rows of Z, their
+  // differences, are far smaller: in bf16 N^T multiplies dU as hi and lo.
   GD_DEVICE void solve(Tokens& Z, Operand& packed, uint32_t prep) const {
     Base::pack_tokens(packed, Z);
     if (std::is_same_v<Elem, Bf16> && load_shared(prep + Prepared::kErrorFeedback) > 0) {
@@ -133,7 +134,7 @@ struct GradChain : Chain<Config> {
     }
     this->multiply_transposed_triangle(Z, packed, prep + Prepared::kN);
   }
-  // dO^T as a left operand.
+  // Loads dO^T as a left operand.
   GD_DEVICE void load_outputs(Operand& to) const {
 #pragma unroll
     for (int i = 0; i < kI; ++i)
@@ -143,7 +144,7 @@ struct GradChain : Chain<Config> {
             to[i][J], this->own_values() +
                           values_offset<kWarpColumns>(16 * J + (lane & 7) + (lane >> 4) * 8, 2 * i + (lane >> 3 & 1)));
   }
-  // What moves G: -beta gamma o Z and s gamma o dO.
+  // The operands of G's update: -beta gamma o Z and s gamma o dO.
   GD_DEVICE void scale_operands(Operand& packed, Operand& outputs, const Tokens& Z, uint32_t prep) const {
 #pragma unroll
     for (int n = 0; n < kT; ++n) {

@@ -1,7 +1,7 @@
-// The forward kernel without Q and O, for two things. As the first pass of a backward it stores the state before every
-// chunk and U, what tokens write, for the gradients. As transitions (segments.cuh) it stores the state that a segment
-// ends with, or its M: columns from map_column on stand for those of M, a state that begins with the identity and has
-// no values. A summary is a transition of a whole sequence (summary.cuh).
+// The forward kernel without Q and O, for two purposes. As the first pass of a backward it stores the state before
+// every chunk and U, what tokens write, for the gradients. As transitions (cut/segments.cuh) it stores the state that a
+// segment ends with, or its M: columns from first_transition_column on are columns of M, which begins with the identity
+// and has no values. A summary is a transition of a whole sequence (summary/summary.cuh).
 #pragma once
 
 #include "cuda/portable/chain/advance.cuh"
@@ -33,7 +33,7 @@ struct States : Chain<Config> {
     const int first_column =
         (is_transition_column ? this->transition_column() : at.column) - this->warp * Config::kWarpColumns;
     if (first_column >= (is_transition_column ? p.key_dim : p.value_dim))
-      return;  // the power of two is larger than needed
+      return;  // CTAs of a head are a power of two: these are surplus
     const int warmup = is_transition_column ? 0 : segment.warmup_chunks(), first = segment.chunk - warmup;
     int rows = static_cast<int>(Base::end_of(segment, at)) - first * kChunkTokens;
     if (rows <= 0 && !p.summaries) return;
@@ -64,17 +64,17 @@ struct States : Chain<Config> {
     if (this->is_transition()) p.summaries ? store_summary() : store();
   }
 
-  // ---- transitions -------------------------------------------------------------------------------------------------
+  // ---- transitions --------------------------------------------------------------------------------------------------
 
-  // Whether a fold goes over the segment, from state to state or from gradient to gradient.
+  // Whether a merge uses M of the segment, from state to state or from gradient to gradient.
   GD_DEVICE bool leaves_transition(const Segment& segment, const Place& at) const {
     if (segment.begins_at_boundary() && this->leaves_boundary_state(segment, at)) return true;
     if (!p.gradient_segments || segment.chunk == 0) return false;
     const Segment* const gradients = p.gradient_segments + this->work_item();
     return gradients->begins_at_boundary() && gradients[-p.value_heads].begins_at_boundary();
   }
-  // Both kinds by one loop: the code that stores is long. M leaves as the folds read it: M^T by rows, and M by rows for
-  // gradients.
+  // One loop for both layouts of M, because the code that stores is long: M^T by rows for merges of states, M by rows
+  // for those of gradients.
   GD_DEVICE void store() {
     const int64_t matrix = int64_t{this->work_item()} * p.key_dim * p.key_dim;
     const bool is_transition_column = this->transition_column() >= 0;

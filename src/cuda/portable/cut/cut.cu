@@ -1,4 +1,4 @@
-// The kernels of cuts that are no chains: segments and folds.
+// The kernels of cuts that are no chains: segments and merges.
 #include "cuda/host/launch.cuh"
 #include "cuda/portable/cut/merge.cuh"
 #include "cuda/portable/cut/segments.cuh"

@@ -1,4 +1,4 @@
-// Folds.
+// Merges the segments of a sequence: S <- M S + S_loc from boundary to boundary, in fp32 (segments.cuh).
 #pragma once
 
 #include "cuda/device/numbers.cuh"
@@ -9,8 +9,8 @@
 namespace gatedelta::cuda::portable {
 
 // A CTA has eight value columns of a head of a sequence: S in shared memory, rows of M^T in stages. A quarter of the
-// threads multiplies a quarter of the rows that are there; a thread has 4 x 4 numbers of the product, so that what it
-// loads serves four times. The quarters' sums meet in shared memory.
+// threads multiplies a quarter of a stage's rows; a thread has 4 x 4 numbers of the product, so that it uses each
+// number it loads four times. The quarters' sums are added through shared memory.
 template <class Config>
 struct Merge {
   using Smem = typename Config::Smem;
@@ -20,7 +20,7 @@ struct Merge {
   const uint32_t smem = shared_base();
   const int tid, row = tid / Config::kColumns * 4, column = tid % Config::kColumns;  // of the new state: four rows
   int n, head, first_column, first_segment, segments;
-  bool is_mirrored;  // of the chain of gradients, which the second half of the CTAs have
+  bool is_mirrored;  // merges gradients: the second half of the CTAs
   const Segment* records;
   float* boundary_states;
   const float* transitions;
@@ -38,7 +38,7 @@ struct Merge {
     first_segment = p.segment_ranges[n].first;
     segments = p.segment_ranges[n].count;
   }
-  // Segments as their chain takes them.
+  // Index of (segment, head), with segments in the order of their chain.
   GD_DEVICE int64_t work_item_of(int segment) const {
     return int64_t{first_segment + (is_mirrored ? segments - 1 - segment : segment)} * p.value_heads + head;
   }
@@ -50,9 +50,9 @@ struct Merge {
 
   GD_DEVICE void run() {
     if (segments < 3 || !any_at_boundary()) return;
-    // Records are asked for two steps before it is known whether they matter: a step is not to wait for one.
+    // Records are prefetched two steps ahead.
     int here = begins_with(1), next = begins_with(2), after = begins_with(3);
-    bool is_loaded = false;  // S is in shared memory, and the first blocks of M are on their way
+    bool is_loaded = false;  // S is in shared memory, and loads of M's first blocks are in flight
     int block = 0;           // of all steps
 #pragma unroll 1
     for (int i = 1; i + 1 < segments; ++i) {
@@ -71,12 +71,12 @@ struct Merge {
       after = later;
     }
   }
-  // A segment's warm-up; of none 0.
+  // The segment's warm-up; 0 past the last segment.
   GD_DEVICE int begins_with(int segment) const {
     return segment < segments ? records[work_item_of(segment)].warmup : 0;
   }
 
-  // Most heads fade: they are not to wait for one record after the other.
+  // Most heads fade: one pass over all records instead of one after the other.
   GD_DEVICE bool any_at_boundary() const {
     int count = 0;
 #pragma unroll 1
@@ -96,7 +96,7 @@ struct Merge {
 #pragma unroll 1
     for (int b = 0; b < Config::kStages - 1; ++b) load_block(segment, b, block + b);
   }
-  // Rows of M^T; those past K and numbers past K are zero.
+  // Loads rows of M^T. Rows and columns past K are zero.
   GD_DEVICE void load_block(int segment, int b, int block) const {
     constexpr int kPackets = kKeys / 4, kRows = Config::kThreads / kPackets;  // of a row; at once
     const int r = tid / kPackets, c = tid % kPackets * 4, j = b * Config::kDepth + r;
@@ -109,7 +109,7 @@ struct Merge {
     copy_commit();
   }
 
-  // From the state that enters a segment to the next one's.
+  // From the boundary state before a segment to that after it.
   GD_DEVICE void multiply(int segment, int block, bool goes_on) {
     constexpr int kQuads = kKeys / 4, kLanes = 16;  // rows of a warp are 4 x 16, columns two times four
     const int slice = tid / (2 * kQuads), place = tid % (2 * kQuads);

@@ -1,12 +1,13 @@
-// What runs between prepare and a chain that is cut. A segment is affine in the state it begins with, S_out = M S_in +
-// S_loc. Where the state before a boundary has faded, the segment behind it begins some chunks earlier with no state;
-// otherwise with the state at the boundary (its entry), which comes from transitions and folds:
-//   segments       what each segment begins with, by the decays that prepare has left; in a pack how long segments are
-//   transitions    S_loc and M of the segments before such boundaries (states.cuh). Where S_in is the initial state, or
-//                  has faded, S_loc comes from there and is the entry
-//   folds          S <- M S + S_loc for the other boundaries, one after the other, in fp32
-// The chain of gradients has the same segments, from the last to the first: G <- M^T G + G_loc, G_loc from transitions
-// of its own (gradient_chain.cuh). Below, the segment before another one is the one that its chain comes from.
+// Kernels between prepare and a chain whose sequences are cut. A segment is affine in the state it begins with: S_out =
+// M S_in + S_loc. Where the state before a boundary has faded, the segment after it begins some chunks earlier with no
+// state (a warm-up). Otherwise it begins with the boundary state, which transitions and merges compute:
+//   segments       decides what each segment begins with, by prepare's decays; in a pack also how long segments are
+//   transitions    S_loc and M of the segments before such boundaries (backward/states_chain.cuh). Where S_in is the
+//                  initial state, or has faded, S_loc is computed from there and is the boundary state
+//   merge          S <- M S + S_loc for the other boundaries, one after the other, in fp32 (cut/merge.cuh)
+// The gradient chain has the same segments, from the last to the first: G <- M^T G + G_loc, with G_loc by transitions
+// of its own (backward/grad_chain.cuh). "Before" means earlier in the chain's direction: forward in time for states,
+// backward for gradients.
 #pragma once
 
 #include "cuda/device/numbers.cuh"
@@ -15,10 +16,8 @@
 
 namespace gatedelta::cuda::portable {
 
-// ---- segments ------------------------------------------------------------------------------------------------------
-
 struct FindSegments {
-  // CTAs from `slots` on copy the initial states, one each, of calls whose last segments overwrite them.
+  // Where a call's last segments overwrite the initial states, CTAs from most_segments on copy them, one each.
   GD_DEVICE static void run(const Params& p, const CutCost& cost, int cta, int most_segments, int tid) {
     if (cta >= most_segments) return copy_initial(p, cta - most_segments, tid);
     const int lane = tid & 31, L = segment_length(p, cost, lane);
@@ -42,18 +41,18 @@ struct FindSegments {
   struct Place {
     int sequence, segment;  // sequence negative: none
   };
-  // As without a cut, where no other grid has the whole sequences.
+  // As without a cut, where no other grid runs the whole sequences.
   GD_DEVICE static Place whole_sequence(const Params& p, int segment) {
     const int n = segment < p.sequences.count ? p.longest_first[segment] : -1;
     return {n >= 0 && !p.is_padding(n) ? n : -1, 0};
   }
-  // A sequence without tokens has a segment, which passes its state on; padding has none.
+  // A sequence without tokens has a segment, which copies its state; padding has none.
   GD_DEVICE static int count_segments(const Params& p, int L, int n) {
     if (n >= p.sequences.count || p.is_padding(n)) return 0;
     const int chunks = chunks_of(p, n);
     return chunks > 0 ? (chunks + L - 1) / L : 1;
   }
-  // A warp looks at 32 sequences at a time: what a lane's one has, and all up to it.
+  // Segments of a lane's sequence, and of all up to it; a warp counts 32 sequences at a time.
   struct Counts {
     int mine, up_to;
   };
@@ -82,8 +81,9 @@ struct FindSegments {
     }
   }
 
-  // Chunks of a segment: as the host says, or of a pack what is best for its lengths, but not fewer, for which there
-  // are no slots; 0: nothing is cut. Every warp finds it by itself, with a number of segments for each lane.
+  // Chunks of a segment; 0: nothing is cut. In a pack the best for its lengths, but not fewer than the host says,
+  // because the memory holds no more segments. Every warp computes it by itself, each lane for another number of
+  // segments.
   GD_DEVICE static int segment_length(const Params& p, const CutCost& cost, int lane) {
     if (cost.chain_count == 0) return p.segment_chunks;
     const int longest = chunks_of(p, p.longest_first[0]);
@@ -115,9 +115,9 @@ struct FindSegments {
     return length < longest ? length : 0;
   }
 
-  // The boundary before a segment: chunks of a warm-up that does not reach the beginning, or kFromBoundary. Gradients
-  // begin behind the last chunk. That one, which may have no second step, never counts: a warm-up is shorter than all
-  // chunks.
+  // Sets what a segment begins with: a warm-up that does not reach the beginning, or kFromBoundary. The gradient chain
+  // starts after the last chunk. Its decay record may be incomplete but is never read: a warm-up is shorter than the
+  // sequence.
   template <Pass kPass>
   GD_DEVICE static Segment with_warmup(const Params& p, Segment segment, int head, int chunks, int length) {
     constexpr bool kGradients = kPass == Pass::kBackward;

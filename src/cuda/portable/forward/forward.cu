@@ -41,7 +41,7 @@ Outcome launch(const ForwardProblem& problem, const Context& context, const Devi
     return ran(launch_segments(p, cut.cost, stream), "launch the kernel that finds segments") &&
            ran(launch_states(transitions, transition_launch(cut, transitions, limits), device, stream),
                "launch the transitions") &&
-           ran(launch_merges(p, device, stream), "launch the folds");
+           ran(launch_merges(p, device, stream), "launch the merges");
   };
   if (p.segment_chunks > 0 && !begin()) return ran.outcome;
   const auto run = [&](const Params& chain, const ChainLaunch& how) {

@@ -1,10 +1,10 @@
-// The forward kernel: the state through all steps of a sequence or of a segment, and outputs. N is Gamma o T without
-// its diagonal, and W has beta in it:
+// The forward kernel: carries the state through all steps of a sequence or of a segment, and computes outputs. N is
+// Gamma o T without its diagonal, and W has beta in it:
 //   W = beta o V - beta gamma o (K S)    U = W + N W    O = s gamma o (Q S) + P U    S <- gamma_L S + K^T (delta o U)
-// The identity in T meets no rounding: only N W is a product of 16-bit operands.
+// The identity in T is not rounded: only N W is a product of 16-bit operands.
 //
-// cp.async groups are counted per thread and alternate: rows that the CTA shares, the warp's own V. So all but the last
-// group have arrived in both places that wait.
+// cp.async groups are counted per thread and alternate: rows that the CTA shares, the warp's own V. So both waits are
+// for all groups but the last one.
 #pragma once
 
 #include "cuda/portable/chain/advance.cuh"
@@ -15,7 +15,7 @@
 
 namespace gatedelta::cuda::portable {
 
-// Where sequences are cut, a CTA has a segment (segments.cuh), perhaps after steps without outputs.
+// Where sequences are cut, a CTA has a segment (cut/segments.cuh), perhaps after warm-up steps without outputs.
 template <class Config>
 struct Forward : Chain<Config> {
   using Base = Chain<Config>;
@@ -29,7 +29,8 @@ struct Forward : Chain<Config> {
     const Segment segment = this->segment();
     if (segment.sequence < 0 || p.is_padding(segment.sequence)) return;  // prepare has zeroed its outputs
     const Place at = this->place_in(segment);
-    if (at.column - this->warp * kWarpColumns >= p.value_dim) return;  // the power of two is larger than needed
+    if (at.column - this->warp * kWarpColumns >= p.value_dim)
+      return;  // CTAs of a head are a power of two: these are surplus
     const int warmup = segment.warmup_chunks(), first = segment.chunk - warmup;
     this->set_rows(at, first * kStepsPerChunk, segment.chunk * kStepsPerChunk);
     int rows = static_cast<int>(Base::end_of(segment, at)) - first * kChunkTokens;
@@ -41,8 +42,8 @@ struct Forward : Chain<Config> {
       this->advance_state(step & 1, rows, [](const Tokens&) {});
     }
     int stage = 0;
-    // The code that stores states is long: outside of the loop over steps, which ends early where checkpoints may be
-    // due.
+    // The code that stores states is long, so it is outside of the loop over steps. That loop ends after one step where
+    // a checkpoint may be due.
 #pragma unroll 1
     while (true) {
       if (rows <= 0 || p.checkpoints) store_states(rows);
@@ -90,9 +91,9 @@ struct Forward : Chain<Config> {
     this->store_outputs(O, rows);
   }
 
-  // ---- states that are due before a step ---------------------------------------------------------------------------
+  // ---- states that are due before a step ----------------------------------------------------------------------------
 
-  // Slot of the checkpoint after so many tokens of a sequence; negative = none.
+  // Slot of the checkpoint after `done` tokens of a sequence; negative = none.
   GD_DEVICE int64_t checkpoint_slot(const Place& at, int64_t done) const {
     if (!p.checkpoints || done > at.span.length || done == 0) return -1;
     const int n = at.sequence;
@@ -101,7 +102,8 @@ struct Forward : Chain<Config> {
     const int64_t first = p.first_checkpoint ? p.first_checkpoint[n] : n * (p.sequences.tokens / p.checkpoint_every);
     return p.checkpoints.slot(first + done / p.checkpoint_every - 1);
   }
-  // Both kinds by one loop: the code that stores is long. A state between two segments is the second one's to store.
+  // One loop for checkpoints and the final state, because the code that stores is long. The segment that begins at a
+  // boundary stores the checkpoint there.
   GD_DEVICE void store_states(int rows) {
     const Segment segment = this->segment();
     const Place at = this->place_in(segment);

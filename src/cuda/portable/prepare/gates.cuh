@@ -27,8 +27,9 @@ GD_DEVICE float beta_of(const Params& p, float x) {
   return p.beta_kind == GD_BETA_LOGIT ? y : 2.0f * y;
 }
 
-// Of `heads` value heads from first_head on, to shared memory: gates [heads][64] in units of log 2, then betas. In
-// memory order: heads of a token side by side. Tokens past the end have g = 0 and beta = 0.
+// Loads gates and betas of `heads` value heads from first_head on to shared memory: gates [heads][64] in units of log
+// 2, then betas. Threads go through memory in order, the heads of a token side by side. Tokens past the end have g = 0
+// and beta = 0.
 GD_DEVICE void load_gates(const Params& p, int batch, int token, int rows, int first_head, int heads, uint32_t to,
                           int tid, int threads) {
   constexpr int kAtOnce = 2;  // loads in flight

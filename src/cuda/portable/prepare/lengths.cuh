@@ -7,13 +7,13 @@
 
 namespace gatedelta::cuda::portable {
 
-// Of packed sequences: their order, longest first, and the number of each one's first checkpoint. By helper CTAs of
-// kRanksPerCta threads.
+// Writes the order of packed sequences, longest first, and the number of each one's first checkpoint. Runs in helper
+// CTAs of kRanksPerCta threads.
 GD_DEVICE void rank_sequences(const Params& p, int helper, int tid) {
   const int count = p.sequences.count, n = helper * kRanksPerCta + tid;
   if (p.longest_first && n < count) {
     const int64_t length = p.sequences[n].length;
-    int rank = 0;  // longer ones, and equally long ones before it
+    int rank = 0;  // sequences that are longer, or as long and before it
     for (int m = 0; m < count; ++m) {
       const int64_t other = p.sequences[m].length;
       rank += other > length || (other == length && m < n);

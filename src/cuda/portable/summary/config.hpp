@@ -1,11 +1,11 @@
 // Parameters and memory of the portable summaries: plain arithmetic that needs no CUDA.
 #pragma once
 
-#include "cuda/portable/cut/launches.hpp"
+#include "cuda/portable/schedule/launches.hpp"
 
 namespace gatedelta::cuda::portable {
 
-// The forward of the same layer that cuts nothing, as far as summaries need it: what prepare leaves.
+// A forward of the same layer that cuts nothing; summaries need its prepare alone.
 template <class Problem>
 ForwardProblem prepared_forward(const Problem& p) {
   ForwardProblem forward;
@@ -31,20 +31,20 @@ SummaryWorkspace summary_layout(const Problem& p) {
   return w;
 }
 
-// What the kernel that finds the segments of a summary is told besides.
+// Further parameters of the kernel that writes a summary's records.
 struct SummaryRange {
   int first;  // sequence
   bool skip_faded;
   TokenRows fade;
 };
 
-// A row of the results is that of a sequence from `first` on, and chains ask for the row of a sequence.
+// Row 0 of the results belongs to sequence `first`, and chains index rows by sequence: moves the base.
 inline StateRows rows_by_sequence(StateRows rows, int64_t first) {
   if (rows) rows.data = static_cast<char*>(rows.data) - first * rows.slot_stride * dtype_bytes(rows.dtype);
   return rows;
 }
 
-// Columns of a head: those of V, and those of M.
+// columns: of a head, those of V and of M.
 template <class Problem>
 ChainKind summary_kind(const Problem& p, int columns, int sm_count) {
   Layer summarised = p.in;
@@ -52,7 +52,7 @@ ChainKind summary_kind(const Problem& p, int columns, int sm_count) {
   return chain_kind(summarised, sm_count);
 }
 
-// layout: that of the problem.
+// layout: summary_layout(problem).
 template <class Problem>
 Params summary_params(const Problem& problem, const SummaryWorkspace& layout, char* workspace, ChainKind kind) {
   Params p = params_of(prepared_forward(problem), layout.forward, workspace, {0, kind});
@@ -63,7 +63,7 @@ Params summary_params(const Problem& problem, const SummaryWorkspace& layout, ch
 }
 // The chain of states.
 struct SummaryChain {
-  Params p;  // of prepare, and of the kernel that finds segments
+  Params p;  // of prepare, and of the kernel that writes records
   Params transitions;
   ChainKind kind;
   SummaryRange range;
@@ -81,7 +81,7 @@ inline SummaryChain chain_of(const SummaryProblem& problem, const SummaryWorkspa
           kind,
           {static_cast<int>(problem.first), problem.skip_faded, problem.fade}};
 }
-// The chain of gradients, none of whose steps has outputs.
+// The gradient chain. No step has outputs.
 inline SummaryChain chain_of(const BackwardSummaryProblem& problem, const SummaryWorkspace& layout, char* workspace,
                              int sm_count) {
   const ChainKind kind = summary_kind(problem, problem.in.value_dim, sm_count);
@@ -91,9 +91,9 @@ inline SummaryChain chain_of(const BackwardSummaryProblem& problem, const Summar
   return {p, p, kind, {static_cast<int>(problem.first), problem.skip_faded, {}}};
 }
 
-// ---- launches ------------------------------------------------------------------------------------------------------
+// ---- launches -------------------------------------------------------------------------------------------------------
 
-// Of the kernel that finds segments: a thread has a sequence and head.
+// CTAs of the kernel that writes records: a thread has a sequence and head.
 inline int64_t summary_ctas(const Params& p) {
   return (int64_t{p.summaries} * p.value_heads + kSegmentThreads - 1) / kSegmentThreads;
 }

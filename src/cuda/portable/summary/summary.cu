@@ -1,5 +1,5 @@
-// Summaries on devices of compute capability 8.0 and later, for all head sizes: prepare, what is read of each sequence,
-// and a chain of the backward. No instruction here is newer than 8.0.
+// Summaries on devices of compute capability 8.0 and later, for all head sizes: prepare, the records of which chunks
+// are read, and a chain of the backward. No instruction here is newer than 8.0.
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
 #include "cuda/kernels.hpp"
@@ -29,7 +29,7 @@ Outcome launch_summary(const Problem& problem, const Context& context, const Dev
                            "launch the prepare kernel")) &&
       (problem.count == 0 || ran(launch_kernel(Pdl::kOff, portable_summary_kernel<kPass>, summary_ctas(chain.p),
                                                kSegmentThreads, 0, stream, chain.p, chain.range),
-                                 "launch the kernel that finds what is read"));
+                                 "launch the kernel that writes records"));
   const ChainLaunch how(chain.kind, 0, limits);
   if (all) ran(launch_chain(chain.transitions, how, device, stream), "launch the chain of a summary");
   return ran.outcome;

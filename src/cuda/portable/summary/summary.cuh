@@ -1,8 +1,8 @@
-// What a summary reads of each sequence and head, as records for the chains (Segment). With skip_faded, of heads that
-// fade only the chunks that matter; their M is 0.
-//   states       a head that lasts has all of its chunks, from S_loc = 0 and M = I. One that has faded has none but
-//                those of a warm-up: M, which has no warm-up, stays 0
-//   gradients    all chunks are those of a warm-up, as they have no outputs
+// Records (Segment) of which chunks a summary reads, for each sequence and head. With skip_faded a head that fades
+// reads only the chunks that matter, and its M is 0.
+//   states       a head that lasts reads all of its chunks, from S_loc = 0 and M = I. One that has faded has warm-up
+//                chunks alone: M has no warm-up, so it stays 0
+//   gradients    all chunks are warm-up chunks, because they have no outputs
 #pragma once
 
 #include "cuda/device/fade.hpp"
@@ -20,7 +20,7 @@ struct FindSummaries {
     const int64_t length = p.sequences[n].length;
     const int chunks = static_cast<int>(ChunkedSequences::chunks(length));
     const ChunkDecay* const steps = p.step_decays(p.sequences.first_chunk_index(n), head);
-    // The second step of a sequence's last chunk may not be there.
+    // A sequence's last chunk may have one step.
     const auto decays = [&](int chunk) {
       const ChunkDecay first = steps[chunk * kStepsPerChunk];
       return chunk * kChunkTokens + kStep < length ? joined(first, steps[chunk * kStepsPerChunk + 1]) : first;

@@ -12,9 +12,9 @@
 // block (J, I) have the register layout of the operand that warp I needs.
 #pragma once
 
+#include "cuda/sm90/lists/cut_search.cuh"
 #include "cuda/sm90/prepare/gates.cuh"
 #include "cuda/sm90/prepare/inverse.cuh"
-#include "cuda/sm90/schedule/cut_search.cuh"
 #include "cuda/sm90/wgmma.cuh"
 
 namespace gatedelta::cuda::sm90 {
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
   allow_next_kernel();
   if (blockIdx.x < kPrepareHelpers) {
     const int helper = static_cast<int>(blockIdx.x);
-    if (helper == 0) return look_at_lengths<kPrepareThreads>(p);
+    if (helper == 0) return init_from_lengths<kPrepareThreads>(p);
     if (p.list == kPlannedList)
       return choose_cut<kPrepareThreads>(p, helper - 1, *reinterpret_cast<CutSmem*>(dynamic_smem));
     constexpr int kWarps = kPrepareThreads / 32;

@@ -1,6 +1,6 @@
-// Which cut of a call's sequences is taken: plain arithmetic on the host, from shapes and the number of
-// multiprocessors. Lengths and gates are on the device: what a segment begins with is found there, and how long the
-// segments of a pack are (segments.cuh).
+// Chooses the cut of a call's sequences: plain arithmetic on the host, from shapes and the number of SMs. Lengths and
+// gates are on the device, which decides what a segment begins with and how long the segments of a pack are
+// (segments.cuh).
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace gatedelta::cuda::portable {
 
-// `resident`: as registers allow.
+// ctas_per_sm: as registers allow.
 constexpr ChainCosts chain_costs(ChainKind kind) {
   switch (kind) {
     case ChainKind::k64: return {2.6f, 0.7f, 4};
@@ -24,7 +24,7 @@ constexpr ChainCosts chain_costs(ChainKind kind) {
 constexpr ChainWork kForwardWork = {1.0f, 0.8f, 8, true}, kStatesWork = {1.13f, 0.78f, 8.6f, true},
                     kGradientsWork = {1.25f, 0.98f, 7.7f, false};
 
-// Lengths that a call may have, in chunks: one sequence, and others that are not longer.
+// Guessed lengths of a pack, in chunks: the longest sequence, and the others, all equal.
 struct Lengths {
   int longest, others, other;
   float weight;
@@ -46,7 +46,7 @@ struct Lengths {
 struct CutSearch {
   const Layer& in;
   std::initializer_list<ChainWork> chains;  // CutCost::kMostChains at most
-  int64_t segment_capacity;                 // that entries and maps have room for
+  int64_t segment_capacity;                 // that the memory for boundary states and transitions holds
   DeviceLimits device;
 
   bool is_pack() const { return in.sequences.offsets && in.sequences.count > 1; }
@@ -76,7 +76,7 @@ struct CutSearch {
                                          ctas(whole_kind, in.value_dim)};
     return cost;
   }
-  // The widest instance first.
+  // Calls consider(kind) for the instances of the call's K, the widest first.
   template <class Consider>
   void each_kind(const Consider& consider) const {
     if (compiled_keys(in.key_dim) != 128) return consider(chain_kind(in, device.sm_count));
@@ -84,14 +84,15 @@ struct CutSearch {
     consider(ChainKind::k128Half);
     consider(ChainKind::k128Quarter);
   }
-  // Lengths of a batch count as they are. Those of a pack are not known: they may be equal; cut at random places, where
-  // the longest is expected to have 1 + 1/2 + ... + 1/N of N parts; or one sequence may have half of what is left then.
+  // A batch has known lengths. Those of a pack are guessed: (0) equal; (1) cut at random places, where the longest is
+  // expected to have (1 + 1/2 + ... + 1/N) / N of the tokens; (2) the longest of (1) with half of all other tokens in
+  // addition.
   static constexpr int kGuesses = 3;
   static constexpr float kNever = 1e30f;
-  // Times that cost cannot tell apart. The widest instance wins: K, Q and what prepare left are read once for all of
-  // its columns.
+  // Within this factor times count as equal, and the widest instance wins: it reads K, Q and prepare's results once for
+  // more columns.
   static constexpr float kTie = 1.02f;
-  static constexpr float kSameTime = 1.05f;  // of an instance for equal lengths that are not cut
+  static constexpr float kSameTime = 1.05f;  // likewise for instances for equal lengths that are not cut
   int guesses() const { return is_pack() ? kGuesses : 1; }
   Lengths guess(int i) const {
     const Sequences& s = in.sequences;
@@ -107,7 +108,7 @@ struct CutSearch {
     return {longest, others, other, kWeights[i]};
   }
 
-  // The host's time counts: no number of segments is tried that would fill the device several times.
+  // Skips numbers of segments that fill the device several times, because the search takes host time.
   template <class Try>
   void each_length(const Lengths& lengths, const Try& attempt) const {
     const float heads = lengths.segments(lengths.longest).segments * static_cast<float>(in.value_heads);
@@ -120,11 +121,11 @@ struct CutSearch {
       attempt(length);
     }
   }
-  // What cuts of some lengths take, where segments may not be shorter than the host's.
+  // Times of cuts by segments that are not shorter than the host's length.
   struct Curve {
     static constexpr int kMost = 48;
     int count = 0;
-    int length[kMost];  // falling; the first one is no cut
+    int length[kMost];  // descending; the first one is no cut
     float time[kMost];  // the least of this length and of all longer ones
 
     float at(int least_length) const {
@@ -161,11 +162,11 @@ struct CutSearch {
     });
     return cut;
   }
-  // What loses least where lengths are guessed: the weighted sum of times, each against the best for its guess.
+  // Minimises the weighted sum of time / best time over the guesses.
   struct Guesses {
     int count;
     Lengths lengths[kGuesses];
-    float best[kGuesses], weights[kGuesses];  // the best time so far; of a microsecond
+    float best[kGuesses], weights[kGuesses];  // best: time so far; weights: of a microsecond
 
     void consider(int i, float time) {
       best[i] = std::min(best[i], time);
@@ -183,7 +184,7 @@ struct CutSearch {
     for (int i = 0; i < all.count; ++i) all.lengths[i] = guess(i), all.best[i] = kNever;
     return all;
   }
-  // The instance for sequences that are not cut: among those that are good for equal lengths.
+  // The instance for sequences that are not cut, among those within kSameTime of the best one for equal lengths.
   ChainKind whole_kind() const {
     Guesses all = all_guesses();
     each_kind([&](ChainKind kind) {
@@ -201,8 +202,7 @@ struct CutSearch {
     });
     return best;
   }
-  // The instance for lengths that are about equal: those of a batch, and those that get to the second grid, because the
-  // device cuts all others.
+  // The instance for lengths that are about equal: those of a batch, and of packs that the device decides not to cut.
   ChainKind equal_kind() const {
     const LengthSums equal = guess(0).sums();
     float least = kNever;
@@ -236,15 +236,15 @@ struct CutSearch {
     }
     return option;
   }
-  // Where segments may be cut, no guess has shorter ones than another one wants. A second grid is worth it where whole
-  // sequences may be as good.
+  // Tries every instance and length. The least length holds for all guesses: none is cut into shorter segments. A
+  // second grid is worth its cost where whole sequences may be as fast.
   Cut chosen() const {
     constexpr int kKinds = 3;
     Curve curves[kKinds][kGuesses];
     Option options[2 * kKinds];
     int kinds = 0, option_count = 0;
     Guesses all = all_guesses();
-    // Batches of a backward are up to 5% slower by the widest of about equal instances.
+    // A backward of a batch takes the fastest instance: the widest of about equal ones is up to 5% slower.
     const bool is_backward = chains.size() > 1;
     const ChainKind equal = equal_kind(), whole = is_pack() || is_backward ? whole_kind() : equal;
     const auto uncut = [&, cost = cost_of(whole)](int i) { return cost.uncut(all.lengths[i].sums()); };
@@ -273,7 +273,7 @@ struct CutSearch {
     if (best.chunks > 0) best.expected = expected(all.lengths[all.count - 1], best.chunks);
     return best;
   }
-  // Segments of a pack have half of a last one each in the mean.
+  // On average each sequence of a pack adds half a segment, its last one.
   SegmentSums expected(const Lengths& lengths, int length) const {
     SegmentSums sums = lengths.segments(length);
     if (is_pack())

@@ -1,5 +1,5 @@
-// What a cut of sequences costs: plain arithmetic that the host and the segments kernel share. The host knows shapes
-// (cut.hpp); the lengths of packed sequences are on the device (segments.cuh).
+// Cost of a cut of sequences: plain arithmetic that the host and the segments kernel share. The host has shapes
+// (schedule/cut_search.hpp); the lengths of packed sequences are on the device (segments.cuh).
 #pragma once
 
 #include "cuda/device/host_device.hpp"
@@ -8,37 +8,37 @@ namespace gatedelta::cuda::portable {
 
 // Microseconds, on an H200.
 struct ChainCosts {
-  float chunk;          // of the forward, with outputs, of a CTA that is alone on its multiprocessor
-  float per_extra_cta;  // more of it for every other CTA there
-  float ctas_per_sm;    // CTAs of a multiprocessor, at most
+  float chunk;          // a chunk of the forward, with outputs, of a CTA that is alone on its SM
+  float per_extra_cta;  // extra time of a chunk per co-resident CTA
+  float ctas_per_sm;    // at most
 };
-// A chain kernel of a call, against the forward's chunk.
+// A chain kernel's cost relative to a chunk of the forward.
 struct ChainWork {
   float chunk;             // with outputs
   float warmup_chunk;      // of a warm-up or a transition
-  float warmup;            // chunks of a usual one
-  bool makes_transitions;  // its transitions have columns for M, too
+  float warmup;            // chunks of a usual warm-up
+  bool makes_transitions;  // its transitions compute M, too
 };
 struct FixedCosts {
-  static constexpr float kItem = 1.0f;         // of a CTA besides its chunks
-  static constexpr float kChain = 7.7f;        // of the kernels of cuts besides their CTAs, for each chain
-  static constexpr float kMergeStep = 2.6f;    // of a fold
-  static constexpr float kIdle = 3.5f;         // of each kernel that has nothing to do
-  static constexpr float kPersistent = 0.26f;  // the share of heads taken for persistent
-  static constexpr float kWorth = 1.06f;       // by as much the estimate of a cut has to win
+  static constexpr float kItem = 1.0f;         // a CTA, in addition to its chunks
+  static constexpr float kChain = 7.7f;        // the kernels of cuts in addition to their CTAs, for each chain
+  static constexpr float kMergeStep = 2.6f;    // a step of the merge
+  static constexpr float kIdle = 3.5f;         // a kernel that has nothing to do
+  static constexpr float kPersistent = 0.26f;  // share of heads that count as persistent
+  static constexpr float kWorth = 1.06f;       // a cut must win by this factor
 };
 
-// Of numbers that are not negative; floorf and ceilf are calls on a host.
+// For numbers that are not negative: floorf and ceilf are function calls on a host.
 GD_HOST_DEVICE inline float floor_of(float x) { return static_cast<float>(static_cast<int>(x)); }
 GD_HOST_DEVICE inline float ceil_of(float x) { return floor_of(x) < x ? floor_of(x) + 1 : x; }
 
-// What the cost ask of a call's lengths, in chunks.
+// A call's lengths in chunks, as far as the cost depends on them.
 struct LengthSums {
   int longest = 0;
-  int count = 0, longest_count = 0;  // sequences that have tokens, and those that are as long as the longest
+  int count = 0, longest_count = 0;  // sequences with tokens, and those as long as the longest
   float chunks = 0;                  // of all
 };
-// And of its segments. A sequence that is not cut counts as the part of a segment that it is.
+// A call's segments. A sequence that is not cut counts as a fraction of a segment, in proportion to its length.
 struct SegmentSums {
   float segments = 0, boundaries = 0;
 
@@ -52,10 +52,10 @@ struct SegmentSums {
     boundaries += times * static_cast<float>(whole - 1);
   }
 };
-// Numbers of segments that are tried for the longest sequence, one after the other: beyond eight not every one.
+// The next number of segments to try for the longest sequence: beyond eight not every number is tried.
 GD_HOST_DEVICE inline int next_number(int segments) { return segments + 1 + segments / 9; }
 
-// Of a call whose chains run one after the other, by the same segments.
+// Cost of a call whose chains run one after the other, by the same segments.
 struct CutCost {
   struct Chain {
     float chunk, warmup_chunk, warmup;        // see ChainWork
@@ -64,15 +64,15 @@ struct CutCost {
   static constexpr int kMostChains = 2;
   ChainCosts segment_costs{}, transition_costs{}, whole_costs{};
   float sm_count = 0;
-  // Every chain has a second grid, of whole sequences. One of the two has nothing to do. Otherwise whole sequences run
-  // in the grid of segments.
+  // Every chain has a second grid, for whole sequences, and one of the two grids has nothing to do. Without it whole
+  // sequences run in the grid for segments.
   bool has_whole_grid = false;
   int chain_count = 0;
   Chain chains[kMostChains]{};
 
-  // Others beside a CTA where `ctas` are even_ctas_per_sm evenly.
+  // CTAs that share a CTA's SM, where `ctas` are spread evenly.
   GD_HOST_DEVICE float extra_ctas(float ctas) const { return ceil_of(ctas / sm_count) - 1; }
-  // Rounds of as many CTAs as are resident, the last one with fewer.
+  // Rounds of resident CTAs, the last one with fewer.
   GD_HOST_DEVICE float time(const ChainCosts& kind, float ctas, float chunks) const {
     const float together = kind.ctas_per_sm * sm_count, whole_rounds = floor_of(ctas / together);
     const float rest = ctas - whole_rounds * together, rounds = rest > 0 ? whole_rounds + 1 : whole_rounds;
@@ -80,8 +80,8 @@ struct CutCost {
     return rounds * FixedCosts::kItem +
            chunks * (whole_rounds * (kind.chunk + kind.per_extra_cta * (kind.ctas_per_sm - 1)) + last);
   }
-  // Where all CTAs are resident at once, those of the longest sequences have others beside them only as long as these
-  // last. Otherwise all count as so many of the longest.
+  // Where all CTAs are resident at once, those of the longest sequences share their SM only as long as shorter ones
+  // last. Otherwise shorter sequences count as a fraction of the longest.
   GD_HOST_DEVICE float uncut(const LengthSums& lengths) const {
     const auto longest = static_cast<float>(lengths.longest), longest_count = static_cast<float>(lengths.longest_count);
     if (lengths.longest == 0) return 0;
@@ -101,14 +101,14 @@ struct CutCost {
     }
     return sum;
   }
-  // The grids of whole sequences, where these are cut.
+  // The grids for whole sequences, where all sequences are cut.
   GD_HOST_DEVICE float second_grids() const {
     return has_whole_grid ? FixedCosts::kIdle * static_cast<float>(chain_count) : 0.0f;
   }
   // By segments of `length` chunks.
   GD_HOST_DEVICE float cut(const LengthSums& lengths, const SegmentSums& sums, int length) const {
     const auto L = static_cast<float>(length);
-    const int steps = (lengths.longest + length - 1) / length - 2;  // of a fold
+    const int steps = (lengths.longest + length - 1) / length - 2;  // of the merge
     float sum = steps > 0 ? FixedCosts::kMergeStep * static_cast<float>(steps) : 0.0f;
     sum += second_grids();
     for (int i = 0; i < chain_count; ++i) {
@@ -121,15 +121,15 @@ struct CutCost {
     }
     return sum;
   }
-  // By segments of so many chunks, perhaps as long as the longest sequence, which is no cut. The kernels of cuts run
-  // anyway: segments, folds, and for each chain transitions and perhaps its grid of segments.
+  // By segments of `length` chunks; a length of the longest sequence or more is no cut. The kernels of cuts run anyway:
+  // segments, merges, and for each chain transitions and perhaps its grid for segments.
   GD_HOST_DEVICE float of(const LengthSums& lengths, const SegmentSums& sums, int length) const {
     if (length < lengths.longest) return cut(lengths, sums, length);
     const int idle = 2 + (has_whole_grid ? 2 : 1) * chain_count;
     return uncut(lengths) + (has_whole_grid ? 0 : crowded(lengths)) + FixedCosts::kIdle * static_cast<float>(idle);
   }
-  // What whole sequences take longer in a grid for segments: CTAs that have nothing to do leave one more of the others
-  // on some multiprocessors, where it fits.
+  // Extra time of whole sequences in a grid for segments: idle CTAs unbalance it, so that some SMs get one busy CTA
+  // more than an even share, where it fits.
   GD_HOST_DEVICE float crowded(const LengthSums& lengths) const {
     float sum = 0;
     for (int i = 0; i < chain_count; ++i)

@@ -3,11 +3,11 @@
 
 #include <algorithm>
 
-#include "cuda/portable/cut/search.hpp"
+#include "cuda/portable/schedule/cut_search.hpp"
 
 namespace gatedelta::cuda::portable {
 
-// Of the transitions of a chain: those of states have more CTAs of a head, for M.
+// Parameters of a chain's transitions. Those of states have more CTAs per head, for M.
 inline Params transition_params(const Params& p, ChainKind kind, bool makes_transitions) {
   const int columns = chain_columns(transition_kind(kind));
   Params transitions = p;
@@ -18,8 +18,8 @@ inline Params transition_params(const Params& p, ChainKind kind, bool makes_tran
   return transitions;
 }
 
-// Of the grid of whole sequences, beside one of segments (CutCost::has_whole_grid). Each of its CTAs sees whether its
-// sequence has been cut.
+// Parameters of the grid for whole sequences, next to one for segments (CutCost::has_whole_grid). A CTA returns at once
+// if its sequence is cut.
 inline Params whole_params(const Params& p, ChainKind kind) {
   Params whole = p;
   whole.segment_chunks = 0;
@@ -29,12 +29,12 @@ inline Params whole_params(const Params& p, ChainKind kind) {
   return whole;
 }
 
-// How a chain kernel is launched. CTAs that have nothing to do leave too many of the others on some multiprocessors,
-// unless no more than `resident` fit there. 0: as many as do, where all have something to do.
+// Launch of a chain kernel. Idle CTAs unbalance the grid, so occupancy is capped through the shared-memory size:
+// ctas_per_sm, or 0 where all CTAs are busy.
 struct ChainLaunch {
   ChainKind kind;
-  int ctas_per_sm;   // of a multiprocessor
-  int shared_bytes;  // likewise: always the device's, because a kernel is allowed its most once for all launches
+  int ctas_per_sm;
+  int shared_bytes;  // of an SM. Always the device's: the kernel's maximum is set once for all launches
   ChainLaunch(ChainKind kind_, int ctas_per_sm_, const DeviceLimits& device)
       : kind(kind_), ctas_per_sm(ctas_per_sm_), shared_bytes(device.shared_bytes) {}
   int bytes(int needed) const {
@@ -64,7 +64,7 @@ inline int64_t segment_ctas(const Params& p) {
   const int64_t copies = p.initial_copy ? int64_t{p.sequences.count} * p.value_heads : 0;
   return p.segment_length().most_segments(p.sequences) + copies;
 }
-// Both chains of a backward fold at the same time.
+// Both chains of a backward merge in one launch.
 inline int64_t merge_ctas(const Params& p) {
   const int chains = p.gradient_segments ? 2 : 1;
   return int64_t{chains} * p.sequences.count * p.value_heads * (p.value_dim / kMergeColumns);
