@@ -35,55 +35,24 @@ LINT_PACKAGES := ruff==0.17.4
 gpu_packages = $(if $(filter .venv/bin/python,$(PYTHON)),-- $(TEST_PACKAGES))
 # Succeeds where the library that was built sees a GPU it has kernels for.
 HAS_GPU = $(PYTHON) -c 'from tools import dev_paths; import gatedelta; exit(not gatedelta.info()["cuda_devices"])'
-define bench_gpu
-mkdir -p build/bench
-python3 tools/sass.py build/release/src/libgatedelta.so --json build/bench/kernels.json
-$(PYTHON) -m bench.gpu.chunked --profile --kernels build/bench/kernels.json --output build/bench/h200.json
-$(PYTHON) -m bench.plots chunked build/bench/h200.json build/bench/h200
-$(PYTHON) -m bench.gpu.decode --jobs $(JOBS) --output build/bench/decode.json
-$(PYTHON) -m bench.gpu.packs --output build/bench/packs.json
-$(PYTHON) -m bench.plots serving build/bench/decode.json build/bench/h200
-endef
-
-define bench_segments
-$(PYTHON) -m bench.gpu.segments --more --output build/bench/segments.json --plot build/bench/segments.png
-endef
-
-define rewrite_tables
-if [ -e build/bench/h200.json ]; then
-  $(PYTHON) -m bench.plots history results/h200/history.csv results/h200/history.png
-fi
-$(PYTHON) -m bench.report.render
-endef
-
-# A curve of the library and one of the reference, on DEVICE.
+# Of train-example and peer-tests
 DEVICE ?= cpu
-STEPS ?= 300
-define train
-export PYTHONPATH=python GATEDELTA_LIBRARY_DIR=build/release/src
-rm -rf build/train
-for backend in reference gatedelta; do
-  $(PYTHON) examples/train/train.py --backend $$backend --device $(DEVICE) --steps $(STEPS) \
-    --out build/train/$(DEVICE).$$backend.json
-done
-$(PYTHON) examples/train/plot.py build/train/$(DEVICE).{reference,gatedelta}.json --out build/train/$(DEVICE).png
-endef
+cuda_on = $(if $(filter cuda%,$(DEVICE)),-DGD_CUDA=ON)
 
 # $(call build,<preset>[,<target>...[,<option>...]])
 define build
 cmake --preset $(1) -DGD_WERROR=$(WERROR) $(3) --log-level=NOTICE >/dev/null
 cmake --build --preset $(1) --parallel $(JOBS) $(if $(2),--target $(2))
 endef
-# $(call ctest,<preset>): leaves a report for $(TOTAL), which prints what failed and what did not run
+# $(call ctest,<preset>): leaves a report
 ctest = mkdir -p $(REPORTS); rm -f $(REPORTS)/$(1).xml; \
         ctest --preset $(1) $(if $(MAKE_TERMOUT),--progress,--quiet) --parallel $(JOBS) \
         --output-junit $(CURDIR)/$(REPORTS)/$(1).xml
 # $(call run_programs,<report>,<build folder>): the same without a process for each case
 run_programs = rm -f $(REPORTS)/$(1).xml; \
                $(QUICK) python3 tools/run_programs.py $(2) $(REPORTS)/$(1).xml --jobs $(JOBS) --without $(SLOW)
-TOTAL := python3 tools/sum_reports.py
-GPU_TESTS := gpu_forward gpu_portable gpu_backward gpu_fp32 gpu_recurrent gpu_engine gpu_conv1d gpu_gated_norm \
-             gpu_layer_step
+# $(call total,<name>=<report>...): what failed and what did not run; ends a recipe in which a program has set `failed`
+total = { python3 tools/sum_reports.py $(1) && [ -z "$${failed-}" ]; } || exit 1
 
 help: ## this list
 	grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -93,74 +62,57 @@ run: ## build, run the default job (a Qwen3.5-like layer, forward and backward) 
 	$(call build,release,gatedelta_cli)
 	mkdir -p build/run
 	build/release/cli/gatedelta run --json build/run/run.json
-	if ! tools/require python -- matplotlib; then
-	  echo "picture: left out, because there is no matplotlib"
-	  exit 0
-	fi
+	tools/require python -- matplotlib || { echo "picture: left out, because there is no matplotlib"; exit 0; }
 	$(PYTHON) -m bench.plots cpu build/run/run.json build/run/timings.png
 	echo "picture: $(CURDIR)/build/run/timings.png"
 
 test: ## build and run every test: C++, examples, Python
 	tools/require $(BASE) gtest pkg-config -- $(TEST_PACKAGES)
 	$(call build,test)
-	status=0
-	$(call ctest,test) || status=1
+	$(call ctest,test) || failed=1
 	rm -f $(REPORTS)/pytest.xml
-	$(PYTHON) -m pytest -q -n $(JOBS) --dist loadfile --junitxml $(REPORTS)/pytest.xml tests/python || status=1
-	$(TOTAL) C++=$(REPORTS)/test.xml Python=$(REPORTS)/pytest.xml || status=1
-	exit $$status
+	$(PYTHON) -m pytest -q -n $(JOBS) --dist loadfile --junitxml $(REPORTS)/pytest.xml tests/python || failed=1
+	$(call total,C++=$(REPORTS)/test.xml Python=$(REPORTS)/pytest.xml)
 
 bench: ## benchmark the CPU against transformers' torch code, every instruction set, and a GPU, into build/bench
 	tools/require $(BASE) -- $(TEST_PACKAGES)
 	$(call build,release)
 	rm -rf build/bench
-	mkdir -p build/bench
-	$(PYTHON) -m bench.cpu.vs_transformers --output build/bench/transformers.json
-	$(PYTHON) -m bench.plots cpu build/bench/transformers.json build/bench/transformers.png
-	build/release/cli/gatedelta bench --shapes bench/cpu/isas.csv --isa all --scaling --seconds 0.2 \
-	  --json build/bench/isas.json
-	if ! $(HAS_GPU); then
-	  echo "no GPU that this build has kernels for: GPU rows were NOT run"
-	  exit 0
-	fi
-	$(bench_gpu)
+	bench/run cpu
+	$(HAS_GPU) || { echo "no GPU that this build has kernels for: GPU rows were NOT run"; exit 0; }
+	bench/run gpu
 
 bench-gpu: ## the GPU's part alone: forward, backward, decode, draft verification and packs, against the peers' times
-	tools/require $(BASE) $(gpu_packages)
-	$(call build,release,gatedelta gatedelta_torch,-DGD_CUDA=ON)
-	$(bench_gpu)
-
 bench-segments: ## how the GPU cuts sequences: the automatic cut against the best of a search
+bench-gpu bench-segments:
 	tools/require $(BASE) $(gpu_packages)
 	$(call build,release,gatedelta gatedelta_torch,-DGD_CUDA=ON)
-	$(bench_segments)
+	bench/run $(@:bench-%=%)
 
 train-example: ## train a small language model with the library and in fp32 torch, draw both curves (DEVICE=cpu or cuda)
 	tools/require $(BASE) $(gpu_packages)
-	$(call build,release,gatedelta gatedelta_torch,$(if $(filter cuda%,$(DEVICE)),-DGD_CUDA=ON))
-	$(train)
+	$(call build,release,gatedelta gatedelta_torch,$(cuda_on))
+	examples/train/compare
 
 record-train: train-example ## the same, then keep curves and picture in results/train
 	$(PYTHON) -m bench.report.record_curves build/train
 
 record: bench ## benchmark, keep the measurements in results/ and rewrite the tables of README and docs
 	$(PYTHON) -m bench.report.record build/bench
-	$(rewrite_tables)
+	bench/run tables
 
 record-gpu: ## on a machine with an H200: the GPU's tests, bench-gpu and bench-segments, kept in results/h200
 	tools/require $(BASE) gtest $(gpu_packages)
-	$(call build,test,gatedelta gatedelta_torch gatedelta_testing $(GPU_TESTS),-DGD_CUDA=ON)
-	status=0
-	$(call ctest,test) --label-regex '^gpu$$' || status=1
+	$(call build,cuda,gatedelta gatedelta_torch gatedelta_testing gpu_tests)
+	$(call ctest,cuda) --label-regex '^gpu$$' || failed=1
 	rm -f $(REPORTS)/pytest.xml
 	$(PYTHON) -m pytest -q --junitxml $(REPORTS)/pytest.xml tests/python/test_torch_cuda.py \
-	  tests/python/test_torch_decode_cuda.py || status=1
-	$(TOTAL) GPU=$(REPORTS)/test.xml Python=$(REPORTS)/pytest.xml || status=1
-	[ $$status = 0 ]
-	$(bench_gpu)
-	$(bench_segments)
+	  tests/python/test_torch_decode_cuda.py || failed=1
+	$(call total,GPU=$(REPORTS)/cuda.xml Python=$(REPORTS)/pytest.xml)
+	bench/run gpu
+	bench/run segments
 	$(PYTHON) -m bench.report.record --gpu build/bench
-	$(rewrite_tables)
+	bench/run tables
 
 lint: ## formatting, clang-tidy, ruff, texts and generated tables
 	tools/require $(BASE) gtest clang $(LINT_TOOLS) -- $(LINT_PACKAGES)
@@ -177,53 +129,26 @@ wheel: ## build the wheel into dist/ and try it in a fresh virtual environment
 
 peer-tests: ## other libraries' own tests, from checkouts in PEERS, on this library (DEVICE=cpu or cuda)
 	tools/require $(BASE) $(gpu_packages)
-	$(call build,test,gatedelta gatedelta_torch,$(if $(filter cuda%,$(DEVICE)),-DGD_CUDA=ON))
+	$(call build,test,gatedelta gatedelta_torch,$(cuda_on))
 	$(PYTHON) tools/peer_tests.py --device $(DEVICE) --jobs $(JOBS) $(if $(PEERS),--peers $(PEERS))
 
 sanitize: EVERY := 3
 sanitize: ## the C++ tests under ASan+UBSan, then under TSan
 	tools/require $(BASE) gtest
-	status=0
 	echo "under sanitizers $(LEFT_OUT)"
 	$(call build,asan)
-	$(call run_programs,asan,build/asan) || status=1
+	$(call run_programs,asan,build/asan) || failed=1
 	$(call build,tsan)
-	$(call run_programs,tsan,build/tsan) || status=1
-	$(TOTAL) ASan+UBSan=$(REPORTS)/asan.xml TSan=$(REPORTS)/tsan.xml || status=1
-	exit $$status
-
-# Cases of the command line tool in which the portable kernels cut sequences, with commas for spaces.
-PORTABLE_CUTS := T=330,Hk=1,Hv=3,K=128,V=128,dtype=bf16,segment=1,gate=zero \
-                 lengths=200+0+1+64+290,pad=7,Hk=1,Hv=2,K=64,V=96,dtype=fp16,segment=2,gate=mixed,l2norm \
-                 lengths=130+0+70,Hk=2,Hv=4,K=192,V=256,dtype=bf16,segment=1,gate=strong \
-                 T=200,Hk=1,Hv=2,K=128,V=128,dtype=fp16,segment=1,gate=raw,beta=logit,pool,inplace
+	$(call run_programs,tsan,build/tsan) || failed=1
+	$(call total,ASan+UBSan=$(REPORTS)/asan.xml TSan=$(REPORTS)/tsan.xml)
 
 sanitize-gpu: ## on a machine with a GPU: some of its tests under compute-sanitizer's four tools
 	tools/require $(BASE) gtest
 	command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer in PATH: CUDA's toolkit has it"; exit 1; }
 	nvidia-smi -L || { echo "no GPU here: nothing was checked"; exit 1; }
-	$(call build,cuda,gatedelta gatedelta_cli $(GPU_TESTS))
-	$(call build,racecheck,gatedelta $(GPU_TESTS))
-	status=0
-	for tool in memcheck initcheck synccheck racecheck; do
-	  folder=build/release/tests/cpp/gpu
-	  if [ $$tool = racecheck ]; then folder=build/racecheck/tests/cpp/gpu; fi
-	  for test in gpu_forward:Forward.Packs:Forward.TwoSegments* gpu_backward:Backward.Packs \
-	    gpu_recurrent:Recurrent.PackedDrafts:Recurrent.Sizes:Recurrent.March \
-	    gpu_conv1d:Conv1d.PackedSequences:Conv1d.NearUpdates gpu_gated_norm:GatedNorm.Sizes \
-	    gpu_layer_step:LayerStep.EnginesShapes \
-	    gpu_engine:EngineRecurrent.StepsByRows:EngineForward.CheckpointOffsets; do
-	    echo "$$tool $$test"
-	    compute-sanitizer --tool $$tool --error-exitcode 1 $$folder/$${test%%:*} --gtest_brief=1 \
-	      --gtest_filter=$${test#*:} || status=1
-	  done
-	  for case in $(PORTABLE_CUTS); do
-	    echo "$$tool portable $$case"
-	    compute-sanitizer --tool $$tool --error-exitcode 1 build/release/cli/gatedelta check --device cuda \
-	      --kernels portable --op fwd,bwd $${case//,/ } || status=1
-	  done
-	done
-	exit $$status
+	$(call build,cuda,gatedelta gatedelta_cli gpu_tests)
+	$(call build,racecheck,gatedelta gpu_tests)
+	tools/sanitize_gpu
 
 soak-gpu: ## on a machine with a GPU: random forwards and 100,000 recurrent steps, two at a time on two streams
 	tools/require $(BASE) gtest
@@ -234,38 +159,29 @@ soak-gpu: ## on a machine with a GPU: random forwards and 100,000 recurrent step
 
 cuda: ## compile the CUDA backend (needs nvcc) and run its tests; those of a GPU are skipped without one
 	tools/require $(BASE) gtest
-	if ! { command -v nvcc || test -x /usr/local/cuda/bin/nvcc; } >/dev/null; then
-	  echo "no nvcc here: the CUDA backend was NOT compiled"
-	  exit 0
-	fi
-	$(call build,cuda,gatedelta cuda_host_test $(GPU_TESTS))
-	mkdir -p $(REPORTS)
-	status=0
+	command -v nvcc /usr/local/cuda/bin/nvcc >/dev/null ||
+	  { echo "no nvcc here: the CUDA backend was NOT compiled"; exit 0; }
+	$(call build,cuda,gatedelta cuda_host_test gpu_tests)
+	$(call ctest,cuda) --label-regex '^(cuda_host|gpu)$$' || failed=1
 	python3 tools/sass.py build/release/src/libgatedelta.so --json $(REPORTS)/kernels.json \
-	  --compare results/h200/record.json || status=1
-	$(call ctest,cuda) --tests-regex '^(cuda_host_test|gpu_forward|gpu_backward|gpu_recurrent|gpu_engine)\.' || status=1
-	$(TOTAL) CUDA=$(REPORTS)/cuda.xml || status=1
-	exit $$status
+	  --compare results/h200/record.json || failed=1
+	$(call total,CUDA=$(REPORTS)/cuda.xml)
 
 cross: ## build for the other architecture and run the C++ tests under QEMU
 	tools/require $(BASE) gtest cross
-	status=0
 	$(call build,cross-$(FOREIGN))
 	echo "under emulation $(LEFT_OUT)"
-	ctest --preset cross-$(FOREIGN) --quiet --tests-regex '^isa_symbols$$' || status=1
+	ctest --preset cross-$(FOREIGN) --quiet --tests-regex '^isa_symbols$$' || failed=1
 	$(call run_programs,cross-$(FOREIGN),build/cross-$(FOREIGN)) \
-	  --under "$(call QEMU,$(FOREIGN)) -cpu max -L /usr/$(FOREIGN)-linux-gnu" || status=1
-	$(TOTAL) $(FOREIGN)=$(REPORTS)/cross-$(FOREIGN).xml || status=1
-	exit $$status
+	  --under "$(call QEMU,$(FOREIGN)) -cpu max -L /usr/$(FOREIGN)-linux-gnu" || failed=1
+	$(call total,$(FOREIGN)=$(REPORTS)/cross-$(FOREIGN).xml)
 
 oldcpu: ## run the C++ tests as the oldest CPU of this architecture would, under QEMU
 	tools/require $(BASE) gtest qemu
 	$(call build,test)
-	status=0
 	echo "under emulation $(LEFT_OUT)"
-	$(call run_programs,oldcpu,build/release) --under "$(call QEMU,$(ARCH)) -cpu $(OLD_CPU)" || status=1
-	$(TOTAL) $(OLD_CPU)=$(REPORTS)/oldcpu.xml || status=1
-	exit $$status
+	$(call run_programs,oldcpu,build/release) --under "$(call QEMU,$(ARCH)) -cpu $(OLD_CPU)" || failed=1
+	$(call total,$(OLD_CPU)=$(REPORTS)/oldcpu.xml)
 
 fuzz: ## a short libFuzzer run on the C ABI (FUZZ_SECONDS=30)
 	tools/require $(BASE) gtest fuzzer
@@ -279,5 +195,4 @@ fuzz: ## a short libFuzzer run on the C ABI (FUZZ_SECONDS=30)
 clean: ## remove build/ and dist/ (not .venv)
 	rm -rf build dist
 
-.PHONY: help run test bench bench-gpu bench-segments train-example record-train record record-gpu peer-tests lint \
-        format wheel sanitize sanitize-gpu soak-gpu cuda cross oldcpu fuzz clean
+.PHONY: $(shell sed -nE 's/^([a-z-]+):.*## .*/\1/p' $(MAKEFILE_LIST))

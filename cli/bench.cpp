@@ -55,7 +55,7 @@ int explain(const Options& options) {
     if (options.has(flag)) throw UsageError(std::string("--explain runs nothing: leave out ") + flag);
   const auto blocks = static_cast<int>(options.integer("--blocks", 132, 1, 10000));
   for (Shape shape : chosen_shapes(options, default_shapes({.cuda = true}))) {
-    shape.spec.K = shape.spec.V = 128;  // CUDA supports no other; the plan does not depend on it
+    shape.spec.K = shape.spec.V = 128;  // Hopper's kernels have no other; the plan does not depend on it
     shape.spec.dtype = GD_BF16;
     std::printf("%s\n%s", label_of(shape).c_str(), explain_plan(shape.spec, blocks).c_str());
   }

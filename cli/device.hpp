@@ -16,8 +16,7 @@ struct Gpu {
 };
 std::vector<Gpu> gpus();  // by index
 
-// Why no command can run on this one of the GPUs; "" if some can. Which operations a GPU lacks, the library says
-// itself.
+// Why no command can run on this GPU; "" if some can. The library itself refuses operations that a GPU lacks.
 std::string refusal(int index, const std::vector<Gpu>& gpus);
 
 // --device and --kernels; the CPU if no device is given. Refuses a device that is not there, and on CUDA the flags

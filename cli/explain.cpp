@@ -34,7 +34,7 @@ ForwardProblem problem_of(const testing::Case& c) {
   p.checkpoint_every = c.every;
   p.checkpoint_offsets.present = c.offsets;
   p.segment_chunks = c.segment;
-  // What decides which sequences are walked, as on CUDA.
+  // What decides which sequences are short, as on CUDA.
   p.in.key_dim = p.in.value_dim = cuda::sm90::kHeadDim;
   p.in.q.dtype = GD_BF16;
   p.in.layout = c.layout;
@@ -54,33 +54,39 @@ std::string explain_plan(const testing::Case& c, int blocks) {
   const ForwardProblem p = problem_of(c);
   const cuda::sm90::ForwardWorkspace workspace = cuda::sm90::forward_layout(p);
   const cuda::sm90::Limits limits = {blocks, static_cast<int>(cuda::sm90::max_entries(p)), workspace.boundary_count,
-                               cuda::sm90::kMostMergedHalves};
+                                     cuda::sm90::kMostMergedHalves};
   const auto count = static_cast<int>(p.in.sequences.count), heads = static_cast<int>(c.Hv);
-  const cuda::sm90::WalkPlan walk = cuda::sm90::walk_plan(p);
+  const cuda::sm90::ShortPlan plan = cuda::sm90::short_plan(p);
   std::vector<int> chunks(p.in.sequences.count);
-  int walked = 0;
+  int short_sequences = 0;
   for (int n = 0; n < count; ++n) {
     const int64_t length = c.lengths.empty() ? c.T : c.lengths[n];
-    if (length > walk.longest) chunks[n] = static_cast<int>(cuda::ChunkedSequences::chunks(length));
-    walked += length <= walk.longest;
+    if (length > plan.longest) chunks[n] = static_cast<int>(cuda::ChunkedSequences::chunks(length));
+    short_sequences += length <= plan.longest;
   }
 
   std::string text;
   add(text, "  %d sequences of %d value heads on %d blocks, workspace %.1f MiB, room for %d boundaries\n", count, heads,
       blocks, static_cast<double>(workspace.bytes) / (1 << 20), limits.boundaries);
-  if (walk.which == cuda::sm90::Walked::kAll) return text + "  not cut: so few tokens are walked, in one kernel\n";
-  if (walk.which == cuda::sm90::Walked::kSome)
-    add(text, "  %d sequences of at most %d tokens are walked, in a kernel of their own\n", walked,
-        static_cast<int>(walk.longest));
+  if (plan.which == cuda::sm90::ShortSequences::kAll)
+    return text + "  not cut: one kernel, without chunks, for so few tokens\n";
+  if (plan.which == cuda::sm90::ShortSequences::kSome)
+    add(text, "  %d sequences of at most %d tokens run in the kernel for short sequences\n", short_sequences,
+        static_cast<int>(plan.longest));
   cuda::sm90::LengthClass classes[cuda::sm90::kMaxClasses + 1] = {};
-  const auto classes_of = [&](int share) { return cuda::sm90::length_classes(chunks.data(), count, heads, share, classes); };
-  if (p.segment_chunks > 0 && (!cuda::sm90::is_planned(count, heads) || limits.entries > cuda::sm90::kMaxPlannedEntries))
+  const auto classes_of = [&](int share) {
+    return cuda::sm90::length_classes(chunks.data(), count, heads, share, classes);
+  };
+  if (p.segment_chunks > 0 &&
+      (!cuda::sm90::is_planned(count, heads) || limits.entries > cuda::sm90::kMaxPlannedEntries))
     return text + "  refused: CUDA does not cut so many sequences, heads or segments: leave out segment\n";
   switch (cuda::sm90::list_mode(p, blocks)) {
-    case cuda::sm90::kSortedList: return text + "  not cut: so many sequences and heads keep the GPU busy, longest first\n";
+    case cuda::sm90::kSortedList:
+      return text + "  not cut: so many sequences and heads keep the GPU busy, longest first\n";
     case cuda::sm90::kEvenList:
       return text + "  not cut: " +
-             (cuda::sm90::are_short(p) ? "sequences are too short for it, " : "heads of one length keep the GPU busy, ") +
+             (cuda::sm90::are_short(p) ? "sequences are too short for it, "
+                                       : "heads of one length keep the GPU busy, ") +
              (cuda::sm90::even_parts(p, blocks) == 2 ? "in halves\n" : "whole\n");
     case cuda::sm90::kPlannedList: break;
   }
@@ -91,7 +97,8 @@ std::string explain_plan(const testing::Case& c, int blocks) {
   if (const int parts = cuda::sm90::busy_parts(classes, classes_of(0), blocks))
     return text + "  not cut: heads of one length keep the GPU busy, " + (parts == 2 ? "in halves" : "whole") +
            ", which the device finds from the lengths\n";
-  if (cuda::sm90::may_balance(p, limits) && cuda::sm90::is_balanced(cuda::sm90::lengths_of(chunks.data(), count), heads, blocks))
+  if (cuda::sm90::may_balance(p, limits) &&
+      cuda::sm90::is_balanced(cuda::sm90::lengths_of(chunks.data(), count), heads, blocks))
     return text +
            "  balanced: heads of similar lengths in one equal stretch per block; some are in two parts, the second "
            "of which goes on with the first one's state\n";
@@ -101,10 +108,12 @@ std::string explain_plan(const testing::Case& c, int blocks) {
   const int longest = *std::max_element(chunks.begin(), chunks.end());
   for (int share = 0; share < cuda::sm90::kShares; ++share) {
     const int class_count = classes_of(share);
-    const cuda::sm90::CutCost best = cuda::sm90::fastest_cut(classes, class_count, longest, limits, cuda::sm90::may_cut(p));
+    const cuda::sm90::CutCost best =
+        cuda::sm90::fastest_cut(classes, class_count, longest, limits, cuda::sm90::may_cut(p));
     const cuda::sm90::Cut cut = cuda::sm90::cut_number(best.number, cuda::sm90::length_scale(longest));
     const auto cycles_of = [&](const cuda::sm90::Cut& c) {
-      return cuda::sm90::cycles_of(c, cuda::sm90::PiecesOf(c, classes, class_count).classes, class_count, longest, limits);
+      return cuda::sm90::cycles_of(c, cuda::sm90::PiecesOf(c, classes, class_count).classes, class_count, longest,
+                                   limits);
     };
     int pieces = 0;
     for (int i = 0; i < class_count; ++i) {

@@ -65,7 +65,7 @@ Stopwatch::Stopwatch(testing::Problem& problem, Op op, const testing::Exec& exec
   set_exec(forward_, exec);
   set_exec(backward_, exec);
   set_exec(recurrent_, exec);
-  if (op == Op::backward || op == Op::train) {  // keep what the backward wants, and no states in place
+  if (op == Op::backward || op == Op::train) {  // save for the backward, and update no states in place
     forward_.final_state = forward_.final_state_indices = {};
     size_t bytes = 0;
     must(gd_forward_saved_size(&forward_, &bytes));

@@ -45,7 +45,7 @@ class Stopwatch {
   testing::Buffer workspace_, saved_;
 };
 
-// `isa` and `threads` say something about the CPU only.
+// `isa` and `threads` are of the CPU only.
 Json to_json(const Timing& timing, Op op, const testing::Case& c, const Device& device, gd_isa isa, int threads);
 // "12.3 ms", "45 us".
 std::string format_seconds(double seconds);

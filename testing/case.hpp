@@ -1,4 +1,4 @@
-// A Case says everything about the inputs of a call. Its text form is a line such as
+// A Case defines all inputs of a call. Its text form is a line such as
 //     "T=130 Hk=2 Hv=4 K=64 V=32 dtype=bf16 gate=strong beta=two keys=correlated seed=3"
 // so that any failing case can be printed, pasted and run again in any language.
 #pragma once

@@ -24,7 +24,7 @@ bool strikes(int64_t t) { return t % 11 == 5 || t % 64 == 0 || t % 64 == 63 || (
 
 double mixed_gate(double x, int64_t head) { return head % 4 == 3 ? 0 : -std::log1p(std::exp(-x)) / 16; }
 
-// Heads of gate=raw that forget little or nothing, so that large inputs of softplus leave something to see.
+// Heads of gate=raw that forget little or nothing, so that large inputs of softplus leave a state that is not 0.
 bool slow_head(int64_t head) { return head % 8 == 5 || head % 8 == 7; }
 
 double gate_value(const Case& c, int64_t t, int64_t head, uint64_t i) {

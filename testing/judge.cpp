@@ -122,7 +122,7 @@ void Judge::judge(Judgement& result, Quantity quantity, Compute compute, const g
   auto values = to_doubles(got);
   HeadShape shape = head_shape(got, head_axis);
   int64_t limit = head_limit(shape.heads);
-  if (got.rank == 1) {  // one number per head says little by itself: judge the vector
+  if (got.rank == 1) {  // the relative error of one number per head is noise: judge the vector
     shape = {1, 1, limit < 0 ? got.shape[0] : limit};
     limit = -1;
   }

@@ -182,8 +182,8 @@ void LayerProblem::make_slots() {
       fill(part, 1);
     }
   }
-  // Nothing of a padded row is read but z, whose gate meets a row of zeros. A rule of its own that stores the states of
-  // drafts knows no padded rows: it reads the gates.
+  // Of a padded row only z is read, and gates a row of zeros. The rule on its own, where it stores the states of
+  // drafts, has no padded rows: it reads the gates.
   for (gd_tensor* t : {&args.conv.in.x, &args.rule.in.g, &args.rule.in.beta}) {
     if (N < 2 || (c.drafts && t != &args.conv.in.x)) break;
     const bool packed = !c.lengths.empty();

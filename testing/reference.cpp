@@ -27,7 +27,7 @@ double head_value(const gd_tensor& t, int64_t h) {
   return t.dtype == GD_DTYPE_NONE ? 0 : load(t.data, t.dtype, h * t.stride[0]);
 }
 
-// One token as the recurrence sees it: after l2norm, gate and beta transforms.
+// One token's inputs to the recurrence: after l2norm, gate and beta transforms.
 struct Token {
   Vector q, k, v;
   double alpha, beta;

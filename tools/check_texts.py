@@ -1,9 +1,13 @@
 #!/usr/bin/env python3
 """Checks every text file of the repository: no path of somebody's machine, no dead relative link or anchor in Markdown,
-no trailing blanks, a final newline, no line of prose or code over 120 columns."""
+no trailing blanks, a final newline, no line of prose or code over 120 columns, no file of the product over 500 lines,
+no word that retired_words.ini replaces."""
 
+import configparser
 import re
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
 from repo_files import ROOT, repo_files
 
@@ -13,6 +17,34 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6} +(.+)$", re.MULTILINE)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 MAX_COLUMNS = 120
+MAX_LINES = 500
+PRODUCT = ("src", "bindings", "python")
+RETIRED_WORDS = Path(__file__).with_name("retired_words.ini")
+# Texts of the past and of others, and the list itself.
+KEEPS_WORDS = re.compile(r"(CHANGELOG|THIRD_PARTY)\.md|LICENSE|docs/experiments.*|results/.*|tools/retired_words\.ini")
+
+
+class RetiredWord(NamedTuple):
+    pattern: re.Pattern
+    places: tuple[str, ...]  # folders and files; none: everywhere
+    replacement: str
+    example: str
+
+
+def retired_words() -> list[RetiredWord]:
+    table = configparser.ConfigParser(interpolation=None)
+    table.read_string(RETIRED_WORDS.read_text())
+    found = []
+    for replacement in table.sections():
+        section = table[replacement]
+        places = tuple(section.get("in", "").split())
+        patterns, examples = (section[name].strip().split("\n") for name in ("patterns", "examples"))
+        for pattern, example in zip(patterns, examples, strict=True):
+            found.append(RetiredWord(re.compile(pattern), places, replacement, example))
+    return found
+
+
+WORDS = retired_words()
 
 
 def anchors_of(text: str) -> set[str]:
@@ -35,6 +67,17 @@ def is_dead(path, text: str, target: str) -> bool:
     return bool(anchor) and path.suffix == ".md" and anchor not in anchors_of(place.read_text() if file else text)
 
 
+def words_of(path, text: str):
+    """The retired words in `text`."""
+    if KEEPS_WORDS.fullmatch(path.as_posix()):
+        return
+    for word in WORDS:
+        if not word.places or any(path.is_relative_to(place) for place in word.places):
+            for match in word.pattern.finditer(text):
+                line = text.count("\n", 0, match.start()) + 1
+                yield f"{path}:{line}: '{match.group()}' is a retired word: use {word.replacement}"
+
+
 def problems_of(path, text: str):
     generated = False  # by bench.report.render
     for number, line in enumerate(text.split("\n"), start=1):
@@ -54,6 +97,9 @@ def problems_of(path, text: str):
             for target in LINK.findall(line):
                 if is_dead(path, text, target):
                     yield f"{where}: dead link {target}"
+    yield from words_of(path, text)
+    if path.parts[0] in PRODUCT and text.count("\n") > MAX_LINES:
+        yield f"{path}: {text.count(chr(10))} lines, more than {MAX_LINES}"
     if text and not text.endswith("\n"):
         yield f"{path}: no newline at the end"
 

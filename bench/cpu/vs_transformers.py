@@ -18,21 +18,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "python"))
+import gatedelta
+import numpy as np
+import torch
+from gatedelta import _lib
+from gatedelta import torch as gd
+from gatedelta import transformers as plugin
 
-from tools import dev_paths  # noqa: E402, I001  (finds the package and the truth library, as for the tests)
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import truth  # noqa: E402
-
-import gatedelta  # noqa: E402
-from gatedelta import _lib  # noqa: E402
-from bench.lib import model_calls  # noqa: E402
-from tools import records  # noqa: E402
-from gatedelta import torch as gd  # noqa: E402
-from gatedelta import transformers as plugin  # noqa: E402
-from bench.peers import transformers_torch as peer  # noqa: E402
+from bench.lib import model_calls
+from bench.lib.targets import judged_on_cpu
+from bench.peers import transformers_torch as peer
+from testing import truth
+from tools import dev_paths, records
 
 CHUNK, K, V = 64, 128, 128
 MFLOP_PER_CHUNK_AND_HEAD = 10.5 * 2 * CHUNK * CHUNK * 128 / 1e6  # the forward's products, at K = V = 128
@@ -43,7 +40,6 @@ MODEL = {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1792, 
          "num_key_value_heads": 1, "linear_num_key_heads": 8, "linear_num_value_heads": 8}  # fmt: skip
 SMOKE_MODEL = MODEL | {"hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 64}
 MODEL_TOKENS, VOCABULARY = 1024, 4096
-BARS = {"forward": 5.0, "forward+backward": 6.0, "decode": 20.0, "share of matmul": 0.45, "model": 3.0}
 
 
 def benchmark_inputs(tokens: int, heads: int, seed: int = 0) -> list[torch.Tensor]:
@@ -220,24 +216,6 @@ def machine() -> dict:
     return json.loads(text)["machine"]
 
 
-def judge(result: dict) -> list[dict]:
-    bars = []
-
-    def add(what: str, value: float, bar: float) -> None:
-        bars.append({"what": what, "value": value, "bar": bar, "passed": value >= bar})
-
-    for shape in result["shapes"]:
-        name = f"1x{shape['tokens']}, {shape['heads']} heads"
-        for kind in ("forward", "forward+backward"):
-            add(f"{kind}, {name}", shape[kind]["speedup"], BARS[kind])
-    add(f"decode, {DECODE_HEADS} heads", result["decode"]["speedup"], BARS["decode"])
-    add(f"prefill of a model, 1x{result['model']['tokens']}", result["model"]["speedup"], BARS["model"])
-    first = result["shapes"][0]
-    add(f"share of bf16 matmul, 1x{first['tokens']}, {first['heads']} heads", first["forward"]["share_of_matmul"],
-        BARS["share of matmul"])  # fmt: skip
-    return bars
-
-
 def print_report(result: dict) -> None:
     machine, versions = result["machine"], result["versions"]
     print(f"\n{machine['cpu']} ({machine['architecture']}), {result['threads']} threads, {machine['best_isa']}")
@@ -319,7 +297,7 @@ def main() -> None:
         "verified_heads": verified,
         "errors": errors,
     }
-    result["bars"] = [] if options.smoke else judge(result)
+    result["bars"] = [] if options.smoke else judged_on_cpu(result)
     print_report(result)
     if options.output:
         records.write(options.output, result)

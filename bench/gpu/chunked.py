@@ -25,19 +25,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import gatedelta
+import torch
+from gatedelta import torch as gd
 
-from tools import dev_paths  # noqa: E402, F401, I001  (finds the package, as for the tests)
-import torch  # noqa: E402
-
-import gatedelta  # noqa: E402
-from bench.lib import ncu  # noqa: E402
-from bench.lib import ratios  # noqa: E402
-from tools import records  # noqa: E402
-from bench.lib.chain import host_us  # noqa: E402
-from gatedelta import torch as gd  # noqa: E402
-from tools.repo_files import stamp  # noqa: E402
-from bench.lib.rows import KINDS, name_of, of_kind, scaled_down, selected  # noqa: E402
+from bench.lib import ncu, ratios
+from bench.lib.chain import host_us
+from bench.lib.rows import KINDS, name_of, of_kind, scaled_down, selected
+from tools import records
+from tools.repo_files import stamp
 
 DEVICE = "cuda"
 D = 128

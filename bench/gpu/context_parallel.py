@@ -15,15 +15,11 @@ import time
 from pathlib import Path
 
 import torch
+from gatedelta import __version__
+from gatedelta._operators import stages as _stages
+from gatedelta.context_parallel import schemes
 
 from tools import records
-
-ROOT = Path(__file__).resolve().parents[2]
-from gatedelta import __version__  # noqa: E402
-from gatedelta._operators import stages as _stages  # noqa: E402
-from gatedelta.context_parallel import schemes  # noqa: E402
-
-from tools import dev_paths  # noqa: E402, F401  (finds the library)
 
 DEVICE = torch.device("cuda")
 DIM = 128
@@ -76,7 +72,7 @@ def milliseconds(work, replays: int = 9) -> float:
 
 
 def part_times(tokens: int, hk: int, hv: int, fading: bool, parts: int) -> dict[str, float]:
-    """The stages of one part of so many tokens; `parts`: segments that the fold sees."""
+    """The stages of one part of so many tokens; `parts`: segments that are merged."""
     x = make_inputs(tokens, hk, hv, fading)
     rule, do = {name: x[name] for name in ("q", "k", "v", "g", "beta")}, x["do"]
     options = _stages.Options()
@@ -84,7 +80,7 @@ def part_times(tokens: int, hk: int, hv: int, fading: bool, parts: int) -> dict[
     saved = _stages.empty_saved(**rule, options=options)
     state = torch.zeros(1, hv, DIM, DIM, device=DEVICE)
     values = torch.randn(parts, hv, DIM, DIM, device=DEVICE)
-    maps = torch.randn(parts, hv, DIM, DIM, device=DEVICE) / DIM
+    transitions = torch.randn(parts, hv, DIM, DIM, device=DEVICE) / DIM
     first, count = (torch.tensor([i], dtype=torch.int32, device=DEVICE) for i in (0, parts - 1))
     result = {
         "summary": milliseconds(
@@ -95,7 +91,7 @@ def part_times(tokens: int, hk: int, hv: int, fading: bool, parts: int) -> dict[
         "forward": milliseconds(
             lambda: _stages.forward(**rule, options=options, initial_state=state, saved=saved, prepared=True)
         ),
-        "fold": milliseconds(lambda: _stages.merge(values, maps, first, count)),
+        "merge": milliseconds(lambda: _stages.merge(values, transitions, first, count)),
         "backward_summary": milliseconds(
             lambda: _stages.backward_summary(x["q"], x["k"], x["g"], x["beta"], do, options, exact=exact, saved=saved)
         ),
@@ -128,7 +124,7 @@ def measure(tokens: int, hk: int, hv: int, fading: bool) -> dict:
     whole = whole_times(tokens, hk, hv, fading)
     parts = {cards: part_times(tokens // cards, hk, hv, fading, cards) for cards in CARDS}
     eight = parts[CARDS[-1]]
-    folds = 0 if fading else eight["fold"]
+    merge = 0 if fading else eight["merge"]
     row = {
         "hk": hk,
         "hv": hv,
@@ -137,14 +133,14 @@ def measure(tokens: int, hk: int, hv: int, fading: bool) -> dict:
         "whole_ms": whole,
         "part_ms": {str(cards): times for cards, times in parts.items()},
         # Eight parts in sequence against one call.
-        "forward_ratio": round(8 * (eight["summary"] + folds + eight["forward"]) / whole["forward"], 3),
-        "backward_ratio": round(8 * (eight["backward_summary"] + folds + eight["backward"]) / whole["backward"], 3),
+        "forward_ratio": round(8 * (eight["summary"] + merge + eight["forward"]) / whole["forward"], 3),
+        "backward_ratio": round(8 * (eight["backward_summary"] + merge + eight["backward"]) / whole["backward"], 3),
         "predicted": {},
     }
     for cards, times in parts.items():
-        fold = 0 if fading else times["fold"]
-        forward = times["summary"] + fold + travel_ms(cards, hv, fading, False) + times["forward"]
-        backward = times["backward_summary"] + fold + travel_ms(cards, hv, fading, True) + times["backward"]
+        merge = 0 if fading else times["merge"]
+        forward = times["summary"] + merge + travel_ms(cards, hv, fading, False) + times["forward"]
+        backward = times["backward_summary"] + merge + travel_ms(cards, hv, fading, True) + times["backward"]
         row["predicted"][str(cards)] = {
             "forward_ms": round(forward, 3),
             "backward_ms": round(backward, 3),
@@ -157,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", default="32768,131072,524288")
     parser.add_argument("--heads", default="16/64")
-    parser.add_argument("--output", type=Path, default=ROOT / "build" / "bench" / "context_parallel.json")
+    parser.add_argument("--output", type=Path, default=Path("build/bench/context_parallel.json"))
     options = parser.parse_args()
     hk, hv = map(int, options.heads.split("/"))
     rows = []

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from gatedelta._operators import conv1d as _conv1d
 
-from bench.gpu import chunked as gpu  # first: finds the package
+from bench.gpu import chunked as gpu
 from bench.gpu.gated_norm import MAX_SETS, POOL_BYTES, call_us, copy_us
 from tools import records
 

@@ -27,7 +27,7 @@ from gatedelta import info
 from gatedelta import torch as gd
 
 from bench import peers
-from bench.gpu import chunked as gpu  # finds the package
+from bench.gpu import chunked as gpu
 from bench.lib import chain, serving
 from tools import records
 

@@ -21,7 +21,7 @@ from gatedelta import torch as gd
 from gatedelta._operators import ops as _ops
 from gatedelta.torch import _direct
 
-from bench.gpu import chunked as gpu  # finds the package
+from bench.gpu import chunked as gpu
 from bench.gpu import segments
 from bench.lib import chain
 

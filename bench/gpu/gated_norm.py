@@ -21,7 +21,7 @@ from types import ModuleType
 import torch
 from gatedelta._operators import norm as _norm
 
-from bench.gpu import chunked as gpu  # first: finds the package
+from bench.gpu import chunked as gpu
 from tools import records
 
 CHAIN = 40  # calls in a graph

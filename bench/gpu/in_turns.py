@@ -24,7 +24,7 @@ from gatedelta import _lib
 from gatedelta._operators import ops as _ops
 
 from bench import peers
-from bench.gpu import chunked as gpu  # first: finds the package
+from bench.gpu import chunked as gpu
 from bench.gpu import packs
 from bench.lib.ratios import geomean
 from bench.lib.rows import KINDS, name_of, ragged_rows

@@ -22,7 +22,7 @@ from gatedelta import torch as gd
 
 from bench import peers
 from bench.gpu import chunked as gpu
-from bench.gpu import decode  # finds the package
+from bench.gpu import decode
 from bench.lib import chain, serving
 from tools import records
 

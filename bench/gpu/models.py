@@ -37,10 +37,8 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-
-from bench.lib import model_rows  # noqa: E402
-from tools import records  # noqa: E402
+from bench.lib import model_rows
+from tools import records
 
 SLOW_MS = 20e3  # rows that would take longer are left out
 TORCH_TOKENS = 32768  # the torch path's longest prefill
@@ -51,7 +49,6 @@ os.environ["TRITON_CACHE_AUTOTUNING"] = "1"
 
 def describe(smoke: bool) -> dict:
     """The header."""
-    from tools import dev_paths  # noqa: F401, I001  (finds the package, as for the tests)
     import torch
     import transformers
 

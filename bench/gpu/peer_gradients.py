@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu import chunked as gpu  # first: finds the package
+from bench.gpu import chunked as gpu
 from tools import records
 
 ROW = {"hk": 4, "hv": 8, "lengths": [600, 300, 64, 33, 27]}

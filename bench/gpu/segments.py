@@ -24,7 +24,7 @@ import torch
 from gatedelta import _lib
 from gatedelta._operators import ops as _ops
 
-from bench.gpu import chunked as gpu  # first: finds the package
+from bench.gpu import chunked as gpu
 from bench.lib import regret
 from bench.lib.rows import forward_rows, other_rows, selected
 from bench.report import fit_costs

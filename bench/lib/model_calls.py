@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tools import dev_paths  # noqa: F401  (finds the package, as for the tests)
-
 # Full attention in decode steps: cuDNN would make a plan for every length of the cache, which takes 40 ms.
 DECODE_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 GATEDELTA = ("gatedelta", "gatedelta-fused")  # the paths that run on it

@@ -8,9 +8,11 @@ import statistics
 from collections.abc import Callable
 from typing import NamedTuple
 
+from bench.lib.targets import TARGETS
+
 CHUNK = 64
 SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # chunks
-BAR = 0.07
+BAR = TARGETS["segments"]["regret"]["at_most"]
 AUTO, OFF = "auto", "off"  # choices besides the forced cuts
 FINALISTS, ROUNDS = 3, 3
 STEPS = 4  # to neighbours

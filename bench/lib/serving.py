@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 
 from bench.lib.ratios import geomean
+from bench.lib.targets import TARGETS, judged
 
 RECORDED = Path(__file__).resolve().parents[1] / "peers" / "decode_h200.json"
 RECORDED_MARK = " (recorded)"  # ends the names of peers whose time is from the recording, not from the row's own run
@@ -159,22 +160,15 @@ def groups_of(rows: list[dict]) -> dict[str, list[dict]]:
     }
 
 
-def judged(what: str, value: float, bar: float, at_most: bool = False) -> dict:
-    passed = value <= bar if at_most else value >= bar
-    return {"what": what, "value": value, "bar": bar, "passed": passed}
-
-
 def bars(header: dict, rows: list[dict]) -> list[dict]:
     """The bars that these rows (with peers' times) can be judged by."""
-    found = []
-    means = {"decode": 1.06, "verify, every state": 1.05, "verify, one state or none": 1.35, "packs": None}
+    targets, found = TARGETS["serving"], []
     for name, members in groups_of(rows).items():
         if total := summary(members):
-            if means[name]:
-                found.append(judged(f"{name}: geometric mean over the fastest peer", total["geomean"], means[name]))
+            if target := targets["geomean"].get(name):
+                found.append(judged(f"{name}: geometric mean over the fastest peer", total["geomean"], target))
             worst = total["worst"]
-            bar = 1.25 if name == "packs" else 0.97
-            found.append(judged(f"{name}: worst row ({name_of(worst)})", worst["speedup"], bar))
+            found.append(judged(f"{name}: worst row ({name_of(worst)})", worst["speedup"], targets["worst"][name]))
     main = {key(row): row for row in rows if row["kind"] != "pack" and (row["hk"], row["hv"]) == MAIN}
 
     def at(batch: int, dtype: str, tokens: int = 1) -> dict | None:
@@ -182,22 +176,25 @@ def bars(header: dict, rows: list[dict]) -> list[dict]:
         return main.get((kind, *MAIN, batch, tokens, dtype, "VK", "final"))
 
     copy = header.get("copy_bytes_per_s")
-    for dtype, first, bar in (("float32", 32, 0.90), ("bfloat16", 64, 0.88)):
+    for dtype, target in targets["copy_share"].items():
+        first = target["from_batch"]
         some = [row for batch in BATCHES if batch >= first and (row := at(batch, dtype))]
         if some and copy:
             share = min(copy_share(row, copy) for row in some)
-            found.append(judged(f"decode: share of copy bandwidth, {dtype}, batch {first} and more", share, bar))
+            found.append(judged(f"decode: share of copy bandwidth, {dtype}, batch {first} and more", share, target))
     if row := at(1, "float32"):
-        found.append(judged("decode: batch 1, us", row["ms"] * 1e3, 3.6, at_most=True))
+        found.append(judged("decode: batch 1, us", row["ms"] * 1e3, targets["decode_us"]))
         if "hot_ms" in row:
-            found.append(judged("decode: batch 1, indices in L2, us", row["hot_ms"] * 1e3, 3.0, at_most=True))
+            found.append(judged("decode: batch 1, indices in L2, us", row["hot_ms"] * 1e3, targets["decode_hot_us"]))
+    target = targets["4_tokens_over_1"]
+    first = target["from_batch"]
     for dtype in ITEM_BYTES:
-        pairs = [(at(batch, dtype, 4), at(batch, dtype)) for batch in BATCHES if batch >= 32]
+        pairs = [(at(batch, dtype, 4), at(batch, dtype)) for batch in BATCHES if batch >= first]
         times = [four["ms"] / one["ms"] for four, one in pairs if four and one]
         if times:
-            found.append(judged(f"T = 4 over T = 1, {dtype}, batch 32 and more", max(times), 1.3, at_most=True))
+            found.append(judged(f"T = 4 over T = 1, {dtype}, batch {first} and more", max(times), target))
     if us := header.get("decode_call_us", {}).get("gatedelta"):
-        found.append(judged("decode: host time of an eager call, us", us, 12, at_most=True))
+        found.append(judged("decode: host time of an eager call, us", us, targets["call_us"]))
     return found
 
 

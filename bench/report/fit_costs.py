@@ -176,9 +176,9 @@ def judge(costs: Costs, samples: list, blocks: int) -> tuple[float, float]:
     total, count, regret = 0.0, 0, 0.0
     for here in samples:
         times = [time_of(cut, costs, blocks, halves) for cut, halves, _ in here]
-        prices = [times[0], *(time * WORTH_CUTTING + CUT_US for time in times[1:])]
+        estimates = [times[0], *(time * WORTH_CUTTING + CUT_US for time in times[1:])]
         measured = [us for *_, us in here]
-        regret += measured[prices.index(min(prices))] / min(measured) - 1
+        regret += measured[estimates.index(min(estimates))] / min(measured) - 1
         mean = sum(time - us for time, us in zip(times, measured)) / len(here)
         total += sum(((time - us - mean) / us) ** 2 for time, us in zip(times, measured))
         count += len(here)

@@ -1,6 +1,6 @@
 // A recurrent step straight from Python objects, past torch's dispatcher: decode is a call per layer and token, and the
 // dispatcher takes longer than the step. It takes plain calls only: strided torch tensors on one device, nothing to
-// differentiate, and no mode, transform or profiler that must see the operator. For any other call, and for one the
+// differentiate, and no mode, transform or profiler that works on the operator. For any other call, and for one the
 // library refuses, it returns None; the caller then takes the operator, which can do them all and has the messages.
 #include <exception>
 
@@ -207,7 +207,7 @@ class Step {
   }
 
   // Where torch only marked a tensor as negated, the dispatcher gives an operator a copy. It does so to imaginary
-  // parts, whose elements lie two apart: most tensors need not be asked.
+  // parts, whose elements lie two apart: for most tensors the flag need not be read.
   static bool is_negated(PyObject* object, const gd_tensor& tensor) {
     if (tensor.dtype == GD_I32 || tensor.dtype == GD_I64) return false;
     const int last = tensor.rank - 1;

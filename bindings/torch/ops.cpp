@@ -1,6 +1,6 @@
 // The torch operators of namespace `gatedelta`: schemas and boxed kernels over the C ABI, through torch's stable C
 // shim. One binary serves torch 2.10 and newer, of any build. The kernels read tensors, allocate outputs and workspace,
-// and lend torch's threads or its current stream; the library itself checks what a call may look like.
+// and lend torch's threads or its current stream; the library itself checks the arguments.
 #include <cstring>
 #include <iterator>
 #include <string>
@@ -194,7 +194,7 @@ constexpr Operator kOperators[] = {
     {kChunkBwd, chunk_bwd}, {kRecurrent, recurrent},    {kRecurrentOut, recurrent_out},
 };
 
-// The same kernels for both: the library knows which devices have which operation, and says so.
+// The same kernels for both: the library refuses an operation that a device lacks.
 constexpr const char* kDispatchKeys[] = {"CPU", "CUDA"};
 
 // The library objects live as long as the process: deleting one would take its operators away. A failure ends the

@@ -47,7 +47,7 @@ std::string dtype_name(int32_t dtype) {
   return "torch's number " + std::to_string(dtype);
 }
 
-// The library itself refuses an integer where it needs a real number, and the reverse: this knows the rest.
+// The library itself refuses an integer where it needs a real number, and the reverse; this refuses the rest.
 int32_t gd_dtype_of(const Tensor& tensor, const char* name, Kind kind) {
   const int32_t dtype = tensor.dtype();
   if (dtype == codes.f32) return GD_F32;

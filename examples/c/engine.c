@@ -213,8 +213,8 @@ static void make_pools(void) {
   workspace = make_buffer(0);
 }
 
-/* Runs a call with a workspace that is large enough. Its size depends on shapes alone, so an engine asks once for its
- * largest shapes. Calls on one stream may share it. */
+/* Runs a call with a workspace that is large enough. Its size depends on shapes alone, so an engine asks for it once
+ * for its largest shapes. Calls on one stream may share it. */
 static void grow_workspace(gd_exec* exec, size_t bytes) {
   if (bytes > workspace.bytes) {
     free_buffer(workspace);
@@ -289,8 +289,8 @@ static gd_tensor channels(int64_t tokens, int64_t first, int64_t heads, int64_t 
   return t;
 }
 
-/* The prompts of new requests, in one pack. State and conv state go to the first slot of a request's block: to the next
- * window that looks as if one token of the window before had been kept. */
+/* The prompts of new requests, in one pack. State and conv state go to the first slot of a request's block: for the
+ * next window that is as if one token of a window before had been accepted. */
 static void prefill(Request** batch, int count) {
   gd_conv1d_args conv = GD_CONV1D_ARGS_INIT;
   gd_forward_args rule = GD_FORWARD_ARGS_INIT;

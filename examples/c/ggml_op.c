@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-/* Prompts from so many tokens on go through the chunked kernel; the last tokens, whose states are wanted one by one,
+/* Prompts from so many tokens on go through the chunked kernel; the last tokens, whose states are stored one by one,
  * and everything shorter take recurrent steps. */
 enum { MIN_CHUNKED = 64 };
 
@@ -34,7 +34,7 @@ static gd_tensor contiguous(void* data, int32_t dtype, int rank, int64_t d0, int
   return t;
 }
 
-/* Tokens [first, first + count) of a tensor as GateDelta sees it: the same memory, sizes from the outermost on. */
+/* Tokens [first, first + count) of a tensor in GateDelta's terms: the same memory, sizes from the outermost on. */
 static gd_tensor rows(const ggml_op_tensor* from, int rank, int64_t first, int64_t count) {
   gd_tensor t;
   int i;
@@ -90,7 +90,7 @@ static const char* check(const ggml_op* op) {
 /* `indices` may be null in a query of the work size. */
 static const char* make_calls(const ggml_op* op, const gd_exec* exec, int32_t* indices, Calls* calls) {
   const int64_t S = op->v.ne[0], H = op->v.ne[1], T = op->v.ne[2], N = op->v.ne[3], K = op->snapshots;
-  const int64_t tail = K == 1 ? 0 : K < T ? K : T; /* tokens whose states are wanted beside that of the last one */
+  const int64_t tail = K == 1 ? 0 : K < T ? K : T; /* tokens whose states are stored beside that of the last one */
   const char* const wrong = check(op);
   gd_tensor outputs, snapshots;
   size_t bytes = 0;

@@ -1,6 +1,6 @@
 """Speculative decoding with one state per request: the commit of the last window is part of the next verification.
 
-A window of drafts is evaluated before anybody knows how many of them will be accepted, so its states must not be stored
+A window of drafts is evaluated before it is known how many of them will be accepted, so its states must not be stored
 yet. Instead of a state per draft, the engine keeps the accepted tokens (their q, k, v and gates) until the next window,
 and puts them in front of it. `accept_lengths` then says after how many tokens the state is to be stored: after the old
 ones, before the new ones. Each window reads a state once and writes it once, whatever its length.

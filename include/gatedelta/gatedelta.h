@@ -185,8 +185,8 @@ typedef struct gd_forward_args {
   int64_t checkpoint_every;      /* a multiple of GD_CHUNK; checkpoints need this or checkpoint_offsets */
   void* saved;                   /* optional: for the backward, gd_forward_saved_size() bytes, 64-byte aligned; not with
                                     a padded row; on CUDA neither with checkpoints nor with both
-                                    initial_state_indices and final_state_indices. In a query saved_bytes != 0 says
-                                    that there will be one */
+                                    initial_state_indices and final_state_indices. In a query saved_bytes != 0 stands
+                                    for the pointer */
   size_t saved_bytes;
   int32_t context_parallel; /* gd_context_parallel */
   int32_t batch_invariant;  /* nonzero: a sequence's bits do not depend on its neighbours */
@@ -198,7 +198,7 @@ typedef struct gd_forward_args {
   uint64_t reserved[4];
 } gd_forward_args;
 
-/* Chunked backward. Each gradient is optional (absent = not wanted). */
+/* Chunked backward. Each gradient is optional (absent = not computed). */
 typedef struct gd_backward_args {
   size_t struct_size;
   gd_exec exec;
@@ -223,18 +223,18 @@ typedef struct gd_backward_args {
   gd_tensor dht_indices;             /* [N]     optional: row of dht, then [rows, Hv, ., .], of each sequence; below
                                         first_slot = its gradient is 0. Several sequences may read one row */
   gd_tensor d_initial_state_indices; /* [N]     optional: row of d_initial_state, then [rows, Hv, ., .], that each
-                                        sequence's gradient goes to; below first_slot = it is not wanted */
+                                        sequence's gradient goes to; below first_slot = not stored */
   uint64_t reserved[4];
 } gd_backward_args;
 
-/* Context parallelism: one sequence over several calls, devices or machines (docs/context_parallel.md). A segment of a
- * sequence maps the state it begins with to the one it ends with, and gradients of these the other way round:
+/* Context parallelism: one sequence over several calls, devices or machines (docs/context_parallel.md). The state
+ * that a segment of a sequence ends with is affine in the one it begins with, and so are gradients, backwards:
  *     S_out = M S_in + S_loc          G_in = M^T G_out + G_loc
  * gd_summary gives S_loc and M of each segment, gd_merge the states at the boundaries between them, and gd_forward
  * computes each segment from there. Backwards, gd_backward_summary gives G_loc, gd_merge the gradients at the
  * boundaries, and gd_backward the rest. The caller moves data between devices. */
 
-/* What sequences do to the states they begin with. M acts on states [K x V], whatever state_layout says. */
+/* Summaries of sequences. M acts on states [K x V], in either state_layout. */
 typedef struct gd_summary_args {
   size_t struct_size;
   gd_exec exec;
@@ -310,7 +310,7 @@ typedef struct gd_recurrent_args {
   gd_tensor step_indices;   /* [B, T]         with a pool: slot for the state after each token, null = not stored.
                                Packed sequences: [1, T], or [N, S], a row for each with the slots of its tokens */
   gd_tensor previous_accept_lengths; /* [N]   optional int32 or int64, with in.initial_state_indices [N, S]: how many
-                                        tokens of its last draft a sequence has kept. It starts from the slot of the
+                                        tokens of its last draft a sequence accepted. It starts from the slot of the
                                         last one, column previous_accept_lengths - 1, the nearest where there is none */
   int32_t batch_invariant; /* nonzero: a sequence's bits depend neither on its neighbours nor, with fp32 states, on how
                               its tokens are spread over calls: draft verification has the bits of plain decode */
@@ -369,7 +369,7 @@ typedef struct gd_conv1d_args {
   uint64_t reserved[4];
 } gd_conv1d_args;
 
-/* Backward of the convolution. Each gradient is optional (absent = not wanted); y is computed again. */
+/* Backward of the convolution. Each gradient is optional (absent = not computed); y is computed again. */
 typedef struct gd_conv1d_backward_args {
   size_t struct_size;
   gd_exec exec;
@@ -417,7 +417,7 @@ typedef struct gd_gated_norm_args {
   uint64_t reserved[4];
 } gd_gated_norm_args;
 
-/* Its gradients, each optional (absent = not wanted). The norm is computed again: the forward saves nothing. */
+/* Its gradients, each optional (absent = not computed). The norm is computed again: the forward saves nothing. */
 typedef struct gd_gated_norm_backward_args {
   size_t struct_size;
   gd_exec exec;

@@ -17,7 +17,7 @@ constinit thread_local char last_error[512] = "";
 constexpr const char* kIsaNames[] = {"auto", "generic", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16"};
 static_assert(std::size(kIsaNames) == GD_ISA_COUNT);
 
-// The backends of each operation. Those of one device are listed from the most specialised to the most general.
+// The backends of each operation, one per device. Which kernels serve a call on a device, the backend chooses.
 const Backend<ForwardProblem>* const kForwardBackends[] = {&cpu::forward_backend, &cuda::forward_backend};
 const Backend<Conv1dProblem>* const kConv1dBackends[] = {&cpu::conv1d_backend, &cuda::conv1d_backend};
 const Backend<Conv1dBackwardProblem>* const kConv1dBackwardBackends[] = {&cpu::conv1d_backward_backend,
@@ -120,7 +120,7 @@ gd_status gd_gated_norm_backward_workspace(const gd_gated_norm_backward_args* ar
 gd_status gd_forward_saved_size(const gd_forward_args* args, size_t* bytes) {
   return guarded([&] {
     GD_TRY(check_struct(args, kForward.args_type));
-    gd_forward_args saving = *args;  // whether or not the query says so: some backends cannot
+    gd_forward_args saving = *args;  // judged as a call that saves, which some kernels refuse
     saving.struct_size = sizeof saving;
     if (saving.saved_bytes == 0) saving.saved_bytes = 1;
     Call<ForwardProblem> call;

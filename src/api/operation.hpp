@@ -12,7 +12,7 @@
 
 namespace gatedelta::api {
 
-// An entry point's operation: its names in messages, and its backends.
+// An entry point's operation: its names in messages, and its backends, one for each device that has it.
 template <class Problem>
 struct Operation {
   const char* args_type;
@@ -34,26 +34,19 @@ inline gd_status report(const Outcome& outcome) {
   return outcome.status == GD_OK ? GD_OK : refuse(outcome.status, "%s", outcome.message);
 }
 
-// The device's first backend that supports the problem. If none does, the refusal is that of the last one: it is the
-// most general, so its message says what would be accepted.
+// The device's backend, if it supports the problem; its message says what would be accepted.
 template <class Problem>
 gd_status pick_backend(const Operation<Problem>& operation, const Problem& problem, const gd_exec& exec,
                        const Backend<Problem>*& picked) {
-  Outcome outcome;
-  bool found = false;
-  for (const Backend<Problem>* backend : operation.backends) {
-    if (backend->device != exec.device) continue;
-    found = true;
-    outcome = backend->supports(problem, exec);
-    if (outcome.status != GD_OK) continue;
-    picked = backend;
-    return GD_OK;
-  }
-  if (found) return report(outcome);
+  for (const Backend<Problem>* backend : operation.backends)
+    if (backend->device == exec.device) {
+      picked = backend;
+      return report(backend->supports(problem, exec));
+    }
   return refuse(GD_UNSUPPORTED, "there is no %s on device %s yet", operation.name, device_name(exec.device));
 }
 
-// Of an operation that has nothing to tune.
+// For an operation that has nothing to tune.
 inline gd_status refuse_tuning(const gd_exec& exec, const char* operation) {
   gd_tuning tuning;
   GD_TRY(validate_tuning(exec, tuning));

@@ -13,7 +13,7 @@
 
 namespace gatedelta::api {
 
-// A query sees shapes alone: its data pointers may be null, and it ignores them.
+// A query reads shapes alone: its data pointers may be null, and it ignores them.
 enum class Stage { query, call };
 
 // Fields a newer ABI appends are fine as long as they are unused, that is zero.

@@ -1,5 +1,5 @@
 // What a backend gives the API layer: one table of functions for each operation it has. src/api/c_api.cpp lists the
-// tables of every operation and picks one per call.
+// tables of every operation; a call runs on the one of its device.
 #pragma once
 
 #include <cstddef>

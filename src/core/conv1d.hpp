@@ -1,4 +1,4 @@
-// A validated convolution as backends see it. src/api/validate builds it; nothing checks it again.
+// A validated convolution, as backends take it. src/api/validate builds it; nothing checks it again.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// A validated call as backends see it: each size once, every tensor as core/tensors.hpp has it. src/api/validate builds
-// it; nothing checks it again.
+// A validated call, as backends take it: each size once, every tensor as core/tensors.hpp has it. src/api/validate
+// builds it; nothing checks it again.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ struct SavedBuffer {
 
 struct Layer {
   int64_t key_heads = 0, value_heads = 0, group = 0;  // group = value_heads / key_heads
-  bool tiled = false;                                 // key heads are tiled, and that is not the same as grouped
+  bool tiled = false;                                 // key heads are tiled, where that differs from grouped
   int key_dim = 0, value_dim = 0;                     // K, V
   Sequences sequences;
   TokenRows q, k, v, g, beta;
@@ -90,8 +90,8 @@ struct BackwardProblem {
   bool small_workspace = false;
 };
 
-// What sequences do to the states they begin with: S_out = M S_in + S_loc. `in` has all sequences of the call; its q is
-// k.
+// Summaries of sequences: S_out = M S_in + S_loc for the state S_in that a sequence begins with. `in` has all sequences
+// of the call; its q is k.
 struct SummaryProblem {
   Layer in;
   int64_t first = 0, count = 0;  // the sequences that are summarised
@@ -99,7 +99,7 @@ struct SummaryProblem {
   StateRows transition;          // M [n, Hv, K, K], fp32; optional
   TokenRows fade;                // [n, Hv] (no tokens), fp32; optional
   bool skip_faded = false;
-  SavedBuffer saved;  // what is prepared for a forward; then q is its own
+  SavedBuffer saved;  // memory for the prepared inputs of a forward; then q is the forward's
   bool prepared = false;
 };
 
@@ -113,7 +113,7 @@ struct BackwardSummaryProblem {
   bool skip_faded = false;
 };
 
-// State r: that after segments first[r] ... first[r] + count[r] - 1, from zero.
+// State r: the state after segments first[r] ... first[r] + count[r] - 1, from zero.
 struct MergeProblem {
   int64_t segments = 0, results = 0, heads = 0;
   int key_dim = 0, value_dim = 0;

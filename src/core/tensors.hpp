@@ -1,6 +1,6 @@
 // Tensors, states and sequences of a call: base pointer + strides in elements. Host and device share these types, from
-// validation to the kernels. Presence is a bool or a dtype, never a pointer: a workspace query knows what will be there
-// before it is there, so its data pointers are null.
+// validation to the kernels. Presence is a bool or a dtype, never a pointer: in a workspace query a tensor is
+// present although its data pointer is null.
 #pragma once
 
 #include <cstdint>

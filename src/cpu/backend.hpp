@@ -1,4 +1,4 @@
-// The CPU backend, as the API layer sees it, and what its parts share.
+// The CPU backend's interface to the API layer, and what its parts share.
 #pragma once
 
 #include "core/backend.hpp"
@@ -28,7 +28,7 @@ gd_isa best_isa();
 // How a call runs on this machine: `lanes` independent workers, each with its own slice of the workspace.
 // The lane count decides speed and workspace, never a bit of the result.
 struct Context {
-  gd_isa isa = GD_ISA_AUTO;  // resolved: never AUTO when a kernel sees it
+  gd_isa isa = GD_ISA_AUTO;  // resolved: never AUTO in a kernel
   int lanes = 1;
   gd_parallel_for_fn parallel_for = nullptr;  // null = run lanes in turn on the calling thread
   void* parallel_for_context = nullptr;

@@ -5,7 +5,7 @@
 //   dQ = s gamma o (dO S^T) + F K
 //   dK = [Y S^T + E K]_read + [delta o (U G^T) + F^T Q + E^T K]_write
 //   G <- gamma_L G + K^T Y + Q^T (s gamma o dO)
-// dg_t sums what crosses the decay of token t, in fp32, from products that exist anyway:
+// dg_t sums the products that the decay of token t scales, in fp32; all of them are computed anyway:
 //   dg_t = gamma_L <G, S>                            from the incoming to the outgoing state
 //        + sum_{j<t} kappa_j                         from a write to the outgoing state: kappa = delta o <U, K G>
 //        + sum_{i>=t} sigma_i                        from the incoming state to a read, where
@@ -82,7 +82,7 @@ class ChunkGradients {
  private:
   using Elem = typename E::Elem;
 
-  // What the gradients of g and beta are made of.
+  // The sums that give the gradients of g and beta.
   struct GateSums {
     float state_product = 0;       // <G, S>
     float zu[C] = {}, ze[C] = {};  // <Z_i, U_i>, <Z_i, e_i>

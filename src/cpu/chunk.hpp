@@ -1,4 +1,4 @@
-// The parts of one chunk that do not see the state, shared by forward and backward (docs/math.md):
+// The parts of one chunk that do not depend on the state, shared by forward and backward (docs/math.md):
 //   T = (I + stril(beta K K^T))^-1       T_g = Gamma o T       P = s Gamma o tril(Q K^T)
 // A chunk has 64 rows; rows past the end of the sequence hold k = q = v = 0, beta = 0, g = 0.
 #pragma once

@@ -1,8 +1,8 @@
 // Backward of the causal convolution. An item is a tile's channels of all sequences, so every sum over tokens has one
-// order. A sequence's tokens go by from the last tile to the first:
+// order. The tiles of a sequence come from the last to the first:
 //   dz_t = d_y_t act'(z_t),  dx_t = sum over i of w_i dz_{t + W - 1 - i},  dw_i = sum over t of dz_t x_{t - W + 1 + i}
-// dx needs dz of up to W - 1 later tokens; they are carried from tile to tile. After the first tile they are what the
-// initial state's gradient is made of.
+// dx needs dz of up to W - 1 later tokens; they are carried from tile to tile. After the first tile they give the
+// initial state's gradient.
 #pragma once
 
 #include "cpu/conv_tile.hpp"

@@ -7,7 +7,7 @@
 
 namespace gatedelta::cpu::GD_ISA {
 
-// Both are multiples of 16, as transpose() wants it. A tile has the taps - 1 inputs before its tokens, too.
+// Both are multiples of 16, as transpose() requires. A tile has the taps - 1 inputs before its tokens, too.
 constexpr int kConvRows = 64, kConvChannels = 64;
 constexpr int kConvTile = (kConvRows + 16) * kConvChannels;  // transpose() writes up to 15 rows more than it is given
 
@@ -134,7 +134,7 @@ GD_ALWAYS_INLINE int64_t tiles_per_item(int64_t channels, int64_t sequences, int
   return tiles > wanted ? tiles / wanted : 1;
 }
 
-// Waking a lane for fewer numbers than this costs more time than it saves.
+// A lane with fewer numbers than this takes longer to start than it saves.
 constexpr int64_t kConvLaneNumbers = 16 * 1024;
 GD_ALWAYS_INLINE int useful_lanes(const Conv1dInputs& in, int lanes) {
   const int64_t useful = in.sequences.batch * in.sequences.tokens * in.channels / kConvLaneNumbers;

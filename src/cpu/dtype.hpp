@@ -31,7 +31,7 @@ GD_ALWAYS_INLINE uint16_t f32_to_f16(float x) {
   const uint32_t magnitude = bits & 0x7fffffffu;
   // Normal results: rebias and round by integer arithmetic; a carry into the exponent is the right answer.
   const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  // Subnormal results: adding 0.5 puts the last kept bit at the float's last bit, so the hardware rounds.
+  // Subnormal results: adding 0.5 puts the last bit of the result at the float's last bit, so the hardware rounds.
   const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
   uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
   half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // rounds past the largest finite fp16

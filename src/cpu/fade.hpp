@@ -34,8 +34,8 @@ inline ChunkDecay chunk_decay(const Layer& in, const ChunkSpan& span, int64_t he
 
 // The bound of log2 |M| over all chunks of a sequence, and how many of its last chunks give its final state without
 // anything older, to fp32's accuracy; 0: all of them, and M counts. M counts for gradients, too, which have no lower
-// bound on what is written: so it has to be below 2^-48 somewhere. With `stop` the search ends as soon as that is
-// known.
+// bound on what is written: so it has to be below 2^-48 somewhere. With `stop` the search ends as soon as that
+// holds.
 struct Fade {
   double log2_left;
   int64_t warmup;

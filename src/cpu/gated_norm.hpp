@@ -62,7 +62,7 @@ class NormRows {
   // before them.
   template <class Begin, class Row>
   void for_each_row(const Begin& begin, const Row& row) const {
-    // Waking a lane for fewer numbers than this costs more time than it saves.
+    // A lane with fewer numbers than this takes longer to start than it saves.
     constexpr int64_t kLaneNumbers = 16 * 1024;
     Context context = context_;
     context.lanes = static_cast<int>(std::clamp<int64_t>(in_.rows() * D_ / kLaneNumbers, 1, context_.lanes));

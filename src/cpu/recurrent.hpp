@@ -67,7 +67,7 @@ class Recurrent {
     Lane(measure, *this);
     return measure.used();
   }
-  // Waking a lane for less state than this costs more time than it saves.
+  // A lane with less state than this takes longer to start than it saves.
   int useful_lanes() const {
     constexpr int64_t kLaneStates = 128 * 1024 / sizeof(float);
     const Sequences& sequences = in_.sequences;

@@ -1,5 +1,5 @@
-// The stages of context parallelism: what sequences do to the states they begin with, the gradients of these, and the
-// merge of many such summaries. The chains are those of the forward and the backward.
+// The stages of context parallelism: summaries of sequences (M and S_loc), those of gradients, and the merge of many
+// summaries. The chains are those of the forward and the backward.
 #pragma once
 
 #include "cpu/backward_chunk.hpp"

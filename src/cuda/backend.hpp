@@ -1,5 +1,5 @@
-// The CUDA backend, as the API layer sees it. No CUDA header is needed to include it, and a build without CUDA has it,
-// too: only running is refused there.
+// The CUDA backend's interface to the API layer. No CUDA header is needed to include it, and a build without CUDA has
+// it, too: only running is refused there.
 #pragma once
 
 #include "core/backend.hpp"

@@ -25,12 +25,17 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def run_python():
-    """Runs code or a script in a fresh Python."""
+    """Runs code or a script in a fresh Python; with `path`, a folder from which it can import."""
 
-    def run(*arguments: str, env: dict[str, str] | None = None, check: bool = True) -> subprocess.CompletedProcess:
+    def run(
+        *arguments: str, env: dict[str, str] | None = None, path: Path | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess:
+        environment = {**os.environ, **(env or {})}
+        if path:
+            environment["PYTHONPATH"] = os.pathsep.join([str(path), environment["PYTHONPATH"]])
         result = subprocess.run(
             [sys.executable, *arguments],
-            env={**os.environ, **(env or {})},
+            env=environment,
             capture_output=True,
             text=True,
             timeout=600,

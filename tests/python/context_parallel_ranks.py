@@ -18,13 +18,12 @@ import gatedelta
 import numpy as np
 import torch
 import torch.distributed as dist
-import truth
 from gatedelta import _lib
 from gatedelta import context_parallel as cp
 from gatedelta.context_parallel import layout as layouts
 from gatedelta.context_parallel import schemes
 
-from tools import dev_paths
+from testing import truth
 
 TOKENS = 384  # divisible by 2 W for every world size here
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "d_dt_bias")
@@ -264,7 +263,6 @@ def check_stages(rank: int, ranks: int) -> None:
 
 def check_training(rank: int, ranks: int) -> None:
     """examples/train over ranks has one rank's losses."""
-    sys.path.insert(0, str(dev_paths.ROOT / "examples" / "train"))
     import train
 
     alone = train.train("gatedelta", "cpu", "float32", 3, 0)

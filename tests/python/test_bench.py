@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,29 +34,59 @@ def test_comparison_is_complete(comparison):
     assert all(0 < e["ours"] < 2e-2 for e in result["errors"])
 
 
-def test_bars_are_judged(run_python, comparison):
-    """judge() on made-up speeds: each bar can be passed and missed."""
-    code = (
-        "import json\n"
-        "from bench.cpu import vs_transformers as bench\n"
-        f"result = json.load(open({str(comparison)!r}))\n"
-        "def verdicts(speed, share):\n"
-        "    for shape in result['shapes']:\n"
-        "        for kind in ('forward', 'forward+backward'): shape[kind]['speedup'] = speed\n"
-        "        shape['forward']['share_of_matmul'] = share\n"
-        "    result['decode']['speedup'] = result['model']['speedup'] = speed\n"
-        "    return [bar['passed'] for bar in bench.judge(result)]\n"
-        "print(verdicts(5.5, 0.44), verdicts(20, 0.45))"
-    )
-    expected = "[True, False, True, False, False, True, False] [True, True, True, True, True, True, True]"
-    assert run_python("-c", code).stdout.strip() == expected
+def test_bars_are_judged(comparison):
+    """On made-up speeds: each bar can be passed and missed."""
+    from bench.lib import targets
+
+    def verdicts(speed: float, share: float) -> list[bool]:
+        result = json.loads(comparison.read_text())
+        for shape in result["shapes"]:
+            for kind in ("forward", "forward+backward"):
+                shape[kind]["speedup"] = speed
+            shape["forward"]["share_of_matmul"] = share
+        result["decode"]["speedup"] = result["model"]["speedup"] = speed
+        return [bar["passed"] for bar in targets.judged_on_cpu(result)]
+
+    assert verdicts(5.5, 0.44) == [True, False, True, False, False, True, False]
+    assert verdicts(20, 0.45) == [True] * 7
 
 
-def test_plot_of_the_comparison(run_python, comparison, tmp_path):
+PNG = b"\x89PNG"
+
+
+@pytest.fixture
+def draw(monkeypatch, capsys):
+    """python -m bench.plots, in this process; with `refusal`, it must refuse and say so."""
     pytest.importorskip("matplotlib")
+    plt = pytest.importorskip("matplotlib.pyplot")
+    from bench.plots import __main__ as plots
+
+    def run(*arguments: object, refusal: str = "") -> None:
+        monkeypatch.setattr(sys, "argv", ["plots", *map(str, arguments)])
+        if not refusal:
+            plots.main()
+        else:
+            with pytest.raises(SystemExit) as refused:
+                plots.main()
+            assert refused.value.code == 2 and refusal in capsys.readouterr().err
+        plt.close("all")
+
+    return run
+
+
+def assert_pictures(folder: Path, names: set[str]) -> None:
+    assert {path.name for path in folder.iterdir()} == names
+    assert all(path.read_bytes().startswith(PNG) for path in folder.iterdir())
+
+
+def assert_picture(path: Path) -> None:
+    assert path.read_bytes().startswith(PNG) and path.stat().st_size > 10_000
+
+
+def test_plot_of_the_comparison(draw, comparison, tmp_path):
     picture = tmp_path / "cpu.png"
-    run_python("-m", "bench.plots", "cpu", str(comparison), str(picture))
-    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    draw("cpu", comparison, picture)
+    assert_picture(picture)
 
 
 RUN = {
@@ -76,18 +106,16 @@ RUN = {
 }  # fmt: skip
 
 
-def test_plot_of_a_run(run_python, tmp_path):
-    pytest.importorskip("matplotlib")
+def test_plot_of_a_run(draw, tmp_path):
     results, picture = tmp_path / "run.json", tmp_path / "pictures" / "run.png"
     arm = {"architecture": "aarch64", "cpu": "Neoverse-V1", "cpus": 2, "best_isa": "neon"}
     for run in (RUN, RUN | {"machine": arm}):
         results.write_text(json.dumps(run))
-        run_python("-m", "bench.plots", "cpu", str(results), str(picture))
-        assert picture.read_bytes().startswith(b"\x89PNG")
+        draw("cpu", results, picture)
+        assert picture.read_bytes().startswith(PNG)
         picture.unlink()
     results.write_text(json.dumps({"command": "something else"}))
-    refused = run_python("-m", "bench.plots", "cpu", str(results), str(picture), check=False)
-    assert refused.returncode == 2 and "something else" in refused.stderr
+    draw("cpu", results, picture, refusal="something else")
 
 
 def test_plot_of_what_the_tool_writes(run_python, tmp_path):
@@ -104,40 +132,9 @@ def test_plot_of_what_the_tool_writes(run_python, tmp_path):
         check=True, capture_output=True, timeout=300,
     )  # fmt: skip
     run_python("-m", "bench.plots", "cpu", str(results), str(picture))
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(PNG)
     machine = json.loads(results.read_text())["machine"]
     assert machine["cpu"] and machine["cpus"] > 0
-
-
-@pytest.mark.parametrize("has_matplotlib", [True, False])
-def test_make_run_needs_no_matplotlib(root, tmp_path, has_matplotlib):
-    """The rule of the Makefile, with scripts in place of all that it calls."""
-    if not shutil.which("make"):
-        pytest.skip("no make")
-    (tmp_path / "Makefile").write_text((root / "Makefile").read_text())
-    scripts = {
-        "tools/require": f'case "$*" in *matplotlib*) exit {0 if has_matplotlib else 1};; esac',
-        "bin/cmake": "exit 0",
-        "build/release/cli/gatedelta": "echo ran $*",
-        ".venv/bin/python": "echo drew $*",
-    }
-    for name, line in scripts.items():
-        script = tmp_path / name
-        script.parent.mkdir(parents=True, exist_ok=True)
-        script.write_text(f"#!/bin/sh\n{line}\n")
-        script.chmod(0o755)
-    path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
-    outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}  # of the make that runs the tests
-    env = {name: value for name, value in os.environ.items() if name not in outer} | {"PATH": path}
-    result = subprocess.run(["make", "run"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    ran, *drew = result.stdout.splitlines()
-    assert ran == "ran run --json build/run/run.json"
-    if has_matplotlib:
-        picture = tmp_path / "build" / "run" / "timings.png"
-        assert drew == ["drew -m bench.plots cpu build/run/run.json build/run/timings.png", f"picture: {picture}"]
-    else:
-        assert drew == ["picture: left out, because there is no matplotlib"]
 
 
 def gpu_row(hv: int, seq: str, ms: float, **more) -> dict:
@@ -290,29 +287,24 @@ def write_peers(path, rows: list[dict]) -> list[str]:
     return ["--peers", str(path)]
 
 
-def test_plots_of_gpu_rows(run_python, tmp_path):
-    pytest.importorskip("matplotlib")
+def test_plots_of_gpu_rows(draw, tmp_path):
     results, folder = tmp_path / "h200.json", tmp_path / "pictures"
     header = {"gpu": "NVIDIA H200", "torch": "2.11", "gatedelta": "0.1.0"}
     rows = [gpu_row(hv, seq, 0.5, peers={"fla 1": 0.6, "other published": ms})
             for hv in (8, 64) for seq, ms in (("1x2048", 0.3), ("8192x4", 2.0))]  # fmt: skip
     peers = write_peers(tmp_path / "peers.json", rows)
     results.write_text(json.dumps({"header": header, "rows": rows}))
-    script = ("-m", "bench.plots", "chunked")
-    run_python(*script, str(results), str(folder), *peers)
-    assert {path.name for path in folder.iterdir()} == {"2x8.png", "16x64.png", "overview.png"}
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
+    draw("chunked", results, folder, *peers)
+    assert_pictures(folder, {"2x8.png", "16x64.png", "overview.png"})
     results.write_text(json.dumps({"header": header, "rows": [gpu_row(8, "8192x4", 1.0), gpu_row(8, "1x4096", 1.0)]}))
-    run_python(*script, str(results), str(folder))  # the table of the repository has these
+    draw("chunked", results, folder)  # the table of the repository has these
     results.write_text(json.dumps({"header": header, "rows": [gpu_row(8, "1x4096", 1.0)]}))
-    refused = run_python(*script, str(results), str(folder), *peers, check=False)
-    assert refused.returncode == 2 and "has times for no row of" in refused.stderr
+    draw("chunked", results, folder, *peers, refusal="has times for no row of")
 
 
 @pytest.mark.parametrize("seqs", [("8k_1seq", "8k_4seq", "32k_1seq"), ("32k_2seq",)])
-def test_plots_of_the_backward(run_python, tmp_path, seqs):
+def test_plots_of_the_backward(draw, tmp_path, seqs):
     """Beside those of the forward or alone, and where not every peer has every row."""
-    pytest.importorskip("matplotlib")
     results, folder = tmp_path / "h200.json", tmp_path / "pictures"
     header = {"gpu": "NVIDIA H200", "torch": "2.11", "gatedelta": "0.1.0"}
     rows = [backward_row(hk, 2 * hk, seq, 0.5, peers={"flash_qla 1": 0.6, "fla 1": 2.0})
@@ -322,24 +314,21 @@ def test_plots_of_the_backward(run_python, tmp_path, seqs):
     for forward in ([], [gpu_row(8, "1x2048", 0.5, peers={"fla 1": 0.6})]):
         peers = write_peers(tmp_path / "peers.json", forward + rows)
         results.write_text(json.dumps({"header": header, "rows": forward + rows}))
-        run_python("-m", "bench.plots", "chunked", str(results), str(folder), *peers)
-        assert {path.name for path in folder.iterdir()} == names | ({"2x8.png", "overview.png"} if forward else set())
-        assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
+        draw("chunked", results, folder, *peers)
+        assert_pictures(folder, names | ({"2x8.png", "overview.png"} if forward else set()))
 
 
-def test_plot_of_the_history(run_python, root, tmp_path):
-    pytest.importorskip("matplotlib")
+def test_plot_of_the_history(draw, root, tmp_path):
     history, picture = root / "results" / "h200" / "history.csv", tmp_path / "pictures" / "history.png"
     lines = history.read_text().splitlines()
     for count in (len(lines), 2):  # all, and the first one alone, which has no backward
         some = tmp_path / "history.csv"
         some.write_text("\n".join(lines[:count]) + "\n")
-        run_python("-m", "bench.plots", "history", str(some), str(picture))
-        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+        draw("history", some, picture)
+        assert_picture(picture)
         picture.unlink()
     some.write_text(lines[0] + "\n")
-    refused = run_python("-m", "bench.plots", "history", str(some), str(picture), check=False)
-    assert refused.returncode == 2 and "holds no record" in refused.stderr
+    draw("history", some, picture, refusal="holds no record")
 
 
 def test_gpu_rows(run_python, tmp_path):
@@ -509,8 +498,7 @@ def test_segments_regret():
     assert regret.summary(rows) == {"rows": 3, "worst": rows[0], "median": 0, "mean": pytest.approx(0), "above": 1}
 
 
-def test_segments_plot(run_python, tmp_path):
-    pytest.importorskip("matplotlib")
+def test_segments_plot(draw, tmp_path):
     from bench.lib import regret, rows
 
     results, picture = tmp_path / "segments.json", tmp_path / "pictures" / "segments.png"
@@ -523,14 +511,12 @@ def test_segments_plot(run_python, tmp_path):
             for cut in regret.equal_cuts(row["lengths"])
         }
         measured.append(regret.judged(row, 1.04 * min(forced.values()), 0.002 * chunks, forced))
-    script = ("-m", "bench.plots", "segments")
     for some in (measured, measured[:1]):
         results.write_text(json.dumps({"header": header, "rows": some}))
-        run_python(*script, str(results), str(picture))
-        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+        draw("segments", results, picture)
+        assert_picture(picture)
     results.write_text(json.dumps({"header": header, "rows": measured[1:2]}))
-    refused = run_python(*script, str(results), str(picture), check=False)
-    assert refused.returncode == 2 and "none of the rows" in refused.stderr
+    draw("segments", results, picture, refusal="none of the rows")
 
 
 def test_segments_on_the_gpu(run_python, tmp_path):
@@ -650,20 +636,16 @@ def test_serving_bars():
     assert {what for what, passed in bad.items() if passed} == {"T = 4 over T = 1, float32, batch 32 and more"}
 
 
-def test_plots_of_serving(run_python, tmp_path):
-    pytest.importorskip("matplotlib")
+def test_plots_of_serving(draw, tmp_path):
     results, folder = tmp_path / "decode.json", tmp_path / "pictures"
     header = {"gpu": "NVIDIA H200", "torch": "2.11", "gatedelta": "0.1.0"}
     rows = [serving_row(batch, peers={"fla 0.6.0": 0.003, "sglang packed decode": 1.0}) for batch in (1, 8)]
     rows += [serving_row(batch, 4) for batch in (1, 8)]
     results.write_text(json.dumps({"header": header, "rows": rows}))
-    script = ("-m", "bench.plots", "serving")
-    run_python(*script, str(results), str(folder))
-    assert {path.name for path in folder.iterdir()} == {"decode-16x32.png", "verify-16x32.png"}
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
+    draw("serving", results, folder)
+    assert_pictures(folder, {"decode-16x32.png", "verify-16x32.png"})
     results.write_text(json.dumps({"header": header | {"gpu": "NVIDIA H100"}, "rows": rows[2:]}))
-    refused = run_python(*script, str(results), str(folder), check=False)
-    assert refused.returncode == 2 and "no peer's time for any row" in refused.stderr
+    draw("serving", results, folder, refusal="no peer's time for any row")
 
 
 def test_slots_of_a_chain():
@@ -859,20 +841,18 @@ def fused_rows(rows: list[dict]) -> list[dict]:
     return [row | {"path": "gatedelta-fused", "ms": 0.75 * row["ms"], "gdn_ms": 0.25} for row in decoded]
 
 
-def test_plot_of_models(run_python, tmp_path):
-    pytest.importorskip("matplotlib")
+def test_plot_of_models(draw, tmp_path):
     results, picture = tmp_path / "models.json", tmp_path / "pictures" / "models.png"
     results.write_text(json.dumps(model_results()))
-    run_python("-m", "bench.plots", "models", str(results), str(picture))
-    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    draw("models", results, picture)
+    assert_picture(picture)
     size = picture.stat().st_size
     result = model_results()
     results.write_text(json.dumps(result | {"rows": result["rows"] + fused_rows(result["rows"])}))
-    run_python("-m", "bench.plots", "models", str(results), str(picture))
+    draw("models", results, picture)
     assert picture.stat().st_size > size
     results.write_text(json.dumps(model_results() | {"rows": []}))
-    refused = run_python("-m", "bench.plots", "models", str(results), str(picture), check=False)
-    assert refused.returncode == 2 and "no time of GateDelta's path" in refused.stderr
+    draw("models", results, picture, refusal="no time of GateDelta's path")
 
 
 def test_table_of_models(monkeypatch, tmp_path):
@@ -885,7 +865,7 @@ def test_table_of_models(monkeypatch, tmp_path):
     assert render.rendered(f"before\n{block}\nafter\n") == f"before\n{block}\nafter\n"
     results = tmp_path / "some.json"
     results.write_text(json.dumps(model_results()))
-    results.with_suffix(".png").write_bytes(b"\x89PNG")
+    results.with_suffix(".png").write_bytes(PNG)
     record.record_models(results)
     text = render.rendered(block)
     assert "| 4B, prefill, 32k tokens | 12.0 (0.500) | 24.0 (2.00) | 120 (50.0) | 18.0 (1.12) | 1.50× | 2.25× |" in text

@@ -129,6 +129,84 @@ def script(path: Path, text: str) -> Path:
 
 
 @pytest.fixture
+def make(root, tmp_path):
+    """Runs a target of the Makefile, with scripts in place of all that it calls."""
+    if not shutil.which("make"):
+        pytest.skip("no make")
+    (tmp_path / "Makefile").write_text((root / "Makefile").read_text())
+
+    def run(target: str, **scripts: str) -> subprocess.CompletedProcess:
+        for name, text in {"tools/require": "exit 0", "bin/cmake": "exit 0", **scripts}.items():
+            script(tmp_path / name, text + "\n")
+        outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}  # of the make that runs the tests
+        env = {name: value for name, value in os.environ.items() if name not in outer}
+        env["PATH"] = os.pathsep.join([str(tmp_path / "bin"), env["PATH"]])
+        return subprocess.run(["make", target], cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    return run
+
+
+@pytest.mark.parametrize("has_matplotlib", [True, False])
+def test_make_run_needs_no_matplotlib(make, tmp_path, has_matplotlib):
+    result = make("run", **{
+        "tools/require": f'case "$*" in *matplotlib*) exit {0 if has_matplotlib else 1};; esac',
+        "build/release/cli/gatedelta": "echo ran $*",
+        ".venv/bin/python": "echo drew $*",
+    })  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    ran, *drew = result.stdout.splitlines()
+    assert ran == "ran run --json build/run/run.json"
+    if has_matplotlib:
+        picture = tmp_path / "build" / "run" / "timings.png"
+        assert drew == ["drew -m bench.plots cpu build/run/run.json build/run/timings.png", f"picture: {picture}"]
+    else:
+        assert drew == ["picture: left out, because there is no matplotlib"]
+
+
+WRITES_REPORT = """while [ $# -gt 1 ]; do
+  case $1 in --output-junit | --junitxml) echo '<testsuite><testcase name="a"/></testsuite>' >$2 ;; esac
+  shift
+done
+exit %d"""
+
+
+@pytest.mark.parametrize("ctest, pytest_, good", [(0, 0, True), (8, 0, False), (0, 1, False)])
+def test_make_test_fails_where_a_program_fails(root, make, tmp_path, ctest, pytest_, good):
+    """Whatever its report says."""
+    (tmp_path / "tools").mkdir()
+    shutil.copy(root / "tools/sum_reports.py", tmp_path / "tools")
+    result = make("test", **{"bin/ctest": WRITES_REPORT % ctest, ".venv/bin/python": WRITES_REPORT % pytest_})
+    assert result.stdout.splitlines()[-1] == "total   2 passed, 0 failed, 0 skipped"
+    assert (result.returncode == 0) == good, result.stderr
+
+
+def test_make_help_lists_every_target(root, make):
+    text = (root / "Makefile").read_text()
+    targets = {name for line in re.findall(r"^([a-z][a-z -]*):", text, re.MULTILINE) for name in line.split()}
+    assert {line.split()[0] for line in make("help").stdout.splitlines()} == targets
+
+
+def test_sanitized_gpu_tests_are_there(root):
+    """A filter of GoogleTest that finds nothing passes."""
+    text = (root / "tools/sanitize_gpu").read_text()
+    programs = re.findall(r"^  gpu_(\w+):(\S+)$", text, re.MULTILINE)
+    sources = {op: "".join(path.read_text() for path in (root / "tests/cpp").glob(f"[go]p[us]/{op}_test.cpp"))
+               for op, _ in programs}  # fmt: skip
+    assert len(programs) == text.count("  gpu_")
+    for op, names in programs:
+        for name in names.split(":"):
+            suite, case = name.split(".")
+            assert re.search(rf"TEST_F\({suite}, {case.rstrip('*')}", sources[op]), name
+
+
+def test_gpu_tests_are_built_as_one_target(root):
+    """`make cuda` builds this target, and selects by label."""
+    text = (root / "tests/cpp/gpu/CMakeLists.txt").read_text()
+    assert "add_dependencies(gpu_tests ${name})" in text and "LABEL gpu)" in text
+    assert not re.search(r"gd_add_test\((?!\$\{name\})", text)
+
+
+@pytest.fixture
 def configure(root, tmp_path):
     """Configures the library alone, as `make` does: what it prints at the log level of the Makefile."""
 
@@ -183,7 +261,6 @@ def test_nvcc_that_rejects_the_host_compiler_is_an_error_with_cuda_on(configure,
     ("18.1.3", "clang-tidy", None), ("18.1.3", "clang-tidy-14", None), ("14.0.6", "other", None),
 ])  # fmt: skip
 def test_lint_refuses_other_versions(root, monkeypatch, tmp_path, version, name, chosen):
-    monkeypatch.syspath_prepend(root / "tools")
     import lint
 
     script(tmp_path / name, f"echo Debian LLVM version {version}\n")

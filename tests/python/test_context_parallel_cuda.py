@@ -6,10 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import gatedelta  # noqa: E402
-import truth  # noqa: E402
 from gatedelta import _lib  # noqa: E402
 from gatedelta import context_parallel as cp  # noqa: E402
 from gatedelta._operators import stages  # noqa: E402
+
+from testing import truth  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not gatedelta.info()["cuda_devices"], reason="no GPU, or none that is supported"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 
 import pytest
 
@@ -62,9 +61,7 @@ def train(root):
     torch = pytest.importorskip("torch")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    sys.path.insert(0, str(root / "examples" / "train"))
     yield importlib.import_module("train").train
-    sys.path.pop(0)
     torch.set_num_threads(threads)
 
 
@@ -91,5 +88,5 @@ def test_all_are_tested(root):
     names = {path.name for path in (root / "examples" / "python").glob("*.py")}
     assert names == {"numpy_forward.py", "decode_pool.py", "train_layer.py", "verify_drafts.py"}
     assert {path.name for path in (root / "examples" / "train").iterdir() if path.is_file()} == {
-        "train.py", "reference.py", "plot.py",
+        "train.py", "reference.py", "plot.py", "compare",
     }  # fmt: skip

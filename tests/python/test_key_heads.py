@@ -12,7 +12,8 @@ pytest.importorskip("ml_dtypes")
 import gatedelta.numpy as gn  # noqa: E402
 from gatedelta import torch as gt  # noqa: E402
 from gatedelta.torch import _direct, _functional  # noqa: E402
-from truth import Case  # noqa: E402
+
+from testing.truth import Case  # noqa: E402
 
 SPECS = [
     "tiled T=150 Hk=2 Hv=6 K=32 V=48 dtype=fp32 l2norm gate=raw beta=logit",

@@ -13,7 +13,8 @@ pytest.importorskip("ml_dtypes")
 
 import gatedelta.numpy as gd
 from gatedelta import _lib
-from truth import Case
+
+from testing.truth import Case
 
 CASES = [
     "B=2 T=130 Hk=2 Hv=4 K=64 V=32 dtype=fp32",

@@ -14,7 +14,8 @@ pytest.importorskip("ml_dtypes")
 
 import gatedelta.flash_qla as shim  # noqa: E402
 import plugin_signatures  # noqa: E402
-from truth import Case  # noqa: E402
+
+from testing.truth import Case  # noqa: E402
 
 NAMES = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd")
 CASES = [

@@ -15,7 +15,8 @@ pytest.importorskip("ml_dtypes")
 import gatedelta.flashinfer as shim  # noqa: E402
 import plugin_signatures  # noqa: E402
 from gatedelta._plugins import limits  # noqa: E402
-from truth import Case  # noqa: E402
+
+from testing.truth import Case  # noqa: E402
 
 HOMES = {
     "chunk_gated_delta_rule": "gdn_prefill",

@@ -17,7 +17,6 @@ from gatedelta._plugins import limits  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 STAND_INS = paths.ROOT / "tests" / "python" / "stand_ins"
-sys.path.insert(0, str(STAND_INS))
 from oracle import Shape, Weights, shape_for  # noqa: E402
 from sglang_engine import Engine, Pool  # noqa: E402
 
@@ -122,12 +121,11 @@ def test_words_of_others_are_refused_by_sglang(engine_package):
 
 def test_register_imports_no_kernels(run_python):
     code = (
-        f"import sys; sys.path.insert(0, {str(STAND_INS / 'packages')!r})\n"
-        "import gatedelta.sglang as plugin\n"
+        "import sys, gatedelta.sglang as plugin\n"
         "print('sglang' in sys.modules); plugin.register()\n"
         f"print('torch' in sys.modules, '{LINEAR}.gdn_backend' in sys.modules)"
     )
-    assert run_python("-c", code).stdout.split() == ["False", "False", "False"]
+    assert run_python("-c", code, path=STAND_INS / "packages").stdout.split() == ["False", "False", "False"]
 
 
 def test_without_sglang(monkeypatch):

@@ -467,7 +467,7 @@ def test_register_says_which_kernels_it_needs(monkeypatch):
 
 
 BROKEN_FLA = """
-import sys, types, torch, tree
+import sys, types, torch
 from transformers_models import build, tokens
 
 def broken(q, k, v, g, beta, initial_state=None, output_final_state=False, **kwargs):
@@ -492,9 +492,8 @@ print(model.generate(ids, max_new_tokens=2, min_new_tokens=2).shape[1])
 
 def test_fla_on_a_machine_without_a_gpu(run_python, root):
     """transformers prefers FLA to its own code, wherever FLA is installed."""
-    folder = str(root / "tests" / "python")
-    code = f"import sys; sys.path.insert(0, {folder!r})\n" + BROKEN_FLA
-    assert run_python("-c", code).stdout.split("\n")[:2] == ["0 active drivers", "22"]
+    result = run_python("-c", BROKEN_FLA, path=root / "tests" / "python")
+    assert result.stdout.split("\n")[:2] == ["0 active drivers", "22"]
 
 
 AS_FLA = """

@@ -15,7 +15,6 @@ import gatedelta.vllm as plugin  # noqa: E402
 from gatedelta._plugins import limits  # noqa: E402
 
 STAND_INS = paths.ROOT / "tests" / "python" / "stand_ins"
-sys.path.insert(0, str(STAND_INS))
 from oracle import Shape, Weights, shape_for  # noqa: E402
 from vllm_engine import Engine, layer_config, load, vllm_config  # noqa: E402
 
@@ -87,13 +86,12 @@ def test_registration(tree):
 
 def test_register_before_the_import_touches_nothing(run_python):
     code = (
-        f"import sys; sys.path.insert(0, {str(STAND_INS / 'packages')!r})\n"
-        "import gatedelta.vllm as plugin\n"
+        "import sys, gatedelta.vllm as plugin\n"
         "before = list(sys.meta_path); plugin.register(); plugin.register()\n"
         "print('torch' in sys.modules, 'vllm' in sys.modules, len(sys.meta_path) - len(before))\n"
         "plugin.unregister(); print(sys.meta_path == before)"
     )
-    assert run_python("-c", code).stdout.split() == ["False", "False", "1", "True"]
+    assert run_python("-c", code, path=STAND_INS / "packages").stdout.split() == ["False", "False", "1", "True"]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")

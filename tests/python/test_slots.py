@@ -12,7 +12,8 @@ pytest.importorskip("ml_dtypes")
 import gatedelta.numpy as gn  # noqa: E402
 from gatedelta import torch as gt  # noqa: E402
 from gatedelta.torch import _functional  # noqa: E402
-from truth import Case  # noqa: E402
+
+from testing.truth import Case  # noqa: E402
 
 RECURRENT = [
     "B=11 T=1 Hk=2 Hv=4 K=64 V=64 dtype=bf16 pool inplace first_slot=1 layout=vk",

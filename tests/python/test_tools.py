@@ -92,6 +92,56 @@ def test_texts(name, text, good):
     assert (not list(check_texts.problems_of(Path(name), text))) == good
 
 
+def retired_words() -> list:
+    import check_texts
+
+    return check_texts.retired_words()
+
+
+@pytest.mark.parametrize("word", retired_words(), ids=lambda word: word.pattern.pattern)
+def test_every_retired_word_is_found(word):
+    """In its places, and only there."""
+    import check_texts
+
+    def found(path: str) -> str:
+        return "\n".join(check_texts.words_of(Path(path), f"one line\n{word.example}\nanother\n"))
+
+    for place in word.places or ("README.md",):
+        path = place if Path(place).suffix or place == "Makefile" else f"{place}/a.hpp"
+        assert f"{path}:2: " in found(path) and f"use {word.replacement}" in found(path)
+    assert not word.places or word.replacement not in found("examples/a.hpp")
+    for path in ("CHANGELOG.md", "docs/experiments.md", "docs/experiments/decode.md", "results/SCHEMA.md"):
+        assert found(path) == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "values near 1, near the bound, the nearest even number",
+        "// Walks over tokens; the CPU's step_kv follows the step before.",
+        "gd_add_isa(neon_bf16 -march=armv8.2-a+bf16)",
+        "(f(args), ...);  // a fold expression",
+        "the folder of tensor maps, a map of the tree; dict(map(str, entries))",
+        "each entry of a state pool is kept; all multiprocessors",
+    ],
+)
+def test_ordinary_english_is_no_retired_word(line):
+    import check_texts
+
+    for path in ("src/cuda/a.cuh", "docs/kernels/a.md", "tests/cpp/a.cpp", "python/a.py"):
+        assert not list(check_texts.words_of(Path(path), line))
+
+
+@pytest.mark.parametrize("path, lines, good", [
+    ("src/a/b.cuh", 500, True), ("src/a/b.cuh", 501, False), ("bindings/torch/a.cpp", 501, False),
+    ("python/gatedelta/a.py", 501, False), ("tests/cpp/a.cpp", 501, True),
+])  # fmt: skip
+def test_files_of_the_product_stay_short(path, lines, good):
+    import check_texts
+
+    assert (not list(check_texts.problems_of(Path(path), "x\n" * lines))) == good
+
+
 KERNEL = """ptxas info    : Function properties for _Z1kv
     %s bytes stack frame, %s bytes spill stores, %s bytes spill loads
 """
@@ -354,8 +404,8 @@ def test_gpu_record(results, bench_folder):
     assert written == {"record.json", "history.csv", *pictures}
     headline, summary, forward, profile = (block() for block in blocks.values())
     rows = csv.FILES["results/h200/rows/forward.csv"]()
-    assert "| prefill, the kernels | fastest of FLA, FlashQLA and FlashInfer | **1.98×** | 0.50× | 171 |" in headline
-    assert "- Prefill: 1 of 171 rows, down to 0.50× (2/8 1x2048)." in headline
+    assert "| prefill kernels | fastest of FLA, FlashQLA, FlashInfer | **1.98×** | 0.50× | 171 |" in headline
+    assert "- Longer prefill: 1 of 171 rows, down to 0.50× (2 key and 8 value heads, one sequence of" in headline
     assert "over the fastest of FLA, FlashQLA and FlashInfer | **1.98×** | 0.50× (2/8 1x2048) | 171 | 171 |" in summary
     assert "over the fastest of FLA and FlashQLA | **1.92×** | 0.50× (2/4 8k_2seq) | 32 | 32 |" in summary
     faster = render.TABLES["peers-faster"]()
@@ -445,6 +495,7 @@ def test_tables_of_runs_in_turns(results):
     from bench.lib.rows import BACKWARD_HEADS, BACKWARD_LENGTHS, forward_rows
     from bench.report import render
     from bench.report.tables import text
+    from bench.report.tables.headline import over_fla
     from bench.report.tables.in_turns import headline_cells
 
     blocks = [render.TABLES[name] for name in ("flashinfer-same-run", "portable")]
@@ -466,6 +517,7 @@ def test_tables_of_runs_in_turns(results):
     write("in_turns.json", forward + ragged, {"hopper": 1.0, "flashinfer 1": 2.0, "flashinfer 1 use_cp=False": 3.0},
           {"flashinfer 1 use_cp=False": 0.5})  # fmt: skip
     write("portable.json", forward + backward, {"hopper": 1.0, "portable": 2.0, "fla 1": 5.0}, {"fla 1": 1.0})
+    assert over_fla()[0].endswith("with FLA in the same run, we measure 5.0× and 5.0×.")
     flashinfer, portable = (block() for block in blocks)
     assert "| all rows | 1.98× | 0.50× (2/8 1x32768) | 171 | 1 | 1 |" in flashinfer
     assert "| 1024x8 | 2.00× | 2.00× (2/8 1024x8) | 9 | 0 | 0 |" in flashinfer

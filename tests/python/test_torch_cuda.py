@@ -5,23 +5,19 @@ from __future__ import annotations
 import functools
 import os
 import random
-import sys
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import gatedelta  # noqa: E402
+import train  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
 from gatedelta._operators import ops  # noqa: E402
 from torch.utils._triton import has_triton  # noqa: E402
-from truth import Case  # noqa: E402
 
-from tools.dev_paths import ROOT  # noqa: E402
-
-sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "examples" / "train")]
-import gpu  # noqa: E402
-import train  # noqa: E402
+from bench.gpu import chunked as gpu  # noqa: E402
+from testing.truth import Case  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0, reason="no GPU, or none that is supported"

@@ -13,7 +13,8 @@ from gatedelta import _lib  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
 from gatedelta.torch import _direct  # noqa: E402
 from torch.utils._triton import has_triton  # noqa: E402
-from truth import Case, compare, describe, tolerance  # noqa: E402
+
+from testing.truth import Case, compare, describe, tolerance  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available()

@@ -8,7 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gatedelta import torch as gd  # noqa: E402
-from truth import Case  # noqa: E402
+
+from testing.truth import Case  # noqa: E402
 
 CASES = [
     "B=2 T=130 Hk=2 Hv=4 K=64 V=32 dtype=fp32",

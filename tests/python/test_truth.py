@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from truth import Case  # noqa: E402
+from testing.truth import Case  # noqa: E402
 
 
 def recurrence(case: Case, q, k, v, g, beta, A_log=None, dt_bias=None, initial_state=None):

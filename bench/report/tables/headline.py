@@ -3,13 +3,12 @@
 import json
 
 from bench.lib import model_rows, ratios, serving
-from bench.lib.rows import name_of, of_kind
+from bench.lib.rows import lengths_of, name_of, of_kind
 from bench.report.tables import files, in_turns
 from bench.report.tables.cpu import cpu_rows
 from bench.report.tables.files import load, load_h200
 from bench.report.tables.text import NOTHING, OPS, libraries_of, speedup, table
 
-MOST_NAMES = 3  # of rows in a sentence
 MODEL, MODEL_ROWS = "4B", ("prefill, 32k tokens", "training step, 8192 tokens in 5 sequences")
 
 
@@ -44,7 +43,7 @@ def model_cells() -> list[str] | None:
     prefill, step = (found.get(name) for name in MODEL_ROWS)
     if prefill is None or step is None:
         return None
-    return [f"whole Qwen3.5-{MODEL}: prefill; training step", "transformers with FLA",
+    return [f"Qwen3.5-{MODEL} prefill; training", "transformers with FLA",
             f"**{times(prefill)}**, **{times(step)}**".replace(" ", "\u00a0"), "", ""]  # fmt: skip
 
 
@@ -54,7 +53,7 @@ def portable_cells() -> list[str] | None:
         return None
     found = in_turns.over_peers(result["rows"], "portable")
     mean = ratios.geomean([ratio for ratio, _ in found])
-    return ["kernels for GPUs other than Hopper", "FLA, same run", f"**{times(mean)}**",
+    return ["kernels for other GPUs", "FLA in the same run", f"**{times(mean)}**",
             times(found[0][0]), str(len(found))]  # fmt: skip
 
 
@@ -68,8 +67,8 @@ def over_fla() -> list[str]:
         for kind in ("fwd", "bwd")
     ]
     return [
-        f"Over FLA alone, on the same rows and in the same run, the forward is {means[0]:.1f}× and the backward "
-        f"{means[1]:.1f}× as fast. FlashQLA claims 2 to 3× and 2× over FLA."
+        "FlashQLA claims 2 to 3× the speed of FLA in the forward and 2× in the backward. On the same rows, with FLA in "
+        f"the same run, we measure {means[0]:.1f}× and {means[1]:.1f}×."
     ]
 
 
@@ -78,25 +77,26 @@ def headline() -> str:
     result = load_h200()
     if not result:
         return NOTHING
-    what = {"forward": "prefill, the kernels", "backward": "training, backward kernels"}
+    what = {"forward": "prefill kernels", "backward": "training, backward kernels"}
     cells = []
     for name, rows in gpu_groups(result):
         if found := ratios.summary(rows):
             cells.append([
-                what[name], libraries_of(rows).removeprefix("the "), f"**{times(found['geomean'])}**",
-                speedup(found["worst"]), str(found["rows"]),
+                what[name], libraries_of(rows).removeprefix("the ").replace(" and ", ", "),
+                f"**{times(found['geomean'])}**", speedup(found["worst"]), str(found["rows"]),
             ])  # fmt: skip
     cells += [line for line in (model_cells(), portable_cells()) if line]
     if found := cpu_figures():
         machines, mean, _, worst, _, count = found
         cells.append([
-            f"CPUs ({len(machines)} machines)", "transformers' torch code",
+            f"the same on {len(machines)} CPUs", "transformers' torch code",
             f"**{mean:.1f}×**", f"{worst['speedup']:.1f}×", str(count),
         ])  # fmt: skip
-    columns = ["on an H200", "compared with", "typical", "slowest row", "rows"]
+    columns = ["on an H200", "compared with", "typical", "slowest", "rows"]
     faster = (
         [
-            "**Where a peer is faster** ([every row](docs/performance.md#where-a-peer-is-faster)):",
+            "**Where a peer is faster** ([these rows](docs/performance.md#where-a-peer-is-faster), [how all were "
+            "measured](docs/performance.md); *typical* is the geometric mean):",
             bulleted(faster_lines()),
         ]
         if faster_lines()
@@ -107,6 +107,13 @@ def headline() -> str:
 
 def bulleted(lines: list[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
+
+
+def in_words(row: dict) -> str:
+    lengths = lengths_of(row)
+    tokens = ", ".join(map(str, dict.fromkeys(lengths)))
+    sequences = "one sequence" if len(lengths) == 1 else f"{len(lengths)} sequences"
+    return f"{row['hk']} key and {row['hv']} value heads, {sequences} of {tokens} tokens"
 
 
 def losses(found: list[tuple[float, dict]]) -> list[tuple[float, dict]]:
@@ -120,23 +127,24 @@ def faster_lines() -> list[str]:
         found = in_turns.over_peers(serve["rows"], serve["header"]["base"])
         mean = ratios.geomean([ratio for ratio, _ in found])
         lines.append(
-            f"Packs of 1 to 64 mostly short sequences: FlashInfer in {len(losses(found))} of {len(found)}. We are at "
-            f"{times(mean)}, at worst {times(found[0][0])}."
+            f"Prefill of 1 to 64 mostly short sequences: FlashInfer in {len(losses(found))} of {len(found)} packs; "
+            f"typical {times(mean)}, slowest {times(found[0][0])}."
         )
     result = load_h200()
     if not result:
         return lines
     forward = [(row["speedup"], row) for row in of_kind(result["rows"], "fwd") if "speedup" in row]
     if below := losses(forward):
-        names = ", ".join(name_of(row) for _, row in below[:MOST_NAMES])
-        lines.append(f"Prefill: {len(below)} of {len(forward)} rows, down to {times(below[0][0])} ({names}).")
+        ratio, worst = below[0]
+        lines.append(
+            f"Longer prefill: {len(below)} of {len(forward)} rows, down to {times(ratio)} ({in_words(worst)})."
+        )
     groups = serving.groups_of(result["serving"])
     parts = []
-    for name in ("decode", "verify, every state"):
+    for name, what in (("decode", "decode"), ("verify, every state", "draft verification with all states")):
         found = [(row["speedup"], row) for row in groups[name] if "speedup" in row]
         if below := losses(found):
-            parts.append(f"{name.replace('verify', 'verification of drafts')}: {len(below)} of {len(found)} rows, "
-                         f"down to {times(below[0][0])}")  # fmt: skip
+            parts.append(f"{what}, {len(below)} of {len(found)} rows, down to {times(below[0][0])}")
     return lines + ([f"Serving: {'; '.join(parts)}."] if parts else [])
 
 

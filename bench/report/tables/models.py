@@ -53,12 +53,12 @@ def later_runs(header: dict) -> list[str]:
     def names(run: dict, key: str) -> str:
         return ", ".join(model_rows.PATHS[path] for path in run["paths"]) if key == "paths" else ", ".join(run[key])
 
-    sentences = [
-        f"Measured later ({run['date']}, {(run['commit'] or 'no commit')[:10]}): {names(run, 'kinds')} rows of "
-        f"{names(run, 'paths')} at {names(run, 'sizes')}."
-        for run in header.get("added", [])
-    ]
-    return list(dict.fromkeys(sentences))  # a run that was stopped and done again counts once
+    rows: dict[str, dict[str, None]] = {}  # by run; a run that was stopped and done again counts once
+    for run in header.get("added", []):
+        when = f"{run['date']}, {(run['commit'] or 'no commit')[:10]}"
+        what = f"{names(run, 'kinds')} rows of {names(run, 'paths')} at {names(run, 'sizes')}"
+        rows.setdefault(when, {})[what] = None
+    return [f"Measured later ({when}): {'; '.join(found)}." for when, found in rows.items()]
 
 
 def models() -> str:

@@ -46,7 +46,7 @@ def allowed_dtypes(name: str) -> str:
 
 
 def check_null_index(null_index: int, *indices: Any) -> None:
-    """The library knows first_slot = null_index + 1: its own messages would name another number."""
+    """The library gets first_slot = null_index + 1, so its own messages would name another number."""
     if not -1 <= null_index < structs.MAX_SLOTS:
         raise ValueError(f"null_index is {null_index}, must be from -1 to {structs.MAX_SLOTS - 1}")
     if null_index != -1 and all(array is None for array in indices):

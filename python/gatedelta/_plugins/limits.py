@@ -1,4 +1,4 @@
-"""What the kernels take, for plug-ins that ask before they hand on a call. A refusal is a reason in words.
+"""What the kernels take, for plug-ins to check before they hand on a call. A refusal is a reason in words.
 
 Whole sequences, steps and gradients have the same limits, on the CPU and on every GPU. Context parallelism on GPUs has
 narrower ones, which this module does not check.

@@ -1,6 +1,6 @@
 """The one way in which plug-ins put functions of ours in the place of another library's, and put those back.
 
-A plug-in that knows the places (an attribute of a module or a class) sets them with ``Places.set``. One that replaces a
+A plug-in with a list of places (an attribute of a module or a class) sets them with ``Places.set``. One that replaces a
 public function uses ``Places.swap``, because other modules import such a function by name. The rule for where it is
 looked for: in every module of this process but gatedelta's own, under any name. ``Places.restore`` puts back what was
 replaced, and looks once more in the package's own modules, some of which may have been imported since.

@@ -68,8 +68,8 @@ def _spans(context: Context) -> list[tuple[int, int]]:
 def _sources(context: Context, taps: int) -> list[list[list[int]]]:
     if context.layout.complete:
         return halo_sources(context.layout, taps)
-    # FLA's contexts know their own rank alone, but all pieces are as long as its own, and others send 0 back for what
-    # they have not used.
+    # FLA's contexts describe their own rank alone, but all pieces are as long as its own, and others send 0 back for
+    # what they have not used.
     length = context.mine[0].length
     if length < taps:
         raise ValueError(f"pieces of {length} tokens are shorter than the convolution reaches back, {taps}")

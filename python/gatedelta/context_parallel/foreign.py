@@ -20,7 +20,7 @@ _CACHE_KEYS = (
 
 def as_context(context: Any) -> Context:
     """A context of ours as it is; FLA's (``fla.ops.cp.build_cp_context``, contiguous or zigzag) and FlashQLA's by their
-    fields. They know their own rank alone, so their summaries are gathered."""
+    fields. They describe their own rank alone, so their summaries are gathered."""
     if isinstance(context, Context):
         return context
     group = getattr(context, "group", None)

@@ -1,6 +1,6 @@
 """GateDelta inside flash-linear-attention (FLA) 0.6: ``import gatedelta.fla; gatedelta.fla.register()``.
 
-FLA asks its registered backends, at each call, whether they take it, and runs its own kernels where none does. This
+At each call FLA runs the verifiers of its registered backends, and its own kernels where none accepts the call. This
 module registers a backend for the gated delta rule in chunks, the short convolution and the gated RMSNorm. FLA's
 recurrent function cannot be registered: it is replaced by name. What is not covered stays with FLA's code, and FLA
 logs the reason (``logging.getLogger("fla.backends")``; here ``"gatedelta.fla"`` for the recurrent function).
@@ -105,7 +105,7 @@ def _make_backend(base: type) -> type:
     class GateDeltaBackend(base):
         backend_type = "gatedelta"
         env_var = _SWITCH
-        priority = 2  # FLA asks lower numbers first: FlashQLA is 3, most others 5
+        priority = 2  # FLA tries lower numbers first: FlashQLA is 3, most others 5
 
         @classmethod
         def is_available(cls) -> bool:

@@ -128,7 +128,7 @@ def norm_bwd(
     dy, x, g, weight, bias, activation="swish", eps=1e-5, mean=None, rstd=None, dresidual=None, has_residual=False,
     is_rms_norm=False, x_dtype=None, recompute_output=False,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Returns (dx, dg, dweight, dbias, dresidual) and, if asked for, y. dresidual comes of a call with prenorm, whose
+    """Returns (dx, dg, dweight, dbias, dresidual) and, if requested, y. dresidual comes of a call with prenorm, whose
     second result is x itself."""
     wanted = 0b11 | (weight is not None) << 2
     dx, dg, dw = norm.backward(x, g, weight, eps, norm.activation_option(activation), dy, wanted)

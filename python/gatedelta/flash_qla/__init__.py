@@ -37,7 +37,7 @@ def register() -> None:
     """Replaces the three functions of the installed flash_qla, also in modules that have imported them by name. A
     second call changes nothing.
 
-    ImportError where flash_qla is missing, cannot be imported (it needs a GPU it knows) or has other arguments.
+    ImportError where flash_qla is missing, cannot be imported (it needs a GPU that it supports) or has other arguments.
     """
     _replacement.register()
 

@@ -171,7 +171,7 @@ def _step(
                 f"{q.shape[1]} tokens: [>= B, >= T, Hv, V, K]"
             )
         steps = None if buffer is None else buffer[: q.shape[0], : q.shape[1]]
-    # Where states after tokens are stored, the library needs a write slot to know a padded row.
+    # Where states after tokens are stored, a row is padded only if its write slot is null, too.
     final_state = pool if update or (steps is not None and read is not None) else None
     if final_state is not None and not update:
         write = torch.full_like(read, -1)

@@ -112,14 +112,14 @@ class Kernel:
 
 
 class Dispatcher:
-    """In front of SGLang's GDNKernelDispatcher, which knows no kernels but its own."""
+    """In front of SGLang's GDNKernelDispatcher, which has no kernels but its own."""
 
     kernel_class: type
 
     def __init__(self, decode_backend: Any, prefill_backend: Any, verify_backend: Any = None) -> None:
         from sglang.srt.runtime_context import get_exec
 
-        # Every name that SGLang does not know is "custom" to it; another plug-in's is for SGLang to refuse.
+        # Every name but its own is "custom" to SGLang; another plug-in's is for SGLang to refuse.
         ours, triton = selected_modes(), type(decode_backend).TRITON
         decode, prefill = ours.decode and decode_backend.is_custom(), ours.prefill and prefill_backend.is_custom()
         super().__init__(triton if decode else decode_backend, triton if prefill else prefill_backend, verify_backend)

@@ -30,7 +30,7 @@ def _load():
     make.restype, make.argtypes = ctypes.py_object, (ctypes.py_object, ctypes.py_object)
     try:
         return make(table, helpers)
-    except ValueError:  # torch's table of functions is of a version this library does not know
+    except ValueError:  # torch's table of functions is of another version than this library's
         return None
 
 

@@ -251,7 +251,7 @@ def fused_recurrent_gated_delta_rule(
             slots ``step_indices [B, T]``; a negative entry stores nothing. Of packed sequences they may be ``[N, S]``,
             a row for each sequence with the slots of its tokens.
         previous_accept_lengths ``[N]``: initial_state_indices is ``[N, S]``, and a sequence starts from the slot in
-            column ``previous_accept_lengths - 1`` (the nearest one there is): that of the last token it kept of its
+            column ``previous_accept_lengths - 1`` (the nearest one there is): that of the last token it accepted of its
             last draft, whose states went to these slots. Such a call has no gradient.
         null_index, key_head_order: as in ``chunk_gated_delta_rule``; on CUDA gradients need grouped heads.
         batch_invariant: a sequence's bits depend neither on its neighbours nor, with fp32 states, on how its tokens are

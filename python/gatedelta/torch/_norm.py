@@ -32,7 +32,7 @@ def rms_norm_gated(
         result alone, as this function does by default.
     out: a buffer for the result, of any of these dtypes. It has no gradient, and neither may the inputs require one.
 
-    Gradients reach x, gate and weight; they pass the roundings unchanged. Nothing but the inputs is kept for them.
+    Gradients reach x, gate and weight; they pass the roundings unchanged. Nothing but the inputs is saved for them.
     """
     arguments.check_tensors(_TENSORS, x, gate, weight, out)
     options = norm.activation_option(activation)

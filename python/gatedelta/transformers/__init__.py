@@ -30,8 +30,8 @@ def patch() -> tuple[str, ...]:
 
     Replaces functions and forwards of transformers' modeling modules; models that exist already follow, too. What the
     library cannot run (float64, other devices, ...) stays with transformers, with a warning that says why, and
-    so does what torch.export and torch.jit read. Packed sequences are kept apart, however they are announced. A second
-    call changes nothing.
+    so does what torch.export and torch.jit read. The linear layers keep packed sequences apart, however they are
+    announced; full attention is transformers' own. A second call changes nothing.
     """
     _require_transformers()
     from . import _patch

@@ -25,7 +25,7 @@ def offsets_of(kwargs: Mapping[str, Any]) -> Tensor | None:
     return None if ids is None else _offsets(ids[:, 1:] != ids[:, :-1])
 
 
-# Who wants the boundaries found, and for which models.
+# Whose layers use the boundaries, and for which models they are looked for.
 _watchers: dict[str, Callable[[nn.Module], bool]] = {}
 _places = Places("transformers")
 
@@ -47,7 +47,7 @@ def unwatch(owner: str) -> None:
 def _with_offsets(forward: Callable) -> Callable:
     """A text model's forward that finds the boundaries once, for all of its layers.
 
-    transformers tells its linear layers nothing of ``position_ids``: state and convolution would run on from one
+    transformers does not pass ``position_ids`` to its linear layers: state and convolution would run on from one
     sequence of a pack into the next.
     """
     names = tuple(signature(forward).parameters)[1:]
@@ -69,12 +69,12 @@ def _with_offsets(forward: Callable) -> Callable:
 
 
 def exporting() -> bool:
-    """Whether torch.export or torch.jit reads the model: both take transformers' torch code, which they know."""
+    """Whether torch.export or torch.jit reads the model: both take transformers' torch code."""
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def _continues(cache: Any) -> bool:
-    """Whether the cache holds states already: then the rows go on with their sequences. Asks no tensor."""
+    """Whether the cache holds states already: then the rows go on with their sequences. Reads no tensor."""
     layers = getattr(cache, "layers", ())
     return any(any(getattr(layer, "has_previous_state", {}).values()) for layer in layers)
 

@@ -25,7 +25,7 @@ _before: dict[str, Any] = {}  # what the mapping had under our names
 
 
 def _function(choose: Callable, ours: Callable) -> type[nn.Module]:
-    """A class as `kernels` wants it: a forward with the parameters of the function it replaces, and nothing else."""
+    """A class as `kernels` requires it: a forward with the parameters of the function it replaces, and nothing else."""
 
     def forward(self, *args, **kwargs):
         original = type(self).forward  # transformers' own: only the instance has this one

@@ -1,11 +1,11 @@
 """GateDelta as the kernels of vLLM's Gated DeltaNet layer, out of tree and without a patch.
 
 ``register()`` is vLLM's entry point ``vllm.general_plugins``: vLLM calls it in each of its processes. It does nothing
-to an engine that does not ask for GateDelta:
+to an engine that is not configured for GateDelta:
 
     vllm serve MODEL --additional-config '{"gdn_prefill_backend": "gatedelta"}'
 
-An engine that asks gets a subclass of vLLM's layer (Qwen3-Next, Qwen3.5, Qwen4-exp). Everything between the layer's
+A configured engine gets a subclass of vLLM's layer (Qwen3-Next, Qwen3.5, Qwen4-exp). Everything between the layer's
 projections runs here, prefill, decode and drafts: convolution, rule and, where the layer has a hook for it, the gated
 norm. States are read and written in vLLM's own pools. Index tensors are vLLM's; nothing waits for the device, and
 decode can be captured in a CUDA graph.
@@ -37,7 +37,7 @@ _FIELDS = (
 def register() -> None:
     """Registers the layer with vLLM; may be called more than once.
 
-    vLLM's file of the layer asks CUDA for the device when it is imported, and plug-ins are loaded before processes
+    vLLM's file of the layer initialises CUDA when it is imported, and plug-ins are loaded before processes
     fork. So the class is made when vLLM imports that file, not here.
     """
     if importlib.util.find_spec("vllm") is None:

@@ -2,7 +2,7 @@
 
 Tokens come in vLLM's order: decodes, then prefills; or drafts alone; or drafts and the rest, with an index for each.
 Slots are vLLM's block ids, 0 is the null slot. A request with drafts has a row of slots: the state after token t goes
-to column t, and its next window starts from the column of the last token it kept.
+to column t, and its next window starts from the column of the last token it accepted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def forward_core(
 
 
 def profile(layer: Any, mixed_qkv: Tensor) -> None:
-    """A prefill of as many tokens as vLLM measures its memory with: the workspace is part of what it then knows."""
+    """A prefill of as many tokens as vLLM measures its memory with: the workspace is part of what it measures."""
     heads = layer.num_v_heads // layer.tp_size
     mixed_qkv = torch.zeros_like(mixed_qkv[:, : layer.conv_dim // layer.tp_size])
     gates = mixed_qkv.new_zeros(1, mixed_qkv.shape[0], heads)

@@ -36,8 +36,8 @@ int64_t stride_of(const gd_tensor& tensor, int d);
 gd_status check_enum(const char* name, int32_t value, int32_t last);
 gd_status check_reserved(const char* name, std::span<const uint64_t> reserved, int32_t flags = 0);
 
-// Remembers where tensors lie, to find outputs that overlap something at the end. A query looks at no address, and the
-// descriptions it gets have none.
+// Records where tensors lie, to find outputs that overlap something at the end. A query reads no address, and its
+// descriptions have none.
 class Checker {
  public:
   explicit Checker(Stage stage) : stage_(stage) {}

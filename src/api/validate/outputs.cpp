@@ -167,7 +167,7 @@ gd_status validate_shapes(const gd_recurrent_args& args, Stage stage, RecurrentP
   }
   if (!p.o && !p.final && !p.step_states)
     return invalid("nothing to compute: out, final_state and step_states are absent");
-  // A call that stores no state has no write slots: padded rows show in the read slots alone.
+  // A call that stores no state has no write slots: a null read slot alone marks a padded row.
   p.pads_by_read_index = !p.final && !p.step_states;
   GD_TRY(check_first_slot(in, {&p.final, &p.step_states}));
   p.batch_invariant = args.batch_invariant != 0;

@@ -1,4 +1,4 @@
-// How threads get at tensors.
+// Loads and stores of tensors.
 #pragma once
 
 #include "cuda/conv1d/config.hpp"
@@ -16,7 +16,7 @@ GD_DEVICE uint32_t narrow_pair(float low, float high, gd_dtype type) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// kVector numbers as they lie in memory, aligned as a whole, in as few registers as their type allows.
+// kVector numbers as in memory, aligned as a whole: 16-bit numbers share registers.
 template <int kVector, gd_dtype kType>
 struct Numbers {
   static constexpr int kWords = kType == GD_F32 ? kVector : kVector / 2;
@@ -43,7 +43,7 @@ GD_DEVICE float load_state(const ConvStates& states, int64_t slot, int64_t chann
   return load_number(states.data, states.dtype, states.offset(slot, channel, column));
 }
 // Input `position` of a sequence in one channel; negative ones are columns before `history_end` of its state, or 0. The
-// address is chosen without branches, so that several of these loads are under way.
+// address is chosen without branches, so that several of these loads overlap.
 GD_DEVICE float load_input(const Conv1dInputs& in, const SequenceSpan& span, int64_t position, int64_t channel,
                            int64_t slot, int64_t history_end) {
   const ConvStates& states = in.initial;
@@ -59,7 +59,7 @@ GD_DEVICE void store_state(const ConvStates& states, int64_t slot, int64_t chann
   store_numbers<1>(const_cast<char*>(to), states.dtype, &x, true);
 }
 
-// A token's place in memory, and the bytes from one token to the next. kType = none: it is known at run time.
+// A token's address, and the bytes from one token to the next. kType = none: it is known at run time.
 template <gd_dtype kType = GD_DTYPE_NONE>
 struct TokenCursor {
   char* at;
@@ -74,7 +74,7 @@ struct TokenCursor {
   }
 };
 
-// The first taps that a filter lacks.
+// The number of first taps that a filter lacks.
 GD_DEVICE int skipped_taps(const Conv1dInputs& in) { return kMaxTaps - in.taps; }
 
 // The filter of one channel, of any strides and taps.
@@ -95,7 +95,7 @@ GD_DEVICE void load_packed_filters(Filter (&filter)[kVector], const Conv1dInputs
   const HeadVector& b = in.bias;
   Raw<kMaxTaps> raw[kVector];
   Scalar bias[kVector];
-  // NOTE: each side of this branch has address arithmetic of its own, which keeps it a branch. As predicated loads the
+  // NOTE: each side of this branch has its own address arithmetic, which keeps it a branch. As predicated loads the
   // two sides would share registers, and the second one would wait for the first.
   with_load(w.dtype, true, [&](gd_dtype type, bool aligned) {
 #pragma unroll

@@ -1,8 +1,8 @@
-// The convolution's backward where a thread owns a channel of any type and strides and walks over tokens:
+// The convolution's backward where a thread owns a channel of any type and strides, token after token:
 //   dz_t = d_y_t act'(z_t),  dx_p = sum over i of w_i dz_{p + W - 1 - i},  dw_i = sum over t of dz_t x_{t - W + 1 + i}
-// A chunk goes through three tokens more than it owns, because its last dx need their dz. What would be dx of the
-// inputs before a sequence is the gradient of its state. Sums over tokens stay in registers; each slot of the grid
-// stores a partial sum, and a second kernel adds those up. The order of all sums is fixed.
+// A chunk goes through three tokens more than it owns, because its last dx need their dz. The dx of the inputs before a
+// sequence are the gradient of its state. Sums over tokens stay in registers; each group of the grid stores a partial
+// sum, and a second kernel adds the partial sums. The order of all sums is fixed.
 #pragma once
 
 #include "cuda/conv1d/access.cuh"
@@ -14,22 +14,22 @@ namespace gatedelta::cuda {
 struct ConvBackwardParams {
   Conv1dBackwardProblem problem;
   ConvGrid grid;
-  float* partial;                     // [slots][kConvSums][D]; null: neither dweight nor dbias is wanted
+  float* partial;                     // [groups][kConvSums][D]; null: neither dweight nor dbias is wanted
   int64_t x_step, d_y_step, dx_step;  // bytes from a token to the next: as arguments they take no registers
 
-  GD_DEVICE void store(int64_t slot, int sum, int64_t channel, float value) const {
-    if (partial) partial[(slot * kConvSums + sum) * problem.in.channels + channel] = value;
+  GD_DEVICE void store(int64_t group, int sum, int64_t channel, float value) const {
+    if (partial) partial[(group * kConvSums + sum) * problem.in.channels + channel] = value;
   }
 };
 
-// What the gradient of a final state adds to an input `after` its sequence's end (negative: before it).
+// The term of a final state's gradient in the gradient of an input `after` its sequence's end (negative: before it).
 GD_DEVICE float final_gradient(const ConvStates& d_final, int64_t sequence, int64_t channel, int64_t after) {
   const int64_t column = d_final.columns + after;
   return d_final && column >= 0 ? load_state(d_final, sequence, channel, column) : 0.0f;
 }
 
-struct ConvBackwardWalk {
-  static constexpr int kAhead = 8;  // tokens that are requested before they are needed
+struct ConvBackwardChannel {
+  static constexpr int kAhead = 8;  // tokens that are loaded before they are needed
   const Conv1dBackwardProblem& p;
   const Conv1dInputs& in;
   const int64_t channel;
@@ -37,7 +37,7 @@ struct ConvBackwardWalk {
   Filter filter;
   float sums[kConvSums] = {};  // of dweight, then dbias
 
-  GD_DEVICE ConvBackwardWalk(const ConvBackwardParams& params, int64_t own)
+  GD_DEVICE ConvBackwardChannel(const ConvBackwardParams& params, int64_t own)
       : p(params.problem), in(params.problem.in), channel(own), skip(skipped_taps(params.problem.in)) {
     load_filter(filter, in, channel);
   }
@@ -50,7 +50,7 @@ struct ConvBackwardWalk {
     for (int64_t t = begin; t < end; ++t, dx.at += dx.step) store_numbers<1>(dx.at, dx.type, &zero, true);
   }
 
-  // Of a column of the initial state.
+  // Stores the gradient of a column of the initial state.
   GD_DEVICE void store_state_gradient(float dx, const Segment& s, int64_t position) const {
     const int64_t column = p.d_initial.columns + position;
     if (column < 0) return;
@@ -60,7 +60,7 @@ struct ConvBackwardWalk {
 
   GD_DEVICE void run(const Segment& s) {
     const bool has_state = s.from == 0 && p.d_initial;
-    // Columns that no token looks at.
+    // Columns that no token reads.
 #pragma unroll 1
     for (int64_t position = -p.d_initial.columns; has_state && position < 1 - kMaxTaps; ++position)
       store_state_gradient(0.0f, s, position);
@@ -73,7 +73,7 @@ struct ConvBackwardWalk {
     const int64_t token = s.span.begin + s.from, left = s.span.length - s.from;
     const int own = static_cast<int>(s.to - s.from), all = own + kMaxTaps - 1;
     const int count = static_cast<int>(left < all ? left : all);  // tokens that have a dz
-    // From this token on the final state's gradient counts.
+    // From this token on the final state's gradient adds to dx.
     const int64_t last_columns = left - p.d_final.columns;
     const int tail = !p.d_final || last_columns > all ? all : static_cast<int>(last_columns < 0 ? 0 : last_columns);
     TokenCursor<> x_in(in.x, s.span.batch, token, channel), dy_in(p.d_y, s.span.batch, token, channel);
@@ -105,7 +105,7 @@ struct ConvBackwardWalk {
           if (i >= skip) sums[i] = fmaf(dz[0], x[i], sums[i]);
         sums[kMaxTaps] += dz[0];
       }
-      // Of the input three tokens before this one.
+      // dx of the input three tokens before this one.
       float dx = 0;
 #pragma unroll
       for (int i = 0; i < kMaxTaps; ++i)
@@ -126,7 +126,7 @@ struct ConvBackwardWalk {
     }
   }
 
-  // By whole warps, of which those lanes that are not live only help to find sequences.
+  // Called by whole warps: lanes that are not live only help to find sequences.
   GD_DEVICE void run(int64_t number, const ConvGrid& grid, bool is_live) {
     Chunk chunk(in.sequences, grid, number);
     Segment segment;
@@ -140,20 +140,20 @@ struct ConvBackwardWalk {
 
 __global__ void __launch_bounds__(kConvThreads) conv_any_backward_kernel(const __grid_constant__ ConvBackwardParams p) {
   const ConvGrid& grid = p.grid;
-  const auto blocks = static_cast<uint32_t>(grid.channel_blocks), slot = blockIdx.x / blocks;
-  const int64_t channel = int64_t{blockIdx.x - slot * blocks} * kConvThreads + threadIdx.x;
+  const auto blocks = static_cast<uint32_t>(grid.channel_blocks), group = blockIdx.x / blocks;
+  const int64_t channel = int64_t{blockIdx.x - group * blocks} * kConvThreads + threadIdx.x;
   const bool is_live = channel < p.problem.in.channels;
   allow_next_kernel();
-  ConvBackwardWalk walk(p, is_live ? channel : 0);
+  ConvBackwardChannel one(p, is_live ? channel : 0);
 #pragma unroll 1
-  for (int64_t number = slot; number < grid.chunks; number += grid.slots) walk.run(number, grid, is_live);
+  for (int64_t number = group; number < grid.chunks; number += grid.groups) one.run(number, grid, is_live);
 #pragma unroll
   for (int i = 0; i < kConvSums; ++i)
-    if (is_live) p.store(slot, i, channel, walk.sums[i]);
+    if (is_live) p.store(group, i, channel, one.sums[i]);
 }
 
-// Adds up the partial sums: a CTA has 32 channels, its rows of threads every kSumRows-th slot. Few CTAs: all of them
-// are there when the first kernel ends.
+// Adds up the partial sums: a CTA has 32 channels, its rows of threads every kSumRows-th group. Few CTAs: all of
+// them are resident when the first kernel ends.
 constexpr int kSumRows = 8;
 static_assert(kSumRows >= kConvSums);
 __global__ void __launch_bounds__(32 * kSumRows) conv_sum_kernel(const __grid_constant__ ConvBackwardParams p) {
@@ -166,9 +166,9 @@ __global__ void __launch_bounds__(32 * kSumRows) conv_sum_kernel(const __grid_co
   wait_for_previous_kernel();
   if (channel < channels) {
 #pragma unroll 2
-    for (int64_t slot = row; slot < p.grid.slots; slot += kSumRows) {
+    for (int64_t group = row; group < p.grid.groups; group += kSumRows) {
 #pragma unroll
-      for (int i = 0; i < kConvSums; ++i) sum[i] += p.partial[(slot * kConvSums + i) * channels + channel];
+      for (int i = 0; i < kConvSums; ++i) sum[i] += p.partial[(group * kConvSums + i) * channels + channel];
     }
   }
 #pragma unroll

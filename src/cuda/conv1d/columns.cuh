@@ -1,21 +1,21 @@
 // The convolution where tokens are contiguous and sequences are not packed: a warp has a channel, a lane 16 bytes of
-// its tokens, a piece of the channel at a time. Neighbouring tokens come from the neighbouring lanes, and from the
-// piece before (forward) or after (columns_backward.cuh) at the piece's end.
+// its tokens, a piece of the channel at a time. A lane gets neighbouring tokens from the neighbouring lanes, and at the
+// piece's end from the piece before (forward) or after (columns_backward.cuh).
 #pragma once
 
 #include "cuda/conv1d/forward.cuh"
 
 namespace gatedelta::cuda {
 
-// Where a warp of the column kernels is.
+// The place of a warp of the column kernels.
 struct ColumnPlace {
   int lane;
-  int64_t slot, channel;
+  int64_t group, channel;
 
   GD_DEVICE explicit ColumnPlace(const ConvGrid& grid) : lane(static_cast<int>(threadIdx.x) % 32) {
     const auto blocks = static_cast<uint32_t>(grid.channel_blocks);
-    slot = blockIdx.x / blocks;
-    channel = int64_t{blockIdx.x - static_cast<uint32_t>(slot) * blocks} * kConvWarps + threadIdx.x / 32;
+    group = blockIdx.x / blocks;
+    channel = int64_t{blockIdx.x - static_cast<uint32_t>(group) * blocks} * kConvWarps + threadIdx.x / 32;
   }
 };
 // Tokens [begin, end) of a batch row.
@@ -49,7 +49,7 @@ GD_DEVICE void load_before(float (&before)[kMaxTaps - 1], const Conv1dInputs& in
   }
 }
 
-// x of a lane behind the three tokens before: of the lane before it, in lane 0 those that lane 31 gives.
+// x of a lane, after the three tokens before it: those of the lane before, in lane 0 `before` of lane 31.
 template <int kVector, gd_dtype kType>
 struct ColumnTokens {
   float x[kVector + kMaxTaps - 1];
@@ -82,7 +82,7 @@ GD_DEVICE void store_columns(const Conv1dProblem& problem, int64_t batch, int64_
         x = load_state(in.initial, from, channel, old);
       }
     }
-    __syncwarp();  // all lanes have read: in place, what a column gets lies in a later one
+    __syncwarp();  // all lanes have read: in place a column is copied from a later one
     if (column < source.columns) store_state(problem.final, to, channel, column, x);
   }
 }
@@ -90,7 +90,7 @@ GD_DEVICE void store_columns(const Conv1dProblem& problem, int64_t batch, int64_
 template <gd_dtype kType>
 __global__ void __launch_bounds__(kConvThreads, 8) conv_columns_kernel(const __grid_constant__ ConvParams p) {
   constexpr int kVector = kConvAlign / (kType == GD_F32 ? 4 : 2), kPiece = 32 * kVector;
-  constexpr int kAhead = 2;  // pieces that are requested before they are needed
+  constexpr int kAhead = 2;  // pieces that are loaded before they are needed
   using Words = Numbers<kVector, kType>;
   const Conv1dProblem& problem = p.problem;
   const Conv1dInputs& in = problem.in;
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kConvThreads, 8) conv_columns_kernel(const __g
   const int lane = place.lane;
   if (place.channel >= in.channels) return;
 #pragma unroll 1
-  for (int64_t number = place.slot; number < p.grid.chunks; number += p.grid.slots) {
+  for (int64_t number = place.group; number < p.grid.chunks; number += p.grid.groups) {
     const ColumnChunk chunk(p.grid, number, in.sequences.tokens);
     const bool is_padding = problem.is_padding(chunk.batch);
     // Tokens of this lane from here on, in pieces.
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kConvThreads, 8) conv_columns_kernel(const __g
     if (lane == 31 && !is_padding)
       load_before(before, in, chunk.batch, place.channel, chunk.begin,
                   chunk.begin == 0 ? in.initial.slot(chunk.batch) : -1);
-    const auto walk = [&](bool silu) {
+    const auto compute = [&](bool silu) {
 #pragma unroll 1
       for (int pieces = static_cast<int>(chunk.end - chunk.begin); pieces > 0; pieces -= kAhead * kPiece) {
 #pragma unroll
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kConvThreads, 8) conv_columns_kernel(const __g
       for (; left > 0; left -= kPiece, y_at += 32 * kConvAlign) Words::store(y_at, kType, zeros);
       continue;
     }
-    in.silu ? walk(true) : walk(false);
+    in.silu ? compute(true) : compute(false);
     __syncwarp();  // lane 31 has read the state
     if (chunk.begin == 0) store_columns(problem, chunk.batch, place.channel, lane);
   }

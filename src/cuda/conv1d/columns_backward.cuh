@@ -38,7 +38,7 @@ struct ConvColumnsBackward {
     }
   }
 
-  // The gradient of the initial state, a column per lane: what the first tokens' sums pass on. Lane 0 has their dz.
+  // The gradient of the initial state, a column per lane, from the dz of the first tokens, which lane 0 has.
   GD_DEVICE void store_state_gradient(const float (&dz)[kVector + kMaxTaps - 1], int64_t batch) const {
     const ConvStates& d = problem.d_initial;
 #pragma unroll 1
@@ -130,7 +130,7 @@ struct ConvColumnsBackward {
   }
 };
 
-// Tokens of a warp on their way from memory, a piece in each stage.
+// Copies of a warp's tokens, a piece in each stage.
 template <gd_dtype kType>
 struct ColumnRing {
   static constexpr int kStages = 4;
@@ -138,8 +138,8 @@ struct ColumnRing {
   Words x[kStages][32], dy[kStages][32];
 };
 
-// The usual backward: SiLU, no bias, no state, and no gradient of these. Pieces come through a ring in shared memory:
-// it takes no registers, and copies of more pieces are under way. A lane reads what it copied itself.
+// The usual backward: SiLU, no bias, no state, and no gradient of these. Pieces are copied to a ring in shared memory:
+// it takes no registers, and more copies overlap. A lane reads only its own copies.
 template <gd_dtype kType>
 struct ConvColumnsUsualBackward : ConvColumnsBackward<kType> {
   using Base = ConvColumnsBackward<kType>;
@@ -176,7 +176,7 @@ struct ConvColumnsUsualBackward : ConvColumnsBackward<kType> {
 #pragma unroll 1
     for (int piece = pieces - 1; piece >= 0; --piece) {
       const int below_stage = (stage + 1) % Ring::kStages;
-      copy_wait<Ring::kStages - 3>();  // this piece and the one below are there
+      copy_wait<Ring::kStages - 3>();  // this piece and the one below have arrived
       request(piece - (Ring::kStages - 1), (stage + Ring::kStages - 1) % Ring::kStages);
       float below[kVector], previous[kMaxTaps - 1];
       ring.x[below_stage][lane].widen(below, kType);
@@ -219,14 +219,14 @@ GD_DEVICE void run_columns(const ConvBackwardParams& p, Columns& columns) {
   if (place.channel >= in.channels) return;
   allow_next_kernel();
 #pragma unroll 1
-  for (int64_t number = place.slot; number < p.grid.chunks; number += p.grid.slots)
+  for (int64_t number = place.group; number < p.grid.chunks; number += p.grid.groups)
     columns.run(ColumnChunk(p.grid, number, in.sequences.tokens));
 #pragma unroll
   for (int i = 0; i < kConvSums; ++i) {
     float sum = columns.sums[i];
 #pragma unroll
     for (int bit = 16; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-    if (place.lane == 0) p.store(place.slot, i, place.channel, sum);
+    if (place.lane == 0) p.store(place.group, i, place.channel, sum);
   }
 }
 

@@ -1,28 +1,28 @@
 // Which convolution kernel takes a call, and how its work is split into CTAs: plain arithmetic, shared by the limits,
 // the workspace, the launches, the kernels and host tests. It depends on shapes, types and alignment alone.
 //
-//   update_near  few tokens per sequence, in the usual orders of memory: a thread has 16 bytes of channels
-//   update   few tokens per sequence: a thread has one channel, states go through shared memory
-//   rows     channels are contiguous: a thread has kConvRowVector channels and walks over tokens
-//   columns  tokens are contiguous, sequences are not packed: a lane has 16 bytes of a channel's tokens
-//   any      everything else: a thread has one channel and walks over tokens
+//   update_vec  few tokens per sequence, in the usual orders of memory: a thread has 16 bytes of channels
+//   update      few tokens per sequence: a thread has one channel, states go through shared memory
+//   rows        channels are contiguous: a thread has kConvRowVector channels of some tokens
+//   columns     tokens are contiguous, sequences are not packed: a lane has 16 bytes of a channel's tokens
+//   any         everything else: a thread has one channel, token after token
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
 #include "core/conv1d.hpp"
-#include "cuda/conv1d/update_near.hpp"
+#include "cuda/conv1d/update_vec.hpp"
 #include "cuda/device/host_device.hpp"
 
 namespace gatedelta::cuda {
 
-enum class ConvKernel { update_near, update, rows, columns, any };
+enum class ConvKernel { update_vec, update, rows, columns, any };
 
 constexpr int kConvWarps = 4, kConvThreads = 32 * kConvWarps;  // per CTA
 constexpr int64_t kConvAlign = 16;                             // bytes of the widest access
-// Of `rows`: channels of a thread; tokens of a warp in the forward, all of which it requests at once; CTAs that
-// registers leave room for. In the backward tokens are requested in batches, through stages of shared memory.
+// Of `rows`: channels of a thread; tokens of a warp in the forward, which loads all of them at once; CTAs per SM that
+// registers allow. The backward loads tokens in batches, through stages of shared memory.
 constexpr int kConvRowVector = 4, kConvRowTokens = 8;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kConvRowCtas = 5, kConvColumnBackwardCtas = 6;  // ptxas spills with more
@@ -41,7 +41,7 @@ inline bool is_conv_aligned(const TokenRows& rows, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(rows.data) % static_cast<uintptr_t>(bytes) == 0 && fits(rows.batch_stride) &&
          fits(rows.token_stride) && fits(rows.head_stride);
 }
-// Whether a channel's four taps are neighbours, aligned as a whole.
+// Whether a channel has four contiguous taps, aligned as a whole.
 inline bool has_packed_taps(const Conv1dInputs& in) {
   const TapWeights& w = in.weight;
   return in.taps == kMaxTaps && w.tap_stride == 1 && w.channel_stride % kMaxTaps == 0 &&
@@ -58,8 +58,8 @@ inline bool has_vectors_of_tokens(const Conv1dInputs& in, const TokenRows& rows,
 }
 
 constexpr int kUpdateTokens = 8, kUpdateColumns = 16;  // at most, of a sequence and of a state of `update`
-// Lengths of packed sequences are not known here; with draft windows they are short.
-inline bool suits_update(const Conv1dProblem& p) {
+// The host does not know the lengths of packed sequences; windows of drafts are short.
+inline bool supports_update(const Conv1dProblem& p) {
   const bool is_short =
       p.in.sequences.offsets ? bool{p.previous_accept_lengths} : p.in.sequences.tokens <= kUpdateTokens;
   return is_short && p.in.initial.columns <= kUpdateColumns && p.final.columns <= kUpdateColumns;
@@ -67,8 +67,8 @@ inline bool suits_update(const Conv1dProblem& p) {
 
 inline ConvKernel conv_kernel(const Conv1dProblem& p) {
   const Conv1dInputs& in = p.in;
-  if (suits_update_near(p)) return ConvKernel::update_near;
-  if (suits_update(p)) return ConvKernel::update;
+  if (supports_update_vec(p)) return ConvKernel::update_vec;
+  if (supports_update(p)) return ConvKernel::update;
   if (!p.y || p.steps || !has_packed_taps(in)) return ConvKernel::any;
   if (has_vectors_of_channels(in, in.x) && has_vectors_of_channels(in, p.y)) return ConvKernel::rows;
   const int vector = conv_vector(in.x.dtype);
@@ -87,29 +87,29 @@ inline ConvKernel conv_kernel(const Conv1dBackwardProblem& p) {
   return ConvKernel::any;
 }
 
-// Tokens of a batch row, or of the pack, are cut into chunks. CTAs are (slot, block of channels), channels fastest.
+// Tokens of a batch row, or of the pack, are cut into chunks. CTAs are (group, block of channels), channels fastest.
 struct ConvGrid {
   int64_t chunk;           // tokens
   int64_t chunks_per_row;  // of each of B rows; at least one, because sequences without tokens have states, too
   int64_t chunks;
   int64_t channel_blocks;
-  int64_t slots;  // a CTA, or one of its warps, takes every slots-th chunk; a backward has a partial sum for each slot
+  int64_t groups;  // group i has chunks i, i + groups, ...; a backward has a partial sum of each group
 
-  int64_t ctas() const { return slots * channel_blocks; }
+  int64_t ctas() const { return groups * channel_blocks; }
 };
 
 inline int64_t conv_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// slot_chunks: chunks that the warps of a slot have at the same time.
+// group_chunks: chunks that the warps of a CTA compute at the same time.
 inline ConvGrid conv_grid_of(const Conv1dInputs& in, int64_t chunk, int64_t cta_channels, int64_t most_ctas,
-                             int64_t slot_chunks = 1) {
+                             int64_t group_chunks = 1) {
   ConvGrid grid{};
   grid.chunk = chunk;
   grid.chunks_per_row = in.sequences.tokens > chunk ? conv_ceil(in.sequences.tokens, chunk) : 1;
   grid.chunks = in.sequences.batch * grid.chunks_per_row;
   grid.channel_blocks = conv_ceil(in.channels, cta_channels);
   const int64_t most = most_ctas > grid.channel_blocks ? most_ctas / grid.channel_blocks : 1;
-  grid.slots = std::min(conv_ceil(grid.chunks, slot_chunks), most);
+  grid.groups = std::min(conv_ceil(grid.chunks, group_chunks), most);
   return grid;
 }
 
@@ -122,15 +122,15 @@ inline int64_t conv_column_chunk(const Conv1dInputs& in, int64_t wanted_warps) {
   return piece * std::max<int64_t>(1, conv_ceil(pieces, chunks));
 }
 
-// Whole chunks of `rows` are the fast ones. In a pack of shorter sequences a chunk has about one of them: a thread
-// takes those of its chunk one after the other.
+// `rows` is fastest with whole chunks. In a pack of shorter sequences a chunk has about one sequence: a thread computes
+// the sequences of its chunk one after the other.
 inline int64_t conv_row_chunk(const Sequences& sequences) {
   int64_t chunk = kConvRowTokens;
   while (sequences.offsets && chunk > 1 && sequences.tokens < chunk * sequences.count) chunk /= 2;
   return chunk;
 }
-// Of `any`: a chunk long enough for the taps - 1 tokens read twice to cost little, and short enough for every
-// multiprocessor to have some CTAs.
+// Of `any`: chunks so long that the taps - 1 tokens that are read twice cost little, and so short that every
+// multiprocessor has some CTAs.
 inline int64_t conv_any_chunk(const Conv1dInputs& in) {
   constexpr int64_t kWantedCtas = 2048, kLongest = 64;
   const Sequences& sequences = in.sequences;
@@ -158,24 +158,24 @@ GD_ALWAYS_INLINE bool has_plain_ends(const Conv1dBackwardProblem& p) {
   return !p.in.sequences.offsets && !p.in.initial && !p.d_initial && !p.d_final;
 }
 
-// What models have.
+// SiLU, no bias, no states: the calls of models.
 inline bool is_usual(const Conv1dBackwardProblem& p) {
   return has_plain_ends(p) && p.in.silu && !p.in.bias && !p.dbias;
 }
 
-// A fixed number of CTAs at most: each has partial sums of dweight and dbias. The warps of a CTA have the same channels
+// At most a fixed number of CTAs: each has partial sums of dweight and dbias. The warps of a CTA have the same channels
 // and different chunks; those of `columns` have different channels.
 constexpr int64_t kConvBackwardCtas = 4096;
 inline ConvGrid conv_backward_grid(const Conv1dInputs& in, ConvKernel kernel, bool plain_ends) {
   constexpr int64_t kWantedWarps = 8192, kShortest = 16, kLongest = 64;
   if (kernel == ConvKernel::columns)
     return conv_grid_of(in, conv_column_chunk(in, kWantedWarps), kConvWarps, kConvBackwardCtas);
-  // Both have kConvThreads channels in a CTA: `any` a chunk, too, `rows` one in each warp.
+  // A CTA of both has kConvThreads channels. A CTA of `any` has one chunk, a CTA of `rows` one per warp.
   const int64_t work = in.sequences.batch * in.sequences.tokens * conv_ceil(in.channels, kConvThreads);
   int64_t chunk = kShortest;
   if (kernel == ConvKernel::rows && plain_ends) {
-    // All chunks take the same time. Two CTAs for each multiprocessor of an H200 keep its memory busy; more of them, if
-    // not many more, would only not end together.
+    // All chunks take the same time. Two CTAs per multiprocessor of an H200 saturate its memory; slightly more would
+    // leave a tail.
     constexpr int64_t kFewWarps = 1024, kLongestOfFew = 512, kOtherwise = 128;
     chunk = std::max(kShortest, conv_ceil(conv_ceil(work, kFewWarps), kConvRowBatch) * kConvRowBatch);
     if (chunk > kLongestOfFew) chunk = kOtherwise;
@@ -189,15 +189,15 @@ inline ConvGrid conv_grid(const Conv1dBackwardProblem& p) {
 }
 
 inline bool has_partial_sums(const Conv1dBackwardProblem& p) { return p.dweight || p.dbias; }
-// Partial sums, [slots][kConvSums][D] in fp32, of the kernel that has the most: which one runs depends on the alignment
-// of addresses, and a query has none. Chunks are shortest where ends are not plain.
+// Partial sums, [groups][kConvSums][D] in fp32, of the kernel that has the most: the choice depends on the alignment of
+// addresses, which a query does not have. Chunks are shortest where ends are not plain.
 constexpr int kConvSums = kMaxTaps + 1;
 inline size_t conv1d_backward_workspace(const Conv1dBackwardProblem& p) {
   if (!has_partial_sums(p)) return 0;
-  int64_t slots = 0;
+  int64_t groups = 0;
   for (const ConvKernel kernel : {ConvKernel::rows, ConvKernel::columns, ConvKernel::any})
-    slots = std::max(slots, conv_backward_grid(p.in, kernel, false).slots);
-  return sizeof(float) * static_cast<size_t>(slots * kConvSums * p.in.channels);
+    groups = std::max(groups, conv_backward_grid(p.in, kernel, false).groups);
+  return sizeof(float) * static_cast<size_t>(groups * kConvSums * p.in.channels);
 }
 
 // A CTA of `update` has kConvThreads channels of some sequences; in a pack one more group has the tokens of no

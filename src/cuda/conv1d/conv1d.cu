@@ -3,7 +3,7 @@
 #include "cuda/conv1d/columns_backward.cuh"
 #include "cuda/conv1d/rows_backward.cuh"
 #include "cuda/conv1d/update.cuh"
-#include "cuda/conv1d/update_near.cuh"
+#include "cuda/conv1d/update_vec.cuh"
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
 #include "cuda/kernels.hpp"
@@ -46,24 +46,24 @@ BackwardKernel kernel_of(const Conv1dBackwardProblem& problem, ConvKernel kind) 
                            : conv_columns_backward_kernel<GD_F16>;
 }
 
-using NearKernel = void (*)(ConvNearParams);
+using UpdateVecKernel = void (*)(UpdateVecParams);
 template <gd_dtype kType>
-NearKernel near_kernel_of(ConvNearLayout layout, bool one_token) {
+UpdateVecKernel update_vec_kernel_of(UpdateVecLayout layout, bool one_token) {
   constexpr int kTokens = 4;
-  if (layout == ConvNearLayout::channels) return conv_update_near_kernel<kType, kAnyColumns, kTokens>;
-  if (layout == ConvNearLayout::columns)
-    return one_token ? conv_update_near_kernel<kType, 0, 1> : conv_update_near_kernel<kType, 0, kTokens>;
-  if (layout == ConvNearLayout::channels_of_3)
-    return one_token ? conv_update_near_kernel<kType, 3, 1> : conv_update_near_kernel<kType, 3, kTokens>;
-  return one_token ? conv_update_near_kernel<kType, 4, 1> : conv_update_near_kernel<kType, 4, kTokens>;
+  if (layout == UpdateVecLayout::channels) return conv_update_vec_kernel<kType, kAnyColumns, kTokens>;
+  if (layout == UpdateVecLayout::columns)
+    return one_token ? conv_update_vec_kernel<kType, 0, 1> : conv_update_vec_kernel<kType, 0, kTokens>;
+  if (layout == UpdateVecLayout::channels_of_3)
+    return one_token ? conv_update_vec_kernel<kType, 3, 1> : conv_update_vec_kernel<kType, 3, kTokens>;
+  return one_token ? conv_update_vec_kernel<kType, 4, 1> : conv_update_vec_kernel<kType, 4, kTokens>;
 }
-NearKernel near_kernel_of(const Conv1dProblem& problem) {
-  const ConvNearLayout layout = near_layout(problem);
+UpdateVecKernel update_vec_kernel_of(const Conv1dProblem& problem) {
+  const UpdateVecLayout layout = state_layout(problem);
   const bool one_token = problem.in.sequences.tokens == 1;
   const gd_dtype type = problem.in.x.dtype;
-  return type == GD_F32    ? near_kernel_of<GD_F32>(layout, one_token)
-         : type == GD_BF16 ? near_kernel_of<GD_BF16>(layout, one_token)
-                           : near_kernel_of<GD_F16>(layout, one_token);
+  return type == GD_F32    ? update_vec_kernel_of<GD_F32>(layout, one_token)
+         : type == GD_BF16 ? update_vec_kernel_of<GD_BF16>(layout, one_token)
+                           : update_vec_kernel_of<GD_F16>(layout, one_token);
 }
 
 UpdateParams update_params(const Conv1dProblem& problem) {
@@ -76,11 +76,11 @@ int update_bytes(const UpdateParams& params) {
 
 cudaError_t launch(const Conv1dProblem& problem, cudaStream_t stream) {
   const ConvKernel kind = conv_kernel(problem);
-  if (kind == ConvKernel::update_near) {
-    const ConvNearGrid grid = near_grid(problem.in);
+  if (kind == ConvKernel::update_vec) {
+    const UpdateVecGrid grid = grid_of(problem.in);
     if (grid.sequences * grid.blocks == 0) return cudaSuccess;
-    return launch_kernel(Pdl::kOff, near_kernel_of(problem), {grid.sequences, grid.blocks}, kConvNearThreads, 0, stream,
-                         near_params(problem));
+    return launch_kernel(Pdl::kOff, update_vec_kernel_of(problem), {grid.sequences, grid.blocks}, kUpdateVecThreads, 0,
+                         stream, update_vec_params(problem));
   }
   if (kind == ConvKernel::update) {
     const UpdateParams params = update_params(problem);

@@ -1,7 +1,7 @@
-// The convolution's forward where a thread owns a channel of any type and strides and walks over tokens.
+// The convolution's forward where a thread owns a channel of any type and strides, token after token.
 //
-// In place: the chunk that holds a sequence's first tokens is alone to read its state, and the thread that reads a
-// channel of it is the one that writes it, after its reads.
+// In place: only the chunk with a sequence's first tokens reads its state, and the thread that reads a channel of the
+// state also writes it, after its reads.
 #pragma once
 
 #include "cuda/conv1d/access.cuh"
@@ -14,15 +14,15 @@ struct ConvParams {
   ConvGrid grid;
 };
 
-struct ConvWalk {
-  static constexpr int kAhead = 8;  // tokens that are requested before they are needed
+struct ConvChannel {
+  static constexpr int kAhead = 8;  // tokens that are loaded before they are needed
   const Conv1dProblem& problem;
   const Conv1dInputs& in;
   const int64_t channel;
   const int skip;
   Filter filter;
 
-  GD_DEVICE ConvWalk(const ConvParams& p, int64_t own)
+  GD_DEVICE ConvChannel(const ConvParams& p, int64_t own)
       : problem(p.problem), in(p.problem.in), channel(own), skip(skipped_taps(p.problem.in)) {
     load_filter(filter, in, channel);
   }
@@ -35,7 +35,7 @@ struct ConvWalk {
     for (int64_t t = begin; t < end; ++t, y.at += y.step) store_numbers<1>(y.at, y.type, &zero, true);
   }
 
-  // The state is written before the outputs: what they need of it is in registers by then, and the segment is not.
+  // Stores the state before the outputs: by then their window is in registers, and the segment need not stay there.
   GD_DEVICE void run(const Segment& s) const {
     if (problem.is_padding(s.sequence)) return clear(s.span.batch, s.span.begin + s.from, s.span.begin + s.to);
     const int64_t slot = s.from == 0 ? in.initial.slot(s.sequence) : -1, history_end = problem.history_end(s.sequence);
@@ -82,7 +82,7 @@ struct ConvWalk {
     }
   }
 
-  // Columns in ascending order: in place, what a column gets lies in a later one. Some are read at the same time.
+  // Columns in ascending order: in place a column is copied from a later one. Some are read at the same time.
   GD_DEVICE void store_final(const Segment& s, int64_t from, int64_t to) const {
     constexpr int kColumns = kMaxTaps - 1;
     const FinalColumns source = problem.final_columns(s.sequence, s.span.length);
@@ -99,7 +99,7 @@ struct ConvWalk {
     }
   }
 
-  // By whole warps, of which those lanes that are not live only help to find sequences.
+  // Called by whole warps: lanes that are not live only help to find sequences.
   GD_DEVICE void run(int64_t number, const ConvGrid& grid, bool is_live) const {
     Chunk chunk(in.sequences, grid, number);
     Segment segment;
@@ -113,12 +113,12 @@ struct ConvWalk {
 
 __global__ void __launch_bounds__(kConvThreads) conv_any_kernel(const __grid_constant__ ConvParams p) {
   const ConvGrid& grid = p.grid;
-  const auto blocks = static_cast<uint32_t>(grid.channel_blocks), slot = blockIdx.x / blocks;
-  const int64_t channel = int64_t{blockIdx.x - slot * blocks} * kConvThreads + threadIdx.x;
+  const auto blocks = static_cast<uint32_t>(grid.channel_blocks), group = blockIdx.x / blocks;
+  const int64_t channel = int64_t{blockIdx.x - group * blocks} * kConvThreads + threadIdx.x;
   const bool is_live = channel < p.problem.in.channels;
-  const ConvWalk walk(p, is_live ? channel : 0);
+  const ConvChannel one(p, is_live ? channel : 0);
 #pragma unroll 1
-  for (int64_t number = slot; number < grid.chunks; number += grid.slots) walk.run(number, grid, is_live);
+  for (int64_t number = group; number < grid.chunks; number += grid.groups) one.run(number, grid, is_live);
 }
 
 }  // namespace gatedelta::cuda

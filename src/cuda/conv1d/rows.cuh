@@ -1,11 +1,11 @@
 // The convolution where channels are contiguous: a lane has kConvRowVector neighbouring channels, a warp a chunk of
 // tokens.
 //
-// Almost all chunks are plain: all they need lies inside of one sequence. Where their rows are follows from the chunk's
-// number alone, so many of them are requested before anything is known of filters and sequences. The other chunks of a
-// CTA are taken by all of its threads, one after the other, as in the kernel of any channels.
+// Almost all chunks are plain: all their inputs are in one sequence. The addresses of their rows follow from the
+// chunk's number alone, so a warp loads them before filters and sequence offsets. All threads of a CTA compute its
+// other chunks, one after the other, as the kernel `any` does.
 //
-// The warps of a CTA have neighbouring chunks of the same channels: what they read twice is in L1.
+// The warps of a CTA have neighbouring chunks of the same channels: rows that are read twice are in L1.
 #pragma once
 
 #include "cuda/conv1d/forward.cuh"
@@ -14,26 +14,26 @@ namespace gatedelta::cuda {
 
 static_assert(kConvThreads == 32 * kConvRowVector, "a CTA has a channel per thread where chunks are not plain");
 
-// Channels of a CTA, and its first chunks. The last chunks come second: those at a sequence's ends take longer.
+// Channels of a CTA, and its first chunks. The last chunks run second: chunks at a sequence's ends take longer.
 struct RowPlace {
   int lane, warp;
-  int64_t slot, first;  // channel
+  int64_t group, first;  // channel
 
   GD_DEVICE explicit RowPlace(const ConvGrid& grid)
       : lane(static_cast<int>(threadIdx.x) % 32), warp(static_cast<int>(threadIdx.x) / 32) {
     const auto blocks = static_cast<uint32_t>(grid.channel_blocks), number = blockIdx.x / blocks;
-    slot = number == 0 ? 0 : grid.slots - number;
+    group = number == 0 ? 0 : grid.groups - number;
     first = int64_t{blockIdx.x - number * blocks} * kConvThreads;
   }
 };
 
-// Calls `plain` with the number of each warp's chunk, for chunks there are; it says whether the chunk was one. Calls
-// `other` in all threads with the numbers of those that were not. A chunk's number: the CTA's first, plus a warp's.
+// Calls `plain` with the number of each warp's chunk; it returns whether the chunk is plain. Calls `other` in all
+// threads with the numbers of the chunks that are not. A chunk's number is the CTA's first one plus the warp's index.
 template <class Plain, class Other>
 GD_DEVICE void take_chunks(const ConvGrid& grid, const RowPlace& place, const Plain& plain, const Other& other) {
   __shared__ bool is_plain[kConvWarps];
 #pragma unroll 1
-  for (int64_t number = place.slot * kConvWarps; number < grid.chunks; number += grid.slots * kConvWarps) {
+  for (int64_t number = place.group * kConvWarps; number < grid.chunks; number += grid.groups * kConvWarps) {
     const bool taken = number + place.warp >= grid.chunks || plain(number + place.warp);
     if (place.lane == 0) is_plain[place.warp] = taken;
     if (__syncthreads_and(taken)) continue;
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kConvThreads, conv_row_ctas(kType))
   const Sequences& sequences = in.sequences;
   const RowPlace place(grid);
   const int64_t own = place.first + place.lane * kVector;
-  const bool is_live = own < in.channels;  // the others only help to find sequences
+  const bool is_live = own < in.channels;  // other lanes only help to find sequences
   const int64_t channel = is_live ? own : 0;
 
   const auto plain = [&](int64_t number) {
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kConvThreads, conv_row_ctas(kType))
 
     const TokenCursor<kType> y(p.problem.y, batch, begin, channel);
     const auto compute = [&](bool silu) {
-      float window[kMaxTaps][kVector];  // rows take turns, so that nothing is moved
+      float window[kMaxTaps][kVector];  // a ring: no row is copied
 #pragma unroll
       for (int i = 0; i < kBefore; ++i) rows[i].widen(window[i], kType);
 #pragma unroll
@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(kConvThreads, conv_row_ctas(kType))
   take_chunks(grid, place, plain, [&](int64_t number) {
     const int64_t single = place.first + threadIdx.x;
     const bool is_there = single < in.channels;
-    const ConvWalk walk(p, is_there ? single : 0);
-    walk.run(number, grid, is_there);
+    const ConvChannel one(p, is_there ? single : 0);
+    one.run(number, grid, is_there);
   });
 }
 

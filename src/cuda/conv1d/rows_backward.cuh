@@ -1,10 +1,10 @@
 // The backward where channels are contiguous, with the chunks of rows.cuh.
 //
-// A warp walks over a plain chunk from its first token to three behind its last one, which complete the chunk's dx.
-// Tokens come through a ring in shared memory: copies in flight take no registers, so that more warps have room. A lane
-// copies what it reads itself, so no warp waits for another one.
+// A warp goes through a plain chunk from its first token to three behind its last one, which complete the chunk's dx.
+// Tokens are copied to a ring in shared memory: copies in flight take no registers, so more warps fit. A lane reads
+// only its own copies, so no warp waits for another one.
 //
-// Chunks at the ends of a sequence without states and their gradients are plain, too: what lies beyond is 0.
+// Chunks at the ends of a sequence without states and their gradients are plain, too: inputs beyond the ends are 0.
 #pragma once
 
 #include "cuda/conv1d/backward.cuh"
@@ -12,7 +12,7 @@
 
 namespace gatedelta::cuda {
 
-// A warp's tokens on their way from memory, in stages of kBatch.
+// Copies of a warp's tokens, in stages of kBatch.
 template <gd_dtype kType>
 struct RowRing {
   static constexpr int kBatch = kConvRowBatch, kStages = conv_row_stages(kType);
@@ -29,13 +29,13 @@ struct ConvBackwardRows {
   const ConvBackwardParams& p;
   Ring& ring;
   const int lane;
-  const int own, there;  // tokens of the chunk; those that have a dz, of which up to three lie behind it
+  const int own, there;  // tokens of the chunk; tokens with a dz, up to three of them after the chunk
   const char *x_at, *dy_at;
   char* dx_at;
   Words before[kBefore];
   Filter filter[kVector];
   float sums[kConvSums][kVector] = {};                     // of dweight, then dbias
-  float x[kMaxTaps][kVector], dz[kMaxTaps][kVector] = {};  // rows take turns, so that nothing is moved
+  float x[kMaxTaps][kVector], dz[kMaxTaps][kVector] = {};  // rings: no row is copied
 
   GD_DEVICE ConvBackwardRows(const ConvBackwardParams& params, Ring& warp_ring, int64_t batch, int64_t token,
                              int64_t channel, int own_tokens, int tokens_there)
@@ -56,7 +56,7 @@ struct ConvBackwardRows {
     for (int stage = 0; stage + 1 < Ring::kStages; ++stage) request(stage * kBatch, stage);
   }
 
-  // A batch of tokens; those that are not there are zeros.
+  // Copies a batch of tokens, zeros past the last one.
   GD_DEVICE void request(int first, int stage) {
     const auto copy = [&](int j, bool is_there) {
       copy_async_or_zero(&ring.x[stage][j][lane], x_at, is_there);
@@ -179,10 +179,10 @@ __global__ void __launch_bounds__(kConvThreads, kConvRowBackwardCtas)
     return true;
   };
   take_chunks(grid, place, plain, [&](int64_t number) {
-    ConvBackwardWalk walk(p, is_there ? single : 0);
-    walk.run(number, grid, is_there);
+    ConvBackwardChannel one(p, is_there ? single : 0);
+    one.run(number, grid, is_there);
 #pragma unroll
-    for (int i = 0; i < kConvSums; ++i) sums[kConvWarps][i][threadIdx.x] += walk.sums[i];
+    for (int i = 0; i < kConvSums; ++i) sums[kConvWarps][i][threadIdx.x] += one.sums[i];
   });
   if (!is_there || !p.partial) return;
 #pragma unroll
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kConvThreads, kConvRowBackwardCtas)
     float sum = sums[0][i][threadIdx.x];
 #pragma unroll
     for (int warp = 1; warp <= kConvWarps; ++warp) sum += sums[warp][i][threadIdx.x];
-    p.store(place.slot, i, single, sum);
+    p.store(place.group, i, single, sum);
   }
 }
 

@@ -1,4 +1,4 @@
-// Which sequences a chunk of tokens has to do with.
+// The sequences that a chunk of tokens overlaps.
 #pragma once
 
 #include "cuda/conv1d/config.hpp"
@@ -29,7 +29,7 @@ GD_DEVICE int64_t find_offset(const IndexVector& offsets, int64_t count, int64_t
   return low;
 }
 
-// The sequence that has all of the tokens [first, after) of a batch row or of the pack, or -1. By a whole warp.
+// The sequence with all of the tokens [first, after) of a batch row or of the pack, or -1. By a whole warp.
 GD_DEVICE int64_t sequence_of(const Sequences& sequences, int64_t row, int64_t first, int64_t after) {
   if (!sequences.offsets) return first >= 0 && after <= sequences.tokens ? row : -1;
   const int64_t next = find_offset(sequences.offsets, sequences.count + 1, first + 1);
@@ -49,11 +49,11 @@ struct Chunk {
     end = begin + grid.chunk < all.tokens ? begin + grid.chunk : all.tokens;
   }
 
-  // Goes to the first sequence of the chunk. By a whole warp.
+  // Finds the first sequence of the chunk. By a whole warp.
   GD_DEVICE void find_sequences() {
     if (!sequences.offsets) return;
     index = find_offset(sequences.offsets, sequences.count, begin);
-    if (index > 0) --index;  // it may go on in this chunk
+    if (index > 0) --index;  // it may continue in this chunk
   }
   // The sequences of the chunk, one after the other; false after the last one.
   GD_DEVICE bool next(Segment& s, int64_t kept) {
@@ -78,7 +78,7 @@ struct Chunk {
     return false;
   }
 
-  // The first token of no sequence.
+  // The first token that belongs to no sequence.
   GD_DEVICE int64_t unused() const {
     const int64_t used = sequences.used_tokens();
     return used > begin ? used : begin;

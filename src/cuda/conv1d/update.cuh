@@ -2,7 +2,7 @@
 //
 // A CTA has kConvThreads channels of some sequences, a thread one channel. States go through shared memory, 16 bytes at
 // a time in either order of memory: where a channel's columns are neighbours, threads that read their own ones would
-// touch each sector as often as there are columns. Everything of a state is read before anything of it is written.
+// touch each sector as often as there are columns. A CTA reads all of a state before it writes any of it.
 #pragma once
 
 #include "cuda/conv1d/access.cuh"
@@ -55,7 +55,7 @@ struct ConvUpdate {
         is_live(channel < in.channels) {}
 
   // Calls move(slot, bytes into the slot, place in the tiles) for the 16-byte pieces of the CTA's states, kBatch of
-  // them at a time, in two parts: the slots of all of them are requested before anything needs one.
+  // them at a time: it loads the slots of all of them before the first is needed.
   template <class Slot, class Move>
   GD_DEVICE void for_pieces(const UpdateTile& tile, const ConvStates& states, const Slot& slot_of,
                             const Move& move) const {
@@ -131,7 +131,7 @@ struct ConvUpdate {
 
   GD_DEVICE int64_t length(int n) const { return in.sequences[first + n].length; }
 
-  // Requests the x of up to kUpdateTokens tokens at once: of one sequence, or of all of them where each has `tokens`.
+  // Loads x of up to kUpdateTokens tokens at once: of one sequence, or of all sequences if each has `tokens`.
   GD_DEVICE void load_inputs(int64_t batch, int64_t begin, int64_t tokens, int64_t wanted) const {
     Scalar x[kUpdateTokens];
     int64_t t = 0;
@@ -150,7 +150,7 @@ struct ConvUpdate {
     return tile_number(initial + n * p.initial.bytes, in.initial.dtype, p.initial.at(thread, static_cast<int>(column)));
   }
 
-  // `row`: where the sequence's inputs begin, if all of them are there.
+  // `row`: where the sequence's inputs begin in shared memory, if it holds all of them.
   GD_DEVICE void store_final(int n, const SequenceSpan& span, int64_t from, int row) const {
     const int64_t to = problem.final.slot(first + n);
     if (to < 0) return;
@@ -193,7 +193,7 @@ struct ConvUpdate {
     }
   }
 
-  // A sequence, of which the first inputs are requested and lie from `row` on.
+  // Computes a sequence whose first inputs are in shared memory from `row` on.
   GD_DEVICE void run(const Filter& filter, int n, int row) const {
     const SequenceSpan span = in.sequences[first + n];
     if (problem.is_padding(first + n)) {

@@ -1,4 +1,4 @@
-// One channel of the convolution: its filter, and what a window of inputs becomes.
+// One channel of the convolution: its filter, and the output of a window of inputs.
 // NOTE: every product and sum of an output names its rounding, so all kernels give an output the same bits.
 #pragma once
 
@@ -14,15 +14,14 @@ GD_DEVICE float conv_sigmoid(float z) {
 }
 GD_DEVICE float conv_activate(float z, bool silu) { return silu ? __fmul_rn(z, conv_sigmoid(z)) : z; }
 
-// Gradient of the sum before the activation, from that of the output.
+// Gradient of the sum before the activation, from the gradient of the output.
 GD_DEVICE float conv_sum_gradient(float z, float dy, bool silu) {
   if (!silu) return dy;
   const float s = conv_sigmoid(z);
   return dy * s * fmaf(z, 1.0f - s, 1.0f);
 }
 
-// kMaxTaps taps. A filter of fewer lacks the first `skip` of them: their inputs are not looked at, and may be no
-// numbers.
+// kMaxTaps taps. A filter of fewer lacks the first `skip` of them: their inputs are not used and may be NaN.
 struct Filter {
   float weight[kMaxTaps], bias;
 

@@ -1,4 +1,5 @@
-// Lanes' shares of keys and queries in shared memory: pieces of four numbers, eight lanes' pieces side by side.
+// A lane's share of a key or query in shared memory: pieces of four numbers, with the pieces of eight lanes side by
+// side.
 #pragma once
 
 #include "cuda/decode/config.hpp"

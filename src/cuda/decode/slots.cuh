@@ -1,4 +1,4 @@
-// Slots of sequences: where a state is read and where it goes.
+// Slots of sequences: where a state is read and where it is stored.
 #pragma once
 
 #include "cuda/decode/config.hpp"
@@ -6,14 +6,14 @@
 
 namespace gatedelta::cuda {
 
-// An index on its way from memory: asked for early, looked at late. Nothing branches or waits in between.
+// An index that is loaded early and used late, without a branch or a wait in between.
 struct IndexRequest {
   int32_t low = -1, high = 0;
   bool is_int64 = false;
 
   IndexRequest() = default;
-  // `otherwise`: what it is without indices.
-  GD_DEVICE IndexRequest(const NearIndices& indices, uint64_t offset, uint32_t otherwise)
+  // `otherwise`: the value without indices.
+  GD_DEVICE IndexRequest(const Indices32& indices, uint64_t offset, uint32_t otherwise)
       : low(static_cast<int32_t>(otherwise)), is_int64(indices.is_int64) {
     load_words_if(indices.present, indices.is_int64, indices.data + offset, low, high);
   }
@@ -21,18 +21,18 @@ struct IndexRequest {
     const int64_t upper = is_int64 ? high : low >> 31;
     return static_cast<int64_t>(static_cast<uint64_t>(upper) << 32 | static_cast<uint32_t>(low));
   }
-  // Of `rows`; negative = none.
-  GD_DEVICE int32_t slot(const NearStates& rows) const {
+  // Slot of `rows`; negative = none.
+  GD_DEVICE int32_t slot(const States32& rows) const {
     return (is_int64 ? high : 0) == 0 && low >= rows.first_slot ? low : -1;
   }
 };
 
-// The slot of sequence n.
-GD_DEVICE IndexRequest request_slot(const NearStates& rows, uint32_t n) {
+// Loads the slot of sequence n.
+GD_DEVICE IndexRequest request_slot(const States32& rows, uint32_t n) {
   return {rows.indices, uint64_t{n} * rows.indices.stride, rows.present ? n : ~0u};
 }
-// The one it starts from, which may be picked from a row of them.
-GD_DEVICE IndexRequest request_read_slot(const FoldParams& p, uint32_t n) {
+// Loads the slot that sequence n reads; previous_accept_lengths picks it from a row of slots.
+GD_DEVICE IndexRequest request_read_slot(const ManyTokenParams& p, uint32_t n) {
   uint64_t offset = uint64_t{n} * p.initial.indices.stride;
   if (p.previous_accept_lengths.present) {
     const int64_t column =
@@ -43,22 +43,22 @@ GD_DEVICE IndexRequest request_read_slot(const FoldParams& p, uint32_t n) {
   return {p.initial.indices, offset, p.initial.present ? n : ~0u};
 }
 
-// The slot that sequence n starts from, asked for before anything else: a token's addresses take many arguments, each
-// line of them a cold miss, and the compiler would compute them first. It moves no load past a barrier of the warp.
-// There may be no such sequence.
-GD_DEVICE IndexRequest request_first(const StepParams& p, uint32_t n) {
+// Loads the slot that sequence n reads before anything else. The addresses of a token need many arguments, each line of
+// them a cold miss, and the compiler would compute them first; it moves no load past a barrier of the warp. n may be
+// past the last sequence.
+GD_DEVICE IndexRequest request_first(const OneTokenParams& p, uint32_t n) {
   const IndexRequest request = request_slot(p.initial, n < p.sequences ? n : 0);
   __syncwarp();
   return request;
 }
-GD_DEVICE IndexRequest request_first(const FoldParams& p, uint32_t n) {
+GD_DEVICE IndexRequest request_first(const ManyTokenParams& p, uint32_t n) {
   const IndexRequest request = n < p.sequences ? request_read_slot(p, n) : IndexRequest();
   __syncwarp();
   return request;
 }
 
-// The one that takes the state after a token; a column past the last one has none.
-GD_DEVICE IndexRequest request_step_slot(const FoldParams& p, uint32_t n, uint32_t column) {
+// Loads the slot of the state after a token; a column past the last one has none.
+GD_DEVICE IndexRequest request_step_slot(const ManyTokenParams& p, uint32_t n, uint32_t column) {
   const IndexRows& indices = p.step_states.indices;
   IndexRequest request;
   request.high = -1, request.is_int64 = indices.is_int64;
@@ -70,7 +70,7 @@ GD_DEVICE IndexRequest request_step_slot(const FoldParams& p, uint32_t n, uint32
 }
 
 // Whether sequence n, which has no slot to read from, is a padded row.
-GD_DEVICE bool is_padding(const StepParams& p, uint32_t n) {
+GD_DEVICE bool is_padding(const OneTokenParams& p, uint32_t n) {
   if (!p.initial.indices.present) return false;
   return p.final.indices.present ? request_slot(p.final, n).slot(p.final) < 0 : p.pads_by_read_index;
 }

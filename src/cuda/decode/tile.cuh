@@ -1,4 +1,4 @@
-// The part of one state that a warp holds in registers, and where the warp stands in the grid.
+// The part of one state that a warp holds in registers, and its place in the grid of `generic`.
 #pragma once
 
 #include "cuda/decode/config.hpp"
@@ -6,7 +6,7 @@
 
 namespace gatedelta::cuda {
 
-// What a CTA computes: some value columns of one head of one sequence.
+// A CTA of `generic` computes some value columns of one head of one sequence.
 struct CtaPlace {
   int sequence, head, key_head, part;
 };
@@ -17,8 +17,8 @@ GD_DEVICE CtaPlace locate(const DecodeParams& p, uint32_t cta) {
           static_cast<int>(p.parts.remainder(cta, pair))};
 }
 
-// Lanes of a column are neighbours in [V, K], where a row of memory is a column's numbers of K. In [K, V] the groups
-// are: four lanes read neighbouring columns of one row.
+// In [V, K] a row of memory holds a column's numbers of K, and the lanes of a column are neighbours. In [K, V] four
+// neighbouring lanes belong to four groups and read neighbouring columns of one row.
 template <class Config>
 struct Tile {
   static constexpr bool kRowsOfK = Config::kLayout == GD_STATE_VK;
@@ -29,7 +29,7 @@ struct Tile {
   int share;   // index among the lanes of a column
   int group;   // of lanes with the same columns, in the warp
   int column;  // first column of this lane
-  // The state. Until it is widened, the words of an access as they lie in memory: of 16-bit numbers two share a word.
+  // The state. Before widen() it holds the words of each access as in memory, with two 16-bit numbers per word.
   float s[kColumns][kPerLane];
 
   GD_DEVICE Tile(uint32_t thread, uint32_t part) {
@@ -40,12 +40,11 @@ struct Tile {
                               (thread / 32 * kColumnGroups + static_cast<uint32_t>(group)) * kColumns);
   }
 
-  // Zeros.
   GD_DEVICE void clear() {
 #pragma unroll
     for (int i = 0; i < kColumns * kPerLane; ++i) s[i / kPerLane][i % kPerLane] = 0;
   }
-  // Words of the matrix that begins at `state`, with zeros past K. kStreaming: nobody reads them again soon.
+  // Loads words of the matrix that begins at `state`, with zeros past K. kStreaming: no kernel reads them again soon.
   template <bool kStreaming = false>
   GD_DEVICE void load(const char* state, gd_dtype dtype, int key_dim, int value_dim, bool aligned) {
     if (key_dim < Config::kMaxKeyDim) clear();
@@ -58,7 +57,7 @@ struct Tile {
       });
     });
   }
-  // Words to numbers.
+  // Converts words to fp32.
   GD_DEVICE void widen(gd_dtype dtype) {
     const auto from = [&](gd_dtype type) {
 #pragma unroll
@@ -75,7 +74,7 @@ struct Tile {
     if (dtype == GD_BF16) from(GD_BF16);
     if (dtype == GD_F16) from(GD_F16);
   }
-  // From `s` to memory.
+  // Stores `s`.
   template <bool kStreaming = false>
   GD_DEVICE void store(char* state, gd_dtype dtype, int key_dim, int value_dim, bool aligned) {
     with_dtype(dtype, [&](gd_dtype type) {
@@ -96,7 +95,7 @@ struct Tile {
   }
 
   // Calls f(access, offset); there is no access past K. The first offset is opaque: otherwise the compiler keeps all
-  // offsets in registers while tokens go by.
+  // offsets in registers from token to token.
   template <class F>
   GD_DEVICE void for_each_access(int key_dim, int value_dim, const F& f) const {
     if constexpr (kRowsOfK) {

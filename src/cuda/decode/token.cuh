@@ -1,8 +1,8 @@
 // One token's update of the columns a lane holds, for keys and queries as they lie in memory (not normalised):
 //   [x_k x_q] = S^T [k q],  e = v - a x_k,  o = b x_q + c e,  S <- alpha S + k (w e)^T
 // where a, b, c and w hold alpha, beta, the scale, k.q and the inverse norms r_k, r_q, which are 1 without l2norm.
-// NOTE: every product and sum here names its rounding. The compiler would contract them as each kernel's surroundings
-// suggest, and kernels that must agree in every bit would not.
+// NOTE: every product and sum here names its rounding. Otherwise the compiler would contract them differently in each
+// kernel, and kernels that must be bitwise equal would not be.
 #pragma once
 
 #include "cuda/decode/config.hpp"
@@ -10,7 +10,7 @@
 
 namespace gatedelta::cuda {
 
-// Sum over the eight lanes of a column. All of them get the same bits.
+// Sum over the eight lanes of a column, the same bits in each.
 template <gd_state_layout kLayout>
 GD_DEVICE float sum_of_lanes(float x) {
   constexpr int kFirst = kLayout == GD_STATE_VK ? 1 : kColumnGroups;
@@ -35,7 +35,7 @@ GD_DEVICE float softplus(float x) {
 }
 GD_DEVICE float sigmoid(float x) { return reciprocal_approx(__fadd_rn(1.0f, exp2_approx(__fmul_rn(-kLog2E, x)))); }
 
-// What the gates of one token and head are computed from, on its way from memory. `in`: a Layer or StepParams.
+// The inputs of the gates of one token and head, as loaded. `in`: a Layer or OneTokenParams.
 struct RawGates {
   Scalar g, beta, A_log, dt_bias;
 
@@ -67,7 +67,7 @@ GD_DEVICE void request_gates(RawGates& gates, const Layer& in, int64_t batch, in
   load(gates.A_log, in.A_log, head * in.A_log.stride);
   if (in.dt_bias) load(gates.dt_bias, in.dt_bias, head * in.dt_bias.stride);
 }
-GD_DEVICE void request_gates(RawGates& gates, const StepParams& p, uint32_t batch, uint32_t token, uint32_t head) {
+GD_DEVICE void request_gates(RawGates& gates, const OneTokenParams& p, uint32_t batch, uint32_t token, uint32_t head) {
   gates.g.load(p.g.at(batch, token, head), p.g.dtype);
   gates.beta.load(p.beta.at(batch, token, head), p.beta.dtype);
   gates.A_log.load(p.A_log.at(0, 0, head), p.A_log.dtype);

@@ -1,4 +1,5 @@
-// The instructions that C++ has no word for, one function each: what compute capability 8.0 has, and nothing later. tests/cpp/emulate has another file of this name, which stands in for this one on a CPU.
+// The instructions that C++ has no word for, one function each: what compute capability 8.0 has, and nothing later.
+// tests/cpp/emulate has another file of this name, which stands in for this one on a CPU.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -105,7 +106,7 @@ GD_DEVICE void load_words_if(bool one, bool two, const char* from, int32_t& low,
       : "memory");
 }
 
-// 16 bytes at a multiple of 16 that nobody reads again soon.
+// 16 bytes at a multiple of 16 that no kernel reads again soon.
 GD_DEVICE void load_streaming(const void* from, uint32_t (&x)[4]) {
   asm volatile("ld.global.cs.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -149,7 +150,7 @@ GD_DEVICE void mma<Fp16>(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, u
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// c = a b. NOTE(ptxas): with a literal 0 in the instruction nobody clears registers.
+// c = a b. NOTE(ptxas): with a literal 0 in the instruction no registers are cleared.
 template <class Elem>
 GD_DEVICE void mma_first(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1);
 template <>

@@ -1,6 +1,6 @@
 // The gated norm on CUDA: a validated problem becomes one kernel on the caller's stream, a backward with dweight two.
 // No instruction here is newer than compute capability 8.0. From 9.0 on the second kernel is launched with PDL.
-#include "cuda/gated_norm/near.cuh"
+#include "cuda/gated_norm/fast.cuh"
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
 #include "cuda/kernels.hpp"
@@ -13,11 +13,11 @@ constexpr Capabilities kNormDevices = {8, 1 << 15, "the gated norm supports 8.0 
 
 Divider divider(int64_t by) { return Divider(static_cast<uint32_t>(by)); }
 
-// f with the type of the rows as a constant, if the near kernels take the call.
+// Calls f with the type of the rows as a constant if the fast kernels support the call; returns whether they do.
 template <class Config, class F>
-bool with_near_type(const GatedNorm& in, std::initializer_list<const TokenRows*> others, const F& f) {
-  if constexpr (Config::kUsual) {
-    if (!takes_near_norm(in, others)) return false;
+bool with_fast_type(const GatedNorm& in, std::initializer_list<const TokenRows*> others, const F& f) {
+  if constexpr (Config::kHasFast) {
+    if (!supports_fast_norm(in, others)) return false;
     in.x.dtype == GD_BF16 ? f(std::integral_constant<gd_dtype, GD_BF16>{})
                           : f(std::integral_constant<gd_dtype, GD_F16>{});
     return true;
@@ -34,8 +34,8 @@ cudaError_t launch_forward(const GatedNormProblem& problem, Pdl pdl, cudaStream_
     return launch_kernel(with, kernel, (in.rows() + kRows - 1) / kRows, kNormThreads, 0, stream, params);
   };
   cudaError_t error = cudaSuccess;
-  if (with_near_type<Config>(in, {&problem.y}, [&](auto type) {
-        error = launch(pdl, near_norm_kernel<Config, decltype(type)::value>, NearNormForwardParams(problem, pdl));
+  if (with_fast_type<Config>(in, {&problem.y}, [&](auto type) {
+        error = launch(pdl, fast_norm_kernel<Config, decltype(type)::value>, FastNormForwardParams(problem, pdl));
       }))
     return error;
   const NormParams params = {problem, divider(in.heads), divider(in.tokens), 1.0f / static_cast<float>(in.dim),
@@ -51,9 +51,9 @@ cudaError_t launch_backward(const GatedNormBackwardProblem& problem, char* works
     return launch_kernel(Pdl::kOff, kernel, norm_backward_ctas(in), kNormBackwardThreads, 0, stream, params);
   };
   cudaError_t error = cudaSuccess;
-  if (with_near_type<Config>(in, {&problem.d_y, &problem.dx, &problem.dz}, [&](auto type) {
+  if (with_fast_type<Config>(in, {&problem.d_y, &problem.dx, &problem.dz}, [&](auto type) {
         error =
-            launch(near_norm_backward_kernel<Config, decltype(type)::value>, NearNormBackwardParams(problem, partials));
+            launch(fast_norm_backward_kernel<Config, decltype(type)::value>, FastNormBackwardParams(problem, partials));
       }))
     return error;
   const NormBackwardParams params = {

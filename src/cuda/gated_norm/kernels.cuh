@@ -1,12 +1,13 @@
-// The gated norm's kernels for any call: types and strides are known at run time. near.cuh has those for layers' calls.
+// The gated norm's kernels for any call: types and strides are known at run time. fast.cuh has the kernels for the
+// calls of layers.
 #pragma once
 
-#include "cuda/gated_norm/row.cuh"
 #include "cuda/device/pdl.cuh"
+#include "cuda/gated_norm/row.cuh"
 
 namespace gatedelta::cuda {
 
-// Where a row is in each tensor.
+// The place of a row in each tensor.
 struct RowPlace {
   uint32_t batch, token, head;
 
@@ -32,7 +33,7 @@ GD_DEVICE void load_weight(float (&w)[Config::kNumbers], const GatedNorm& in, bo
   raw.widen(w, in.weight.dtype);
 }
 
-// A group of lanes has one row. Shuffles need whole warps, so groups without a row repeat the last one and store
+// A group of lanes has one row. Shuffles need whole warps, so groups without a row repeat the last row and store
 // nothing.
 template <class Config>
 __global__ void __launch_bounds__(kNormThreads) norm_forward_kernel(const __grid_constant__ NormParams p) {
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(kNormThreads) norm_forward_kernel(const __grid
   if (row <= last) store_row<Config>(place.in(y), y.dtype, x, p.aligned, lane, in.dim);
 }
 
-// What a backward reads of a row.
+// The inputs of a row in a backward.
 template <class Config>
 struct RawBackwardRow {
   RawNumbers<Config> x, z, d_y;
@@ -69,7 +70,7 @@ struct RawBackwardRow {
   }
 };
 
-// The CTA's sum of dweight: the rows of a warp, then the warps, always in this order.
+// Stores the CTA's sum of dweight: over the rows of a warp, then over the warps, always in this order.
 template <class Config>
 GD_DEVICE void store_partial(float* partials, float (&dw)[Config::kNumbers], int dim, int lane) {
   constexpr int kWarps = kNormBackwardThreads / 32;
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kNormBackwardThreads)
     norm_backward_kernel(const __grid_constant__ NormBackwardParams p) {
   constexpr int kNumbers = Config::kNumbers, kLanes = Config::kLanes;
   constexpr uint32_t kGroups = kNormBackwardThreads / kLanes;
-  constexpr bool kPrefetch = Config::kChunks == 1;  // registers allow the next row to be on its way
+  constexpr bool kPrefetch = Config::kChunks == 1;  // registers allow a prefetch of the next row
   const GatedNormBackwardProblem& problem = p.problem;
   const GatedNorm& in = problem.in;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kNormBackwardThreads)
   float w[kNumbers], dw[kNumbers] = {};
   load_weight<Config>(w, in, p.aligned, lane);
   RawBackwardRow<Config> raw;
-  // Of the CTA's first row in a block: the same for all its lanes, so that warps stay whole.
+  // The CTA's first row of a block, the same in all lanes, so that warps stay whole.
   uint32_t base = blockIdx.x * kGroups;
   const uint32_t group = threadIdx.x / kLanes, step = gridDim.x * kGroups;
   raw.load(p, min(base + group, last), lane);
@@ -158,8 +159,8 @@ __global__ void __launch_bounds__(kNormBackwardThreads)
   if (p.partials) store_partial<Config>(p.partials, dw, in.dim, lane);
 }
 
-// dweight from the partial sums, eight columns per CTA: a sector of each row of partials. Launched early where the
-// device can.
+// dweight from the partial sums, eight columns per CTA: a sector of each row of partials. Launched with PDL where the
+// device has it.
 constexpr int kSumColumns = 8, kSumRows = 64;
 __global__ void __launch_bounds__(kSumColumns* kSumRows)
     norm_sum_kernel(const float* partials, int count, int dim, HeadVector dweight) {

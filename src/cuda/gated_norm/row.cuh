@@ -15,7 +15,7 @@ GD_DEVICE float min_or_nan(float x, float y) {
   return smaller;
 }
 
-// Sum over the lanes of a row. All of them get the same bits.
+// Sum over the lanes of a row, the same bits in each.
 template <int kLanes>
 GD_DEVICE float sum_of_row(float x) {
 #pragma unroll
@@ -42,7 +42,7 @@ GD_DEVICE void round_to(float (&x)[kCount], gd_dtype dtype) {
   }
 }
 
-// What n and a are rounded to before the gate; GD_F32 = they are not.
+// The types that n and a are rounded to before the gate; GD_F32 = no rounding.
 struct NormRounding {
   gd_dtype n = GD_F32, a = GD_F32;
 
@@ -50,7 +50,7 @@ struct NormRounding {
   GD_DEVICE explicit NormRounding(const GatedNorm& in)
       : n(in.round_before_gate ? in.x.dtype : GD_F32), a(in.product_dtype()) {}
 };
-// a = w n. n becomes what the weight multiplies.
+// a = w n, with n rounded first.
 template <int kCount>
 GD_DEVICE void apply_weight(float (&a)[kCount], float (&n)[kCount], const float (&w)[kCount], NormRounding rounding) {
   round_to(n, rounding.n);
@@ -59,8 +59,8 @@ GD_DEVICE void apply_weight(float (&a)[kCount], float (&n)[kCount], const float 
   round_to(a, rounding.a);
 }
 
-// act(z), and its derivative. With e = exp(-z), 1 - sigmoid(z) is e / (1 + e): nothing cancels. The bound of e keeps
-// that a number for every z, and lets NaN pass.
+// act(z), and its derivative. With e = exp(-z), 1 - sigmoid(z) is e / (1 + e): nothing cancels. e is bounded, so the
+// result is finite for every z; NaN stays NaN.
 struct NormGate {
   float value, slope;
 };
@@ -92,7 +92,7 @@ GD_DEVICE void gated_norm_row(float (&x)[kCount], const float (&z)[kCount], cons
                          inverse_dim, in.eps);
 }
 
-// A lane's numbers of a row on their way from memory.
+// A lane's numbers of a row, as loaded.
 template <class Config>
 struct RawNumbers {
   Raw<kNormVector> chunks[Config::kChunks];

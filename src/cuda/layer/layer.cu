@@ -1,5 +1,5 @@
 // The layer's step on CUDA: two or three kernels on the caller's stream, all but the first launched with PDL where the
-// device can.
+// device has it.
 #include "cuda/host/device.cuh"
 #include "cuda/host/launch.cuh"
 #include "cuda/kernels.hpp"
@@ -15,7 +15,7 @@ cudaError_t launch_layer(const LayerStepProblem& problem, Pdl pdl, cudaStream_t 
   using Config = LayerTile<State>;
   const LayerRuleParams rule = layer_rule_params(problem);
   const LayerFinishParams finish = layer_finish_params(problem);
-  const NearGrid grid = near_grid(problem.rule, Config::kParts);
+  const DecodeGrid grid = grid_of(problem.rule, Config::kParts);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(grid.x, grid.y, grid.z);
   config.blockDim = dim3(Config::kThreads);
@@ -41,7 +41,7 @@ Outcome layer_step(const Conv1dProblem& conv, const RecurrentProblem& rule, cons
     if (problem.norm.in.rows() == 0) return {};
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const Pdl pdl = pdl_on(facts);
-    if (!takes_two_kernels(problem)) {
+    if (!supports_two_kernels(problem)) {
       Context next = context;
       next.pdl = pdl;
       if (Outcome outcome = launch(conv, context); outcome.status != GD_OK) return outcome;

@@ -1,15 +1,14 @@
-// Convolution and rule of one token per sequence. The state's loads are issued first; the convolution runs while they
-// are on their way.
+// Convolution and rule of one token per sequence. The convolution overlaps with the loads of the state.
 #pragma once
 
 #include "cuda/conv1d/window.cuh"
-#include "cuda/decode/step.cuh"
-#include "cuda/layer/config.hpp"
+#include "cuda/decode/one_token.cuh"
 #include "cuda/device/pdl.cuh"
+#include "cuda/layer/config.hpp"
 
 namespace gatedelta::cuda {
 
-// One channel of a token: the window of its inputs and its filter, on their way from memory.
+// One channel of a token: the window of its inputs and its filter, as loaded.
 template <class Input>
 struct LayerChannel {
   uint2 weights;
@@ -49,7 +48,7 @@ struct LayerChannel {
 
 // The convolved channels a CTA needs.
 struct alignas(16) LayerChannels {
-  uint16_t q[kStepDim], k[kStepDim], v[kLayerColumns];
+  uint16_t q[kDecodeDim], k[kDecodeDim], v[kLayerColumns];
 };
 
 template <class State, class Input>
@@ -60,14 +59,14 @@ __global__ void __launch_bounds__(LayerTile<State>::kThreads)
   constexpr int kVector = Config::kVector, kPerLane = Config::kPerLane, kColumns = Config::kColumns;
   __shared__ LayerChannels convolved;
   allow_next_kernel();
-  const uint32_t n = near_sequence(), head = blockIdx.x / Config::kParts, thread = threadIdx.x;
+  const uint32_t n = grid_sequence(), head = blockIdx.x / Config::kParts, thread = threadIdx.x;
   const IndexRequest read = request_first(p.rule, n);
   if (n >= p.rule.sequences) return;
-  const StepPlace place = step_place<Config::kParts>(p.rule);
+  const GridPlace place = grid_place<Config::kParts>(p.rule);
   Tile<Config> tile(thread, place.part);
 
-  const uint32_t q_channel = place.key_head * kStepDim + thread, k_channel = p.key_channels + q_channel;
-  const uint32_t v_channel = 2 * p.key_channels + head * kStepDim + place.part * kLayerColumns + thread;
+  const uint32_t q_channel = place.key_head * kDecodeDim + thread, k_channel = p.key_channels + q_channel;
+  const uint32_t v_channel = 2 * p.key_channels + head * kDecodeDim + place.part * kLayerColumns + thread;
   const bool has_v = thread < kLayerColumns;
   LayerChannel<Input> q_in, k_in, v_in;
   q_in.load_token(p, n, q_channel);
@@ -75,14 +74,14 @@ __global__ void __launch_bounds__(LayerTile<State>::kThreads)
   if (has_v) v_in.load_token(p, n, v_channel);
 
   if (const int32_t slot = read.slot(p.rule.initial); slot >= 0) {
-    tile.load(p.rule.initial.at(slot, head), kState, kStepDim, kStepDim, true);
+    tile.load(p.rule.initial.at(slot, head), kState, kDecodeDim, kDecodeDim, true);
     q_in.load_window(p.states, slot, q_channel);
     k_in.load_window(p.states, slot, k_channel);
     if (has_v) v_in.load_window(p.states, slot, v_channel);
   } else {
     if (is_padding(p.rule, n)) {
       const float zeros[kColumns] = {};
-      if (tile.share == 0) store_step_output(p.rule.o, place, tile.column, zeros);
+      if (tile.share == 0) store_token_output(p.rule.o, place, tile.column, zeros);
       return;
     }
     tile.clear();
@@ -118,9 +117,9 @@ __global__ void __launch_bounds__(LayerTile<State>::kThreads)
   const TokenFactors factors(gates.alpha(p.rule), gates.strength(p.rule), sums, p.rule.l2norm, p.rule.scale);
   tile.widen(kState);
   advance<GD_STATE_VK>(tile.s, k, q, factors, v);
-  if (tile.share == 0) store_step_output(p.rule.o, place, tile.column, v);
+  if (tile.share == 0) store_token_output(p.rule.o, place, tile.column, v);
   const int32_t slot = write.slot(p.rule.final);
-  if (slot >= 0) tile.template store<true>(p.rule.final.at(slot, head), kState, kStepDim, kStepDim, true);
+  if (slot >= 0) tile.template store<true>(p.rule.final.at(slot, head), kState, kDecodeDim, kDecodeDim, true);
 }
 
 }  // namespace gatedelta::cuda

@@ -3,7 +3,7 @@
 
 #include "core/problem.hpp"
 #include "cuda/device/instances.hpp"
-#include "cuda/portable/cut/cost.hpp"
+#include "cuda/portable/cost.hpp"
 #include "cuda/portable/tiles.hpp"
 
 namespace gatedelta::cuda::portable {

@@ -4,10 +4,11 @@
 #include <cuda_runtime.h>
 
 #include "cuda/host/device.cuh"
-#include "cuda/portable/backward/config.hpp"
-#include "cuda/portable/cut/launches.hpp"
+#include "cuda/portable/schedule/launches.hpp"
 
 namespace gatedelta::cuda::portable {
+
+struct BackwardParams;
 
 inline DeviceLimits limits_of(const DeviceFacts& facts) { return {facts.multiprocessors, facts.shared_kib * 1024}; }
 

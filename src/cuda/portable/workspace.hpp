@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/portable/cut/cost.hpp"
+#include "cuda/portable/cost.hpp"
 #include "cuda/portable/instances.hpp"
 #include "cuda/portable/params.hpp"
 
@@ -33,8 +33,8 @@ inline int64_t prepare_ctas(const ForwardProblem& p) {
   return sequences_of(p.in.sequences).workspace_chunks() * p.in.key_heads + prepare_helpers(p);
 }
 
-// Whether the sequences of a call may be cut on some device. cut/search.hpp chooses the cut where the device is known,
-// within the memory that this function's answer provides.
+// Whether the sequences of a call may be cut on some device. schedule/cut_search.hpp chooses the cut where the device
+// is known, within the memory that this function's answer provides.
 constexpr int64_t kMostCutHeads = 512;  // N * Hv: this many fill every GPU
 constexpr int kLeastSegment = 8;        // chunks
 inline bool supports_cut(const ForwardProblem& p) {
@@ -139,7 +139,7 @@ inline bool overlap(const StateRows& a, const StateRows& b, const Layer& in) {
   return reinterpret_cast<uintptr_t>(a.data) < last(b) && reinterpret_cast<uintptr_t>(b.data) < last(a);
 }
 
-// A cut of sequences, chosen by cut/search.hpp.
+// A cut of sequences, chosen by schedule/cut_search.hpp.
 struct Cut {
   int chunks = 0;                         // of a segment; 0 = no sequence is cut
   ChainKind kind = ChainKind::k64;        // of segments, and of whole sequences that have no other grid

@@ -6,9 +6,9 @@
 #include <cmath>
 #include <cstdint>
 
+#include "cuda/device/sequences.hpp"
 #include "cuda/sm90/schedule/cost_model.hpp"
 #include "cuda/sm90/schedule/recompute.hpp"
-#include "cuda/device/sequences.hpp"
 
 namespace gatedelta::cuda::sm90 {
 
@@ -22,7 +22,7 @@ struct CallParams {
   bool l2norm, state_value_first;
   float scale;
   StateRows initial, final, checkpoints;
-  int walked_tokens;         // sequences of at most so many tokens are another kernel's, empty ones included
+  int short_tokens;          // sequences of at most so many tokens are another kernel's, empty ones included
   int64_t checkpoint_every;  // tokens; 0 = none
   IndexRows checkpoint_offsets;
   uint8_t* prepared;  // [chunks][value_heads][prepared_bytes]
@@ -53,8 +53,8 @@ struct CallParams {
     if (n == sequences.count) return true;
     return initial.indices && final.indices && initial.slot(n) < 0 && final.slot(n) < 0;
   }
-  static constexpr int kNothingWalked = -1;
-  GD_HOST_DEVICE bool is_walked(int64_t length) const { return length <= walked_tokens; }
+  static constexpr int kNoneShort = -1;
+  GD_HOST_DEVICE bool is_short(int64_t length) const { return length <= short_tokens; }
   GD_HOST_DEVICE uint8_t* prepared_chunk(int64_t chunk_index, int head) const {
     return prepared + (chunk_index * value_heads + head) * prepared_bytes;
   }

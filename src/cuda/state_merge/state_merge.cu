@@ -11,7 +11,7 @@ namespace gatedelta::cuda {
 
 namespace {
 
-// A CTA folds 32 value columns of one head and result. A thread has 4 x 4 numbers of each block of 128 rows.
+// A CTA merges 32 value columns of one head and result. A thread has 4 x 4 numbers of each block of 128 rows.
 constexpr int kColumns = 32, kThreads = 256, kRows = 128;
 
 // Calls f with the data as numbers of its type.
@@ -31,7 +31,7 @@ __device__ __forceinline__ void store_float(void* data, gd_dtype dtype, int64_t 
   }
 }
 
-// Which number of kDepth columns of M a thread moves: i is a row of the sums, j of S.
+// Place of a number that a thread loads, in kDepth columns of M: i is a row of the sums, j a row of S.
 struct Place {
   int i, j;
 };
@@ -41,25 +41,25 @@ __device__ __forceinline__ Place place_of(int n, int tid) {
   if constexpr (kTransposed) return {tid % kMaxK, tid / kMaxK + n * (kThreads / kMaxK)};
   return {tid / kDepth + n * (kThreads / kDepth), tid % kDepth};
 }
-// NOTE: loads are unconditional: behind branches each would wait for the one before.
+// NOTE: loads are unconditional: behind branches they would not overlap.
 template <bool kTransposed, int kMaxK, int kDepth>
-__device__ __forceinline__ void fetch(float (&next)[kDepth * kMaxK / kThreads], const float* map, int j0, int K,
+__device__ __forceinline__ void fetch(float (&next)[kDepth * kMaxK / kThreads], const float* transition, int j0, int K,
                                       int tid) {
 #pragma unroll
   for (int n = 0; n < kDepth * kMaxK / kThreads; ++n) {
     const Place at = place_of<kTransposed, kMaxK, kDepth>(n, tid);
     const int i = at.i, j = j0 + at.j, row = min(kTransposed ? j : i, K - 1), column = min(kTransposed ? i : j, K - 1);
-    const float x = map[row * K + column];
+    const float x = transition[row * K + column];
     next[n] = i < K && j < K ? x : 0.0f;
   }
 }
 
-// kDepth: columns of M that are in shared memory at a time.
+// kDepth: columns of M in shared memory at a time.
 template <int kBlocks, int kDepth, bool kTransposed>
-__global__ void __launch_bounds__(kThreads) fold_kernel(const __grid_constant__ MergeProblem p) {
+__global__ void __launch_bounds__(kThreads) state_merge_kernel(const __grid_constant__ MergeProblem p) {
   constexpr int kMaxK = kBlocks * kRows, kLoads = kDepth * kMaxK / kThreads;
   __shared__ alignas(16) float S[kMaxK][kColumns];
-  __shared__ alignas(16) float M[kDepth][kMaxK + 4];  // M[j][i]: what S[j] adds to row i
+  __shared__ alignas(16) float M[kDepth][kMaxK + 4];  // M[j][i]: coefficient of S[j] in row i
   const int64_t head = static_cast<int64_t>(blockIdx.x) % p.heads, r = static_cast<int64_t>(blockIdx.x) / p.heads;
   const int tid = threadIdx.x, K = p.key_dim, V = p.value_dim, first_column = static_cast<int>(blockIdx.y) * kColumns;
   const int column = tid % 8 * 4, row = tid / 8 * 4;
@@ -81,11 +81,12 @@ __global__ void __launch_bounds__(kThreads) fold_kernel(const __grid_constant__ 
       }
     });
     if (step > 0) {
-      const float* const map = static_cast<const float*>(p.transitions.data) + p.transitions.offset(segment, head);
-      // The next columns of M are on their way while these are multiplied. Neighbouring threads read neighbouring
-      // numbers: along a row of M, or (transposed) of M^T's columns.
+      const float* const transition =
+          static_cast<const float*>(p.transitions.data) + p.transitions.offset(segment, head);
+      // The loads of the next columns of M overlap with the products of these. Neighbouring threads read neighbouring
+      // numbers: along a row of M, or (transposed) along a column of M^T.
       float next[kLoads];
-      fetch<kTransposed, kMaxK, kDepth>(next, map, 0, K, tid);
+      fetch<kTransposed, kMaxK, kDepth>(next, transition, 0, K, tid);
 #pragma unroll 1
       for (int j0 = 0; j0 < K; j0 += kDepth) {
         __syncthreads();
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) fold_kernel(const __grid_constant__ 
           M[at.j][at.i] = next[n];
         }
         __syncthreads();
-        if (j0 + kDepth < K) fetch<kTransposed, kMaxK, kDepth>(next, map, j0 + kDepth, K, tid);
+        if (j0 + kDepth < K) fetch<kTransposed, kMaxK, kDepth>(next, transition, j0 + kDepth, K, tid);
 #pragma unroll 4
         for (int j = 0; j < kDepth; ++j) {
           const float4 s = *reinterpret_cast<const float4*>(&S[(j0 + j) % kMaxK][column]);
@@ -137,9 +138,10 @@ Outcome launch(const MergeProblem& p, const Context& context) {
     const GridSize grid(p.results * p.heads, (p.value_dim + kColumns - 1) / kColumns);
     const auto launch = [&](auto kernel) { return launch_kernel(Pdl::kOff, kernel, grid, kThreads, 0, stream, p); };
     const bool is_small = p.key_dim <= kRows;
-    const cudaError_t error = p.transposed ? launch(is_small ? fold_kernel<1, 16, true> : fold_kernel<2, 8, true>)
-                                           : launch(is_small ? fold_kernel<1, 16, false> : fold_kernel<2, 8, false>);
-    if (error) return failure(error, "launch the fold");
+    const cudaError_t error =
+        p.transposed ? launch(is_small ? state_merge_kernel<1, 16, true> : state_merge_kernel<2, 8, true>)
+                     : launch(is_small ? state_merge_kernel<1, 16, false> : state_merge_kernel<2, 8, false>);
+    if (error) return failure(error, "launch the merge");
     return {};
   });
 }

@@ -321,7 +321,7 @@ TYPED_TEST(CudaRules, DeviceIndex) {
 }
 
 TYPED_TEST(CudaRules, ReservedExec) {
-  this->c.exec.reserved[2] = 1;
+  this->c.exec.reserved[1] = 1;
   EXPECT_TRUE(this->c.invalid("exec: reserved fields must be zero"));
 }
 

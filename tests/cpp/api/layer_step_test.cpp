@@ -185,7 +185,7 @@ TEST(LayerStepRules, Drafts) {
   step.rule.previous_accept_lengths = step.indices(1, 3, 1);
   EXPECT_TRUE(step.invalid("conv: previous_accept_lengths[1] is 3, must be from 1 to S - W + 2 = 2"));
   step.conv.in.initial_state = step.conv.final_state = {};
-  EXPECT_TRUE(step.invalid("conv: previous_accept_lengths is given without initial_state"));
+  EXPECT_TRUE(step.invalid("conv: previous_accept_lengths is given without conv_state"));
 }
 
 TEST(LayerStepRules, Overlaps) {

@@ -99,41 +99,41 @@ TEST(Conv1d, UsualDecodeStepsAreNear) {
   for (const gd_dtype dtype : {GD_F32, GD_BF16, GD_F16}) {
     for (const int64_t tokens : {1, 2, 8}) {
       for (const int64_t columns : {3, 4, 20})
-        EXPECT_EQ(conv_kernel(step(tokens, dtype, by_columns(dtype, 256, columns))), ConvKernel::update_near);
+        EXPECT_EQ(conv_kernel(step(tokens, dtype, by_columns(dtype, 256, columns))), ConvKernel::update_vec);
       for (const int64_t columns : {3, 4, 5, 16})
-        EXPECT_EQ(conv_kernel(step(tokens, dtype, by_channels(dtype, 256, columns))), ConvKernel::update_near);
-      EXPECT_EQ(conv_kernel(step(tokens, dtype, {})), ConvKernel::update_near) << "no states";
+        EXPECT_EQ(conv_kernel(step(tokens, dtype, by_channels(dtype, 256, columns))), ConvKernel::update_vec);
+      EXPECT_EQ(conv_kernel(step(tokens, dtype, {})), ConvKernel::update_vec) << "no states";
     }
   }
   Conv1dProblem p = step(4, GD_BF16, by_columns(GD_BF16, 256, 6));
   p.previous_accept_lengths.present = true;
-  EXPECT_EQ(conv_kernel(p), ConvKernel::update_near);
+  EXPECT_EQ(conv_kernel(p), ConvKernel::update_vec);
   p.in.initial = p.final = by_channels(GD_BF16, 256, 6);
-  EXPECT_EQ(conv_kernel(p), ConvKernel::update_near) << "drafts that fill the states";
+  EXPECT_EQ(conv_kernel(p), ConvKernel::update_vec) << "drafts that fill the states";
   p.in.initial = p.final = by_channels(GD_BF16, 256, 7);
   EXPECT_EQ(conv_kernel(p), ConvKernel::update) << "drafts that leave a column as it is";
   p = step(1, GD_BF16, by_channels(GD_BF16, 256, 3));
   p.in.x.token_stride = p.y.token_stride = 1;
-  EXPECT_EQ(conv_kernel(p), ConvKernel::update_near) << "[B, D, 1]";
+  EXPECT_EQ(conv_kernel(p), ConvKernel::update_vec) << "[B, D, 1]";
   p.in.weight.dtype = p.in.bias.dtype = GD_F32;
   p.in.bias.stride = 1;
-  EXPECT_EQ(conv_kernel(p), ConvKernel::update_near) << "filters of fp32";
+  EXPECT_EQ(conv_kernel(p), ConvKernel::update_vec) << "filters of fp32";
   p.final = {};
-  EXPECT_EQ(conv_kernel(p), ConvKernel::update_near) << "no final state";
+  EXPECT_EQ(conv_kernel(p), ConvKernel::update_vec) << "no final state";
   p.in.sequences.batch = p.in.sequences.count = 1;
   p.in.x.batch_stride = 3;
-  EXPECT_EQ(conv_kernel(p), ConvKernel::update_near) << "the stride of one row acts on nothing";
+  EXPECT_EQ(conv_kernel(p), ConvKernel::update_vec) << "the stride of one row acts on nothing";
 }
 
 TEST(Conv1d, OtherDecodeStepsAreNotNear) {
-  const Conv1dProblem near = step(2, GD_BF16, by_channels(GD_BF16, 256, 3));
+  const Conv1dProblem usual = step(2, GD_BF16, by_channels(GD_BF16, 256, 3));
   const auto kernel = [&](const auto& change) {
-    Conv1dProblem p = near;
+    Conv1dProblem p = usual;
     change(p);
     return conv_kernel(p);
   };
   const auto odd = reinterpret_cast<void*>(uintptr_t{8});
-  EXPECT_EQ(conv_kernel(near), ConvKernel::update_near);
+  EXPECT_EQ(conv_kernel(usual), ConvKernel::update_vec);
   EXPECT_EQ(conv_kernel(step(2, GD_BF16, by_channels(GD_BF16, 252, 3), 252)), ConvKernel::update);
   EXPECT_EQ(conv_kernel(step(0, GD_BF16, by_channels(GD_BF16, 256, 3))), ConvKernel::update);
   EXPECT_EQ(conv_kernel(step(2, GD_BF16, by_channels(GD_F32, 256, 3))), ConvKernel::update) << "two types";
@@ -161,14 +161,14 @@ TEST(Conv1d, OtherDecodeStepsAreNotNear) {
 TEST(Conv1d, CtasOfANearStepCoverAllChannels) {
   for (const gd_dtype dtype : {GD_F32, GD_BF16}) {
     for (const int64_t channels : {8, 512, 520, 8192}) {
-      const ConvNearGrid grid = near_grid(inputs(7, 1, channels, dtype));
-      const int64_t block = int64_t{kConvNearThreads} * near_vector(dtype);
+      const UpdateVecGrid grid = grid_of(inputs(7, 1, channels, dtype));
+      const int64_t block = int64_t{kUpdateVecThreads} * vec_channels(dtype);
       EXPECT_EQ(grid.sequences, 7);
       EXPECT_GE(grid.blocks * block, channels);
       EXPECT_LT((grid.blocks - 1) * block, channels);
     }
   }
-  EXPECT_GE(near_grid(inputs(1, 1, 8192, GD_BF16)).blocks, 16);
+  EXPECT_GE(grid_of(inputs(1, 1, 8192, GD_BF16)).blocks, 16);
 }
 
 TEST(Conv1d, StatesOfADecodeStepMoveInVectors) {
@@ -247,9 +247,9 @@ TEST(Conv1d, BackwardHasFewPartialSums) {
       for (const ConvKernel kernel : {ConvKernel::rows, ConvKernel::columns, ConvKernel::any}) {
         for (const bool plain_ends : {false, true}) {
           const ConvGrid grid = conv_backward_grid(p.in, kernel, plain_ends);
-          EXPECT_LE(grid.slots, grid.chunks);
+          EXPECT_LE(grid.groups, grid.chunks);
           EXPECT_LE(grid.ctas(), std::max(kConvBackwardCtas, grid.channel_blocks));
-          EXPECT_GE(conv1d_backward_workspace(p), size_t{4} * static_cast<size_t>(grid.slots * 5 * channels));
+          EXPECT_GE(conv1d_backward_workspace(p), size_t{4} * static_cast<size_t>(grid.groups * 5 * channels));
         }
       }
     }

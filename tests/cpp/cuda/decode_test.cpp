@@ -52,69 +52,69 @@ class DecodePlan : public ::testing::Test {
   }
 };
 
-TEST_F(DecodePlan, StepTakesDecodeInPlace) {
-  EXPECT_TRUE(takes_step(p));
+TEST_F(DecodePlan, OneTokenTakesDecodeInPlace) {
+  EXPECT_TRUE(supports_one_token(p));
   p.final = {};
-  EXPECT_TRUE(takes_step(p));
+  EXPECT_TRUE(supports_one_token(p));
   p.final = p.in.initial;
   p.in.initial = {};
-  EXPECT_TRUE(takes_step(p));
+  EXPECT_TRUE(supports_one_token(p));
   p.o = {};
-  EXPECT_TRUE(takes_step(p));
+  EXPECT_TRUE(supports_one_token(p));
   p.in.sequences.count = p.in.sequences.batch = 1;  // the batch has no say
-  EXPECT_TRUE(takes_step(p));
+  EXPECT_TRUE(supports_one_token(p));
 }
 
-TEST_F(DecodePlan, MarchTakesTheRestOfTheSameKind) {
-  const RecurrentProblem step = p;
-  const auto expect_march = [&](const char* why) {
-    EXPECT_FALSE(takes_step(p) || takes_fold(p)) << why;
-    EXPECT_TRUE(takes_march(p)) << why;
-    p = step;
+TEST_F(DecodePlan, Sequential128TakesTheRestOfTheSameKind) {
+  const RecurrentProblem single = p;
+  const auto expect_sequential = [&](const char* why) {
+    EXPECT_FALSE(supports_one_token(p) || supports_window_mma(p)) << why;
+    EXPECT_TRUE(supports_sequential_128(p)) << why;
+    p = single;
   };
-  p.step_states = states(6, GD_F32), expect_march("per-step states");
-  p.accept_lengths.present = true, expect_march("accept lengths");
-  p.previous_accept_lengths.present = true, expect_march("picked slots");
-  p.in.sequences = {9, 1, 9, {nullptr, false, true}}, expect_march("packed, perhaps one token each");
-  p.in.sequences.tokens = 4, p.in.layout = GD_STATE_KV, expect_march("layout");
-  p.in.sequences.tokens = 4, p.batch_invariant = true, expect_march("bits of single tokens");
-  p.in.sequences.tokens = 4, p.step_states = states(6, GD_F32), expect_march("every state");
+  p.step_states = states(6, GD_F32), expect_sequential("per-step states");
+  p.accept_lengths.present = true, expect_sequential("accept lengths");
+  p.previous_accept_lengths.present = true, expect_sequential("picked slots");
+  p.in.sequences = {9, 1, 9, {nullptr, false, true}}, expect_sequential("packed, perhaps one token each");
+  p.in.sequences.tokens = 4, p.in.layout = GD_STATE_KV, expect_sequential("layout");
+  p.in.sequences.tokens = 4, p.batch_invariant = true, expect_sequential("bits of single tokens");
+  p.in.sequences.tokens = 4, p.step_states = states(6, GD_F32), expect_sequential("every state");
 }
 
-TEST_F(DecodePlan, WalkTakesTheRest) {
-  const RecurrentProblem step = p;
-  const auto expect_walk = [&](const char* why) {
-    EXPECT_FALSE(takes_step(p) || takes_fold(p) || takes_march(p)) << why;
-    p = step;
+TEST_F(DecodePlan, GenericTakesTheRest) {
+  const RecurrentProblem single = p;
+  const auto expect_generic = [&](const char* why) {
+    EXPECT_FALSE(supports_one_token(p) || supports_window_mma(p) || supports_sequential_128(p)) << why;
+    p = single;
   };
-  p.in.key_dim = 64, expect_walk("K");
-  p.in.value_dim = 64, expect_walk("V");
-  p.in.q.dtype = GD_F32, expect_walk("fp32 inputs");
-  p.final.dtype = GD_BF16, expect_walk("two types of states");
-  p.step_states = states(6, GD_BF16), expect_walk("two types of states, one of them per step");
-  p.in.sequences.tokens = int64_t{1} << 31, expect_walk("tokens");
-  p.in.k.data = static_cast<char*>(p.in.k.data) + 2, expect_walk("address of k");
-  p.o.head_stride += 1, expect_walk("stride of o");
-  p.in.initial.slot_stride += 2, expect_walk("stride of slots");
-  p.final.data = static_cast<char*>(p.final.data) + 8, expect_walk("address of states");
-  p.in.initial = p.final = {}, expect_walk("no states");
-  p.in.v.batch_stride = int64_t{1} << 31, expect_walk("a stride of more than 31 bits");
-  p.in.initial.slot_stride = int64_t{1} << 29, expect_walk("a stride of slots of more than 31 bits");
-  p.final.indices.stride = int64_t{1} << 28, expect_walk("a stride of indices of more than 31 bits");
+  p.in.key_dim = 64, expect_generic("K");
+  p.in.value_dim = 64, expect_generic("V");
+  p.in.q.dtype = GD_F32, expect_generic("fp32 inputs");
+  p.final.dtype = GD_BF16, expect_generic("two types of states");
+  p.step_states = states(6, GD_BF16), expect_generic("two types of states, one of them per step");
+  p.in.sequences.tokens = int64_t{1} << 31, expect_generic("tokens");
+  p.in.k.data = static_cast<char*>(p.in.k.data) + 2, expect_generic("address of k");
+  p.o.head_stride += 1, expect_generic("stride of o");
+  p.in.initial.slot_stride += 2, expect_generic("stride of slots");
+  p.final.data = static_cast<char*>(p.final.data) + 8, expect_generic("address of states");
+  p.in.initial = p.final = {}, expect_generic("no states");
+  p.in.v.batch_stride = int64_t{1} << 31, expect_generic("a stride of more than 31 bits");
+  p.in.initial.slot_stride = int64_t{1} << 29, expect_generic("a stride of slots of more than 31 bits");
+  p.final.indices.stride = int64_t{1} << 28, expect_generic("a stride of indices of more than 31 bits");
 }
 
-TEST_F(DecodePlan, FoldTakesSeveralTokens) {
-  EXPECT_FALSE(takes_fold(p));  // `step` does
+TEST_F(DecodePlan, WindowMmaTakesSeveralTokens) {
+  EXPECT_FALSE(supports_window_mma(p));  // `one_token` does
   p.in.sequences.tokens = 2;
-  EXPECT_TRUE(takes_fold(p));
+  EXPECT_TRUE(supports_window_mma(p));
   p.in.sequences.tokens = 100;
-  EXPECT_TRUE(takes_fold(p));
+  EXPECT_TRUE(supports_window_mma(p));
   p.accept_lengths.present = true;
-  EXPECT_TRUE(takes_fold(p));
-  const RecurrentProblem fold = p;
+  EXPECT_TRUE(supports_window_mma(p));
+  const RecurrentProblem several = p;
   const auto expect_other = [&](const char* why) {
-    EXPECT_FALSE(takes_fold(p)) << why;
-    p = fold;
+    EXPECT_FALSE(supports_window_mma(p)) << why;
+    p = several;
   };
   p.batch_invariant = true, expect_other("bits of single tokens");
   p.in.layout = GD_STATE_KV, expect_other("layout");
@@ -123,9 +123,9 @@ TEST_F(DecodePlan, FoldTakesSeveralTokens) {
   p.in.sequences.tokens = int64_t{1} << 31, expect_other("tokens");
   p.in.key_dim = 64, expect_other("K");
   p.in.sequences = {3, 1, 4, {nullptr, false, true}};  // packed: lengths are not known
-  EXPECT_TRUE(takes_fold(p));
+  EXPECT_TRUE(supports_window_mma(p));
   p.in.sequences.tokens = 3;  // no more tokens than sequences
-  EXPECT_FALSE(takes_fold(p));
+  EXPECT_FALSE(supports_window_mma(p));
 }
 
 // The order of sums: by the types of the states a call reads and stores, and by nothing else.
@@ -144,11 +144,11 @@ TEST_F(DecodePlan, OrderOfSums) {
 }
 
 TEST_F(DecodePlan, PartsCoverAllColumns) {
-  EXPECT_EQ((StepVk<4, 1, 2>::kParts), 16);
-  EXPECT_EQ((StepVk<8, 4, 1>::kParts), 8);
-  EXPECT_EQ(StepKv<4>::kParts, 2);
-  for (const int columns :
-       {WalkVk<4, 16>::kCtaColumns, WalkVk<8, 32>::kCtaColumns, WalkKv<16>::kCtaColumns, WalkKv<32>::kCtaColumns})
+  EXPECT_EQ((Vk128<4, 1, 2>::kParts), 16);
+  EXPECT_EQ((Vk128<8, 4, 1>::kParts), 8);
+  EXPECT_EQ(OneTokenKv<4>::kParts, 2);
+  for (const int columns : {GenericVk<4, 16>::kCtaColumns, GenericVk<4, 32>::kCtaColumns, GenericKv<16>::kCtaColumns,
+                            GenericKv<32>::kCtaColumns})
     for (p.in.value_dim = 16; p.in.value_dim <= 256; p.in.value_dim += 16) {
       const auto parts = static_cast<int>(decode_params(p, columns).parts.divisor);
       EXPECT_TRUE(parts * columns >= p.in.value_dim && (parts - 1) * columns < p.in.value_dim && parts <= kMaxParts);
@@ -161,7 +161,7 @@ TEST_F(DecodePlan, PartsCoverAllColumns) {
 TEST_F(DecodePlan, GridCoversAllSequences) {
   for (const int64_t count : {0, 1, 65534, 65535, 65536, 131070, 131071, 1000003}) {
     p.in.sequences.count = count;
-    const NearGrid grid = near_grid(p, 8);
+    const DecodeGrid grid = grid_of(p, 8);
     EXPECT_EQ(grid.x, 32u);
     EXPECT_TRUE(grid.y <= 65535 && grid.z <= 65535);
     EXPECT_GE(int64_t{grid.y} * grid.z, count);
@@ -169,7 +169,7 @@ TEST_F(DecodePlan, GridCoversAllSequences) {
     EXPECT_EQ(grid.y == 0, count == 0);
   }
   p.in.sequences = {65535, 1, 70000, {nullptr, false, true}};  // and the tokens past the last offset
-  EXPECT_EQ(near_grid(p, 8).y * near_grid(p, 8).z, 65536u);
+  EXPECT_EQ(grid_of(p, 8).y * grid_of(p, 8).z, 65536u);
 }
 
 }  // namespace

@@ -76,58 +76,58 @@ GatedNormProblem forward(int64_t batch, int64_t tokens, int64_t heads, int dim) 
   p.in.weight = {nullptr, GD_BF16, 1};
   return p;
 }
-bool takes_near(const GatedNormProblem& p) { return takes_near_norm(p.in, {&p.y}); }
+bool supports_fast(const GatedNormProblem& p) { return supports_fast_norm(p.in, {&p.y}); }
 
-TEST(NearNorm, TakesWhatLayersHave) {
-  for (const int dim : {64, 128, 256}) EXPECT_TRUE(takes_near(forward(2, 3, 4, dim)));
-  for (const int dim : {48, 96, 144, 272, 512}) EXPECT_FALSE(takes_near(forward(2, 3, 4, dim))) << dim;
+TEST(FastNorm, TakesWhatLayersHave) {
+  for (const int dim : {64, 128, 256}) EXPECT_TRUE(supports_fast(forward(2, 3, 4, dim)));
+  for (const int dim : {48, 96, 144, 272, 512}) EXPECT_FALSE(supports_fast(forward(2, 3, 4, dim))) << dim;
   GatedNormProblem p = forward(2, 3, 4, 128);
   p.in.z = {};
-  EXPECT_TRUE(takes_near(p));
+  EXPECT_TRUE(supports_fast(p));
   p.in.weight = {nullptr, GD_F32, 1};
-  EXPECT_TRUE(takes_near(p));
+  EXPECT_TRUE(supports_fast(p));
   p.in.weight = {};
-  EXPECT_TRUE(takes_near(p));
+  EXPECT_TRUE(supports_fast(p));
   p.in.weight = {nullptr, GD_F16, 1};
-  EXPECT_FALSE(takes_near(p));
+  EXPECT_FALSE(supports_fast(p));
   p = forward(2, 3, 4, 128);
   p.y.dtype = GD_F32;
-  EXPECT_FALSE(takes_near(p));
+  EXPECT_FALSE(supports_fast(p));
 }
 
-TEST(NearNorm, TokensHaveOneStride) {
+TEST(FastNorm, TokensHaveOneStride) {
   GatedNormProblem p = forward(2, 3, 4, 128);
   p.in.z.token_stride = 1024, p.in.z.batch_stride = 3072;  // a part of wider rows
-  EXPECT_TRUE(takes_near(p));
+  EXPECT_TRUE(supports_fast(p));
   p.in.z.batch_stride += 8;
-  EXPECT_FALSE(takes_near(p));
+  EXPECT_FALSE(supports_fast(p));
   p.in.batch = 1;
-  EXPECT_TRUE(takes_near(p));
+  EXPECT_TRUE(supports_fast(p));
   p = forward(2, 1, 4, 128);  // one token: its stride means nothing
   p.in.x.token_stride = 64, p.in.x.batch_stride = 1024;
-  EXPECT_TRUE(takes_near(p));
-  EXPECT_EQ(NearNormParams(p.in).x.token_stride, 2048u);
+  EXPECT_TRUE(supports_fast(p));
+  EXPECT_EQ(FastNormParams(p.in).x.token_stride, 2048u);
   p = forward(1, 3, 4, 128);
   p.in.x.token_stride = int64_t{1} << 30;  // of 2^31 bytes
-  EXPECT_FALSE(takes_near(p));
+  EXPECT_FALSE(supports_fast(p));
 }
 
 // Two lines of constant memory: arguments begin 48 bytes before the second.
-TEST(NearNorm, ArgumentsAreFew) {
-  EXPECT_LE(sizeof(NearNormForwardParams), 48u + 64);
-  EXPECT_LE(sizeof(NearNormBackwardParams), 48u + 2 * 64);
+TEST(FastNorm, ArgumentsAreFew) {
+  EXPECT_LE(sizeof(FastNormForwardParams), 48u + 64);
+  EXPECT_LE(sizeof(FastNormBackwardParams), 48u + 2 * 64);
 }
 
-// The addresses of the near kernels are those of the problem.
-TEST(NearNorm, Addresses) {
+// The addresses of the fast kernels are those of the problem.
+TEST(FastNorm, Addresses) {
   GatedNormProblem p = forward(3, 5, 4, 64);
   p.in.z.head_stride = 80, p.in.z.token_stride = 400, p.in.z.batch_stride = 2000;
-  const NearNormForwardParams near(p, false);
-  EXPECT_EQ(near.last, 3u * 5 * 4 - 1);
-  for (uint32_t row = 0; row <= near.last; ++row) {
-    const uint32_t token = near.heads.quotient(row), head = near.heads.remainder(row, token);
-    EXPECT_EQ(near.z.at(token, head) - near.z.data, 2 * p.in.z.offset(token / 5, token % 5, head));
-    EXPECT_EQ(near.y.at(token, head) - near.y.data, 2 * p.y.offset(token / 5, token % 5, head));
+  const FastNormForwardParams fast(p, Pdl::kOff);
+  EXPECT_EQ(fast.last, 3u * 5 * 4 - 1);
+  for (uint32_t row = 0; row <= fast.last; ++row) {
+    const uint32_t token = fast.heads.quotient(row), head = fast.heads.remainder(row, token);
+    EXPECT_EQ(fast.z.at(token, head) - fast.z.data, 2 * p.in.z.offset(token / 5, token % 5, head));
+    EXPECT_EQ(fast.y.at(token, head) - fast.y.data, 2 * p.y.offset(token / 5, token % 5, head));
   }
 }
 

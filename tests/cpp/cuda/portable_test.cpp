@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "cuda/portable/backward/config.hpp"
-#include "cuda/portable/cut/launches.hpp"
+#include "cuda/portable/schedule/launches.hpp"
 
 namespace gatedelta::cuda::portable {
 namespace {

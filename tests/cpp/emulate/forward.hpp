@@ -10,7 +10,6 @@
 #include "cta.hpp"
 #include "cuda/portable/backward/config.hpp"
 #include "cuda/portable/backward/states_chain.cuh"
-#include "cuda/portable/cut/launches.hpp"
 #include "cuda/portable/cut/merge.cuh"
 #include "cuda/portable/cut/segments.cuh"
 #include "cuda/portable/forward/forward_chain.cuh"
@@ -18,6 +17,7 @@
 #include "cuda/portable/prepare/loads.cuh"
 #include "cuda/portable/prepare/outputs.cuh"
 #include "cuda/portable/prepare/products.cuh"
+#include "cuda/portable/schedule/launches.hpp"
 #include "cuda/portable/summary/config.hpp"
 #include "testing/generator.hpp"
 

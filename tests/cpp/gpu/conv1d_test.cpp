@@ -1,6 +1,6 @@
 // The convolution on a CUDA device: its kernels for decode steps, long inputs, bits, graphs.
-#include "device.hpp"
 #include "tests/cpp/ops/conv1d.hpp"
+#include "device.hpp"
 
 namespace gatedelta::testing {
 namespace {
@@ -8,7 +8,7 @@ namespace {
 using Conv1d = Gpu;
 
 // Decode steps in the usual orders of memory, which have a kernel of their own.
-TEST_F(Conv1d, NearUpdates) {
+TEST_F(Conv1d, VectorUpdates) {
   const Specs types = {"dtype=fp32", "dtype=bf16 state=bf16 wdtype=bf16", "dtype=fp16 state=fp16 wdtype=fp16",
                        "dtype=bf16 state=bf16"};
   const Specs states = {
@@ -20,19 +20,20 @@ TEST_F(Conv1d, NearUpdates) {
   for (const int T : {1, 2, 4, 7})
     check_conv1d_forward(cross(cross(cross({"B=11 D=1032 T=" + std::to_string(T)}, types), states), calls));
   check_conv1d_forward(cross(cross({"B=1 D=8 T=1", "B=700 D=520 T=1", "B=3 D=8192 T=1 channel_major"}, types), states));
-  check_conv1d_forward(cross(cross({"B=11 D=520 T=1 drafts", "B=11 D=520 T=4 drafts", "B=11 D=520 T=5 drafts S=12"}, types),
-                      {"state_tokens_first inplace pool silu", "state_tokens_first pool null_slot", "inplace",
-                       "inplace pool silu", "pool null_slot bias", "inplace=0", "inplace i64 pool null_slot"}));
+  check_conv1d_forward(
+      cross(cross({"B=11 D=520 T=1 drafts", "B=11 D=520 T=4 drafts", "B=11 D=520 T=5 drafts S=12"}, types),
+            {"state_tokens_first inplace pool silu", "state_tokens_first pool null_slot", "inplace",
+             "inplace pool silu", "pool null_slot bias", "inplace=0", "inplace i64 pool null_slot"}));
   check_conv1d_forward(cross(cross({"B=5 D=264 T=2 drafts", "B=5 D=1032 T=8 drafts"}, types),
-                      {"inplace pool silu", "pool null_slot bias", "inplace=0"}));
+                             {"inplace pool silu", "pool null_slot bias", "inplace=0"}));
 }
 
-// More work than the grid has slots, so that a CTA of the backward has several chunks.
+// More chunks than the grid has groups, so that a CTA of the backward has several chunks.
 TEST_F(Conv1d, ManyChunks) {
   check_conv1d_backward({"T=20000 D=2048 dtype=bf16 wdtype=bf16 silu h0=0 ht=0",
-                  "T=4960 D=2500 channel_major dtype=bf16 silu h0=0 ht=0", "T=9000 D=1026 silu h0=0 ht=0",
-                  "B=400 T=3 D=6400 silu", "B=3 T=700 D=520 dtype=bf16 silu h0=0 ht=0",
-                  "B=2 T=1001 D=132 dtype=fp16 h0=0 ht=0", "T=37 D=128 silu bias h0=0 ht=0"});
+                         "T=4960 D=2500 channel_major dtype=bf16 silu h0=0 ht=0", "T=9000 D=1026 silu h0=0 ht=0",
+                         "B=400 T=3 D=6400 silu", "B=3 T=700 D=520 dtype=bf16 silu h0=0 ht=0",
+                         "B=2 T=1001 D=132 dtype=fp16 h0=0 ht=0", "T=37 D=128 silu bias h0=0 ht=0"});
   check_conv1d_forward({"T=20000 D=1024 dtype=bf16 silu"});
 }
 
@@ -49,9 +50,9 @@ TEST_F(Conv1d, Bits) {
     EXPECT_EQ(rows, any) << spec;
   }
   for (const std::string spec : {"B=5 T=1 D=520 silu bias", "B=5 T=7 D=520 silu dtype=bf16 state=bf16"}) {
-    const auto near = outputs(spec), any = outputs(spec + " strided");
-    EXPECT_EQ(near, any) << spec;
-    EXPECT_EQ(near, outputs(spec + " state_tokens_first")) << spec;
+    const auto vectors = outputs(spec), any = outputs(spec + " strided");
+    EXPECT_EQ(vectors, any) << spec;
+    EXPECT_EQ(vectors, outputs(spec + " state_tokens_first")) << spec;
   }
   ConvProblem problem(parse_conv_case("B=3 T=2000 D=1000 silu bias dtype=bf16 wdtype=fp32"));
   std::vector<double> first;

@@ -14,7 +14,7 @@ const std::string kStep = "K=128 V=128 layout=vk ";
 void check(const Specs& specs) { check_calls<gd_recurrent_args>(specs); }
 
 // K = V = 128 and [V, K]: all tokens of a window at once on the tensor cores, for every type of states and inputs.
-TEST_F(Recurrent, Fold) {
+TEST_F(Recurrent, WindowMma) {
   const Specs types = cross({"dtype=bf16", "dtype=fp16"}, kStates);
   const Specs gates = {"",
                        "gate=raw beta=logit l2norm gdtype=bf16",
@@ -36,7 +36,7 @@ TEST_F(Recurrent, Fold) {
 }
 
 // K = V = 128, token by token: every state, [K, V], and packs with no more tokens than sequences.
-TEST_F(Recurrent, March) {
+TEST_F(Recurrent, Sequential128) {
   const Specs types = cross({"dtype=bf16", "dtype=fp16"}, kStates);
   const Specs gates = {"", "gate=raw beta=logit l2norm gdtype=bf16", "gate=inf", "gate=mixed keys=loose l2norm"};
   for (int T = 1; T <= 9; ++T) {
@@ -93,16 +93,16 @@ TEST_F(Recurrent, MixedStateTypes) {
         args.in.initial_state = first.recurrent.in.initial_state;
         const RecurrentTruth truth = reference_recurrent(args);
         ASSERT_EQ(on_device(args), "") << spec << " " << from << " " << to;
-        const auto expect_near = [&](const gd_tensor& got, const std::vector<double>& want, Quantity quantity,
-                                     int head_axis) {
+        const auto expect_close = [&](const gd_tensor& got, const std::vector<double>& want, Quantity quantity,
+                                      int head_axis) {
           if (got.dtype == GD_DTYPE_NONE) return;
           const Tolerance bound = tolerance(quantity, Compute::fp32, static_cast<gd_dtype>(got.dtype), second.spec);
           const Comparison result = compare(to_doubles(got), want, head_shape(got, head_axis), bound);
           EXPECT_TRUE(result.ok) << spec << " " << from << " " << to << ": " << result.text();
         };
-        expect_near(args.out, truth.o, Quantity::o, 2);
-        expect_near(args.final_state, truth.final_state, Quantity::final_state, 1);
-        expect_near(args.step_states, truth.step_states, Quantity::step_states, 2);
+        expect_close(args.out, truth.o, Quantity::o, 2);
+        expect_close(args.final_state, truth.final_state, Quantity::final_state, 1);
+        expect_close(args.step_states, truth.step_states, Quantity::step_states, 2);
         EXPECT_TRUE(second.damage().empty()) << spec << " " << from << " " << to;
       }
     }

@@ -58,7 +58,7 @@ TEST(Cli, ExplainsHowSequencesAreCut) {
   EXPECT_NE(gatedelta("bench --explain lengths=100x50 Hk=1 Hv=1").output.find("longest first"), std::string::npos);
   EXPECT_NE(gatedelta("bench --explain lengths=0 Hk=1 Hv=1").output.find("not cut"), std::string::npos);
   EXPECT_NE(gatedelta("bench --explain lengths=9+200+16+2x3 Hk=1 Hv=1 layout=vk")
-                .output.find("4 sequences of at most 16 tokens are walked"),
+                .output.find("4 sequences of at most 16 tokens run in the kernel for short sequences"),
             std::string::npos);
   EXPECT_NE(gatedelta("bench --explain lengths=200+400 Hk=1 Hv=1").output.find("too short for it, in halves"),
             std::string::npos);

@@ -1,7 +1,7 @@
 // Tiles, parameters and memory of the portable backward: plain arithmetic that needs no CUDA.
 #pragma once
 
-#include "cuda/portable/cut/search.hpp"
+#include "cuda/portable/schedule/cut_search.hpp"
 
 namespace gatedelta::cuda::portable {
 

@@ -1,7 +1,7 @@
 // Parameters and memory of the portable summaries: plain arithmetic that needs no CUDA.
 #pragma once
 
-#include "cuda/portable/cut/launches.hpp"
+#include "cuda/portable/schedule/launches.hpp"
 
 namespace gatedelta::cuda::portable {
 

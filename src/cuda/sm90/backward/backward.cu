@@ -9,8 +9,8 @@
 #include "cuda/sm90/chain/launch.cuh"
 #include "cuda/sm90/host/params.cuh"
 #include "cuda/sm90/host/tensor_map.cuh"
+#include "cuda/sm90/lists/backward_lists.cuh"
 #include "cuda/sm90/prepare/launch.cuh"
-#include "cuda/sm90/schedule/backward_lists.cuh"
 #include "cuda/sm90/workspace/backward.hpp"
 
 namespace gatedelta::cuda::sm90 {

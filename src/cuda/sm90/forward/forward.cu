@@ -46,23 +46,23 @@ cudaError_t launch_forward_chain(const CallParams& p, bool bf16, int device, cud
 Outcome launch(const ForwardProblem& problem, const Context& context) {
   return with_device(context.device, kDevices, [&](const DeviceFacts& facts) -> Outcome {
     const auto stream = static_cast<cudaStream_t>(context.stream);
-    const WalkPlan plan = walk_plan(problem);
-    const auto walk = [&](Pdl pdl) -> Outcome {
-      if (const cudaError_t error = launch_short_walk(problem, plan, pdl, stream))
-        return failure(error, "launch the walk of short sequences");
+    const ShortPlan plan = short_plan(problem);
+    const auto run_short = [&](Pdl pdl) -> Outcome {
+      if (const cudaError_t error = launch_short_sequences(problem, plan, pdl, stream))
+        return failure(error, "launch the kernel for short sequences");
       return {};
     };
-    if (plan.which == Walked::kAll) return walk(Pdl::kOff);
+    if (plan.which == ShortSequences::kAll) return run_short(Pdl::kOff);
     CallParams p = call_params(problem, context.workspace, facts.multiprocessors);
     p.may_balance = may_balance(problem, p.limits);
     if (!problem.saved) p.limits.merged_halves = kMostMergedHalves;
-    if (plan.which == Walked::kSome) p.walked_tokens = static_cast<int>(plan.longest);
+    if (plan.which == ShortSequences::kSome) p.short_tokens = static_cast<int>(plan.longest);
     const bool bf16 = problem.in.q.dtype == GD_BF16;
     if (p.sequences.batch > 0 && p.sequences.tokens > 0)  // an empty tensor has no map, and no kernel uses one
       if (Outcome outcome = encode_maps(p, bf16); outcome.status != GD_OK) return outcome;
     Outcome outcome =
         bf16 ? launch<__nv_bfloat16>(p, context.device, stream) : launch<__half>(p, context.device, stream);
-    return outcome.status != GD_OK || plan.which == Walked::kNone ? outcome : walk(Pdl::kOn);
+    return outcome.status != GD_OK || plan.which == ShortSequences::kNone ? outcome : run_short(Pdl::kOn);
   });
 }
 

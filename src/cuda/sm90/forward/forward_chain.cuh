@@ -20,9 +20,9 @@ struct ForwardChain : Chain<Elem, Pass::kForward> {
   using typename Base::OperandStage;
   using typename Base::State;
 
-  // The walk of short sequences needs nothing of this kernel: it fills the SMs that this one leaves.
+  // The kernel for short sequences needs nothing of this one: it fills the SMs that this one leaves.
   GD_DEVICE void begin() const {
-    if (p.walked_tokens != CallParams::kNothingWalked) allow_next_kernel();
+    if (p.short_tokens != CallParams::kNoneShort) allow_next_kernel();
   }
 
   GD_DEVICE void run_math(int math_wg) const {
@@ -57,7 +57,7 @@ struct ForwardChain : Chain<Elem, Pass::kForward> {
       if (item.kind == kDryRun) {
         storing_stage = load.previous_stage();
         wait_for_previous_kernel();
-        if (!p.is_walked(0)) this->copy_empty_sequences(state, math_wg);
+        if (!p.is_short(0)) this->copy_empty_sequences(state, math_wg);
       } else if (is_identity) {
         this->store_transition(state, math_wg, half, load.previous_stage(), item.to);
       } else {

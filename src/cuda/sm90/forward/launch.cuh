@@ -3,8 +3,8 @@
 
 #include "cuda/host/launch.cuh"
 #include "cuda/sm90/forward/forward_chain.cuh"
+#include "cuda/sm90/lists/forward_list.cuh"
 #include "cuda/sm90/prepare/kernel.cuh"
-#include "cuda/sm90/schedule/forward_list.cuh"
 #include "cuda/sm90/workspace/forward.hpp"
 
 namespace gatedelta::cuda::sm90 {

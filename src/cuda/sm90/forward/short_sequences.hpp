@@ -1,5 +1,4 @@
-// Launch of the walk of short sequences. Declared here alone: its code is that of the decode kernels, which share names
-// with the chunked ones.
+// Launch of the kernel for short sequences.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,8 +7,8 @@
 
 namespace gatedelta::cuda::sm90 {
 
-// Walks the sequences that `plan` says, empty and padded ones included. With PDL, beside the forward
-// kernel, which must be the previous one in the stream.
-cudaError_t launch_short_walk(const ForwardProblem& problem, const WalkPlan& plan, Pdl pdl, cudaStream_t stream);
+// Computes the sequences that `plan` names, empty and padded ones included. With PDL it runs beside the forward kernel,
+// which must be the previous one in the stream.
+cudaError_t launch_short_sequences(const ForwardProblem& problem, const ShortPlan& plan, Pdl pdl, cudaStream_t stream);
 
 }  // namespace gatedelta::cuda::sm90

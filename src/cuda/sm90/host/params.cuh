@@ -33,7 +33,7 @@ inline CallParams call_params(const ForwardProblem& problem, char* workspace, in
   p.initial = in.initial;
   p.final = problem.final;
   p.checkpoints = problem.checkpoints;
-  p.walked_tokens = CallParams::kNothingWalked;
+  p.short_tokens = CallParams::kNoneShort;
   p.checkpoint_every = problem.checkpoint_every;
   p.checkpoint_offsets = problem.checkpoint_offsets;
   p.prepared = reinterpret_cast<uint8_t*>(base + layout.prepared);

@@ -12,7 +12,7 @@
 // block (J, I) have the register layout of the operand that warp I needs.
 #pragma once
 
-#include "cuda/sm90/schedule/cut_search.cuh"
+#include "cuda/sm90/lists/cut_search.cuh"
 #include "cuda/sm90/prepare/gates.cuh"
 #include "cuda/sm90/prepare/inverse.cuh"
 #include "cuda/sm90/wgmma.cuh"
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
   allow_next_kernel();
   if (blockIdx.x < kPrepareHelpers) {
     const int helper = static_cast<int>(blockIdx.x);
-    if (helper == 0) return look_at_lengths<kPrepareThreads>(p);
+    if (helper == 0) return init_from_lengths<kPrepareThreads>(p);
     if (p.list == kPlannedList)
       return choose_cut<kPrepareThreads>(p, helper - 1, *reinterpret_cast<CutSmem*>(dynamic_smem));
     constexpr int kWarps = kPrepareThreads / 32;
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocksPerSm)
   const int chunk_index = static_cast<int>(static_cast<uint32_t>(block) / static_cast<uint32_t>(p.key_heads));
   const int key_head = block - chunk_index * p.key_heads;
   const auto [n, batch, token, rows, chunk] = locate_chunk(p.sequences, chunk_index, lane);
-  if (rows <= 0 || (chunk == 0 && p.is_walked(rows))) return;
+  if (rows <= 0 || (chunk == 0 && p.is_short(rows))) return;
   if (p.is_padding(n)) {
     if (p.o) zero_rows(p, batch, token, rows, key_head);
     return;

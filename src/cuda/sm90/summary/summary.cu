@@ -8,8 +8,8 @@
 #include "cuda/sm90/device.cuh"
 #include "cuda/sm90/host/params.cuh"
 #include "cuda/sm90/host/tensor_map.cuh"
+#include "cuda/sm90/lists/uncut_list.cuh"
 #include "cuda/sm90/prepare/launch.cuh"
-#include "cuda/sm90/schedule/uncut_list.cuh"
 #include "cuda/sm90/summary/fade.cuh"
 #include "cuda/sm90/workspace/summary.hpp"
 

@@ -1,8 +1,8 @@
 // Writes a balanced list (balanced_list.hpp) with the threads of one CTA.
 #pragma once
 
+#include "cuda/sm90/lists/uncut_list.cuh"
 #include "cuda/sm90/schedule/balanced_list.hpp"
-#include "cuda/sm90/schedule/uncut_list.cuh"
 
 namespace gatedelta::cuda::sm90 {
 

@@ -1,7 +1,7 @@
 // The schedule kernel. A separate file because it is no template and must be in one object only.
 #pragma once
 
-#include "cuda/sm90/schedule/scheduler.cuh"
+#include "cuda/sm90/lists/scheduler.cuh"
 
 namespace gatedelta::cuda::sm90 {
 

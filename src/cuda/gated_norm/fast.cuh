@@ -1,5 +1,5 @@
-// The gated norm's kernels for what layers have (takes_near_norm). The same arithmetic as kernels.cuh, with few
-// instructions around it: a backward of those would wait for them, not for memory.
+// The gated norm's kernels for the calls of layers (supports_fast_norm): the arithmetic of kernels.cuh with few
+// instructions around it. A backward of kernels.cuh is bound by instructions, not by memory.
 #pragma once
 
 #include "cuda/device/pdl.cuh"
@@ -9,11 +9,11 @@ namespace gatedelta::cuda {
 
 // A lane's 8 numbers of a row.
 template <gd_dtype kType>
-struct NearNumbers {
+struct FastNumbers {
   Raw<kNormVector> raw;
 
   GD_DEVICE void load(const char* row, int lane) { raw.load(row + lane * kNormVector * 2, kType, true); }
-  // Zeros if there is nothing to load.
+  // Zeros if not present.
   GD_DEVICE void load_if(bool present, const char* row, int lane) {
     if (present) {
       load(row, lane);
@@ -35,20 +35,20 @@ GD_DEVICE uint32_t narrow_pair(float x, float y) {
   return pair;
 }
 template <gd_dtype kType>
-GD_DEVICE void store_near(char* row, int lane, const float (&x)[kNormVector]) {
+GD_DEVICE void store_fast(char* row, int lane, const float (&x)[kNormVector]) {
   Packet<2 * kNormVector> packet;
 #pragma unroll
   for (int i = 0; i < kNormVector / 2; ++i) packet.words[i] = narrow_pair<kType>(x[2 * i], x[2 * i + 1]);
   store_packet<2 * kNormVector, false>(row + lane * kNormVector * 2, packet);
 }
 
-// The weight on its way from memory, of the rows' type or fp32. Each has registers of its own: a load into a register
-// waits for the one before.
+// The weight as loaded, of the rows' type or fp32. Each type has its own registers: two loads into one register are not
+// in flight together.
 template <gd_dtype kType>
-struct NearWeight {
+struct FastWeight {
   Raw<kNormVector> wide, narrow;
 
-  GD_DEVICE void load(const NearNormParams& p, int lane) {
+  GD_DEVICE void load(const FastNormParams& p, int lane) {
     if (!p.weight) return;
     if (p.wide_weight) {
       wide.load(p.weight + lane * kNormVector * 4, GD_F32, true);
@@ -56,7 +56,7 @@ struct NearWeight {
       narrow.load(p.weight + lane * kNormVector * 2, kType, true);
     }
   }
-  GD_DEVICE void widen(float (&w)[kNormVector], const NearNormParams& p) const {
+  GD_DEVICE void widen(float (&w)[kNormVector], const FastNormParams& p) const {
     if (p.weight) return p.wide_weight ? wide.widen(w, GD_F32) : narrow.widen(w, kType);
 #pragma unroll
     for (int i = 0; i < kNormVector; ++i) w[i] = 1;
@@ -64,24 +64,24 @@ struct NearWeight {
 };
 
 template <gd_dtype kType>
-GD_DEVICE NormRounding rounding_of(const NearNormParams& p) {
+GD_DEVICE NormRounding rounding_of(const FastNormParams& p) {
   NormRounding rounding;
   rounding.n = p.round_before_gate ? kType : GD_F32;
   rounding.a = p.round_before_gate && p.weight && !p.wide_weight ? kType : GD_F32;
   return rounding;
 }
 
-// A group of lanes has one row: a second one in flight gains nothing, and a few rows would wait for each other.
-// Shuffles need whole warps, so groups without a row repeat the last one and store nothing.
+// A group of lanes has one row: a second row in flight gains nothing, and loses time with few rows. Shuffles need whole
+// warps, so groups without a row repeat the last row and store nothing.
 template <class Config, gd_dtype kType>
-__global__ void __launch_bounds__(kNormThreads) near_norm_kernel(const __grid_constant__ NearNormForwardParams p) {
-  if (p.pdl == Pdl::kOn) begin_with_pdl(p);
+__global__ void __launch_bounds__(kNormThreads) fast_norm_kernel(const __grid_constant__ FastNormForwardParams p) {
+  if (p.pdl != Pdl::kOff) begin_with_pdl(p);
   constexpr int kLanes = Config::kLanes;
   const int lane = static_cast<int>(threadIdx.x % kLanes);
   const uint32_t row = blockIdx.x * (kNormThreads / kLanes) + threadIdx.x / kLanes, valid = min(row, p.last);
   const uint32_t token = p.heads.quotient(valid), head = p.heads.remainder(valid, token);
-  NearNumbers<kType> x_raw, z_raw;
-  NearWeight<kType> w_raw;
+  FastNumbers<kType> x_raw, z_raw;
+  FastWeight<kType> w_raw;
   x_raw.load(p.x.at(token, head), lane);
   z_raw.load_if(p.gated, p.z.at(token, head), lane);
   w_raw.load(p, lane);
@@ -90,15 +90,15 @@ __global__ void __launch_bounds__(kNormThreads) near_norm_kernel(const __grid_co
   x_raw.widen(x);
   z_raw.widen(z);
   gated_norm_row<kLanes>(x, z, w, p.gated, p.sigmoid, rounding_of<kType>(p), p.inverse_dim, p.eps);
-  if (row <= p.last) store_near<kType>(p.y.at(token, head), lane, x);
+  if (row <= p.last) store_fast<kType>(p.y.at(token, head), lane, x);
 }
 
-// What a backward reads of a row. The gradient of a row that is none is 0, and so is what it adds to dweight.
+// The inputs of a row in a backward. Past the last row the gradient is 0, and so is its term of dweight.
 template <gd_dtype kType>
-struct NearBackwardRow {
-  NearNumbers<kType> x, z, d_y;
+struct FastBackwardRow {
+  FastNumbers<kType> x, z, d_y;
 
-  GD_DEVICE void load(const NearNormBackwardParams& p, uint32_t row, int lane) {
+  GD_DEVICE void load(const FastNormBackwardParams& p, uint32_t row, int lane) {
     const uint32_t valid = min(row, p.last), token = p.heads.quotient(valid), head = p.heads.remainder(valid, token);
     x.load(p.x.at(token, head), lane);
     z.load_if(p.gated, p.z.at(token, head), lane);
@@ -106,20 +106,20 @@ struct NearBackwardRow {
   }
 };
 
-// With dy in `dn`: z becomes dz, dn becomes dy act(z) w, and dw grows. The kinds of gates have code of their own: a
-// choice for every number would take as long as the arithmetic.
-enum class NearGate { none, silu, sigmoid };
-template <gd_dtype kType, bool kRounds, NearGate kGate>
-GD_DEVICE void near_gate(const float (&n)[kNormVector], const float (&w)[kNormVector], float (&z)[kNormVector],
-                         float (&dn)[kNormVector], float (&dw)[kNormVector], bool rounds_product) {
+// On entry dn is dy. z becomes dz, dn becomes dy act(z) w, and dw accumulates. Each kind of gate has its own code: a
+// branch per number would take as long as the arithmetic.
+enum class GateKind { none, silu, sigmoid };
+template <gd_dtype kType, bool kRounds, GateKind kGate>
+GD_DEVICE void gate_gradients(const float (&n)[kNormVector], const float (&w)[kNormVector], float (&z)[kNormVector],
+                              float (&dn)[kNormVector], float (&dw)[kNormVector], bool rounds_product) {
 #pragma unroll
   for (int i = 0; i < kNormVector; ++i) {
     float factor[1] = {n[i]};
     if constexpr (kRounds) round_to(factor, kType);
-    if constexpr (kGate != NearGate::none) {
+    if constexpr (kGate != GateKind::none) {
       float a[1] = {factor[0] * w[i]};
       if (kRounds && rounds_product) round_to(a, kType);
-      const NormGate gate = norm_gate(z[i], kGate == NearGate::sigmoid);
+      const NormGate gate = norm_gate(z[i], kGate == GateKind::sigmoid);
       z[i] = dn[i] * a[0] * gate.slope;
       dn[i] *= gate.value;
     }
@@ -128,27 +128,27 @@ GD_DEVICE void near_gate(const float (&n)[kNormVector], const float (&w)[kNormVe
   }
 }
 template <gd_dtype kType, bool kRounds>
-GD_DEVICE void near_gate(const NearNormParams& p, const float (&n)[kNormVector], const float (&w)[kNormVector],
-                         float (&z)[kNormVector], float (&dn)[kNormVector], float (&dw)[kNormVector]) {
+GD_DEVICE void gate_gradients(const FastNormParams& p, const float (&n)[kNormVector], const float (&w)[kNormVector],
+                              float (&z)[kNormVector], float (&dn)[kNormVector], float (&dw)[kNormVector]) {
   const bool rounds_product = p.weight && !p.wide_weight;
-  if (!p.gated) return near_gate<kType, kRounds, NearGate::none>(n, w, z, dn, dw, rounds_product);
-  if (p.sigmoid) return near_gate<kType, kRounds, NearGate::sigmoid>(n, w, z, dn, dw, rounds_product);
-  near_gate<kType, kRounds, NearGate::silu>(n, w, z, dn, dw, rounds_product);
+  if (!p.gated) return gate_gradients<kType, kRounds, GateKind::none>(n, w, z, dn, dw, rounds_product);
+  if (p.sigmoid) return gate_gradients<kType, kRounds, GateKind::sigmoid>(n, w, z, dn, dw, rounds_product);
+  gate_gradients<kType, kRounds, GateKind::silu>(n, w, z, dn, dw, rounds_product);
 }
 
 template <class Config, gd_dtype kType>
 __global__ void __launch_bounds__(kNormBackwardThreads, kNormBackwardCtas)
-    near_norm_backward_kernel(const __grid_constant__ NearNormBackwardParams p) {
+    fast_norm_backward_kernel(const __grid_constant__ FastNormBackwardParams p) {
   constexpr int kLanes = Config::kLanes;
   constexpr uint32_t kGroups = kNormBackwardThreads / kLanes;
   const int lane = static_cast<int>(threadIdx.x % kLanes);
   allow_next_kernel();
   float w[kNormVector], dw[kNormVector] = {};
-  NearBackwardRow<kType> raw;
+  FastBackwardRow<kType> raw;
   uint32_t base = blockIdx.x * kGroups;  // the CTA's first row of a block
   const uint32_t group = threadIdx.x / kLanes, step = gridDim.x * kGroups;
   raw.load(p, base + group, lane);
-  NearWeight<kType> w_raw;
+  FastWeight<kType> w_raw;
   w_raw.load(p, lane);
   w_raw.widen(w, p);
 #pragma unroll 1
@@ -163,7 +163,8 @@ __global__ void __launch_bounds__(kNormBackwardThreads, kNormBackwardCtas)
     const float r = inverse_rms<kLanes>(n, p.inverse_dim, p.eps);
 #pragma unroll
     for (int i = 0; i < kNormVector; ++i) n[i] *= r;
-    p.round_before_gate ? near_gate<kType, true>(p, n, w, z, dn, dw) : near_gate<kType, false>(p, n, w, z, dn, dw);
+    p.round_before_gate ? gate_gradients<kType, true>(p, n, w, z, dn, dw)
+                        : gate_gradients<kType, false>(p, n, w, z, dn, dw);
     float mean = 0;
 #pragma unroll
     for (int i = 0; i < kNormVector; ++i) mean += dn[i] * n[i];
@@ -172,8 +173,8 @@ __global__ void __launch_bounds__(kNormBackwardThreads, kNormBackwardCtas)
     for (int i = 0; i < kNormVector; ++i) dn[i] = r * (dn[i] - mean * n[i]);
     if (row <= p.last) {
       const uint32_t token = p.heads.quotient(row), head = p.heads.remainder(row, token);
-      if (p.dz) store_near<kType>(p.dz.at(token, head), lane, z);
-      if (p.dx) store_near<kType>(p.dx.at(token, head), lane, dn);
+      if (p.dz) store_fast<kType>(p.dz.at(token, head), lane, z);
+      if (p.dx) store_fast<kType>(p.dx.at(token, head), lane, dn);
     }
     if (!has_next) break;
     base += step;

@@ -1,4 +1,4 @@
-// What the warps of a CTA of `fold` share, and numbers as its operands take them.
+// `window_mma`: shared memory of a CTA, and conversions to its operands' formats.
 #pragma once
 
 #include "cuda/decode/config.hpp"
@@ -6,9 +6,9 @@
 
 namespace gatedelta::cuda {
 
-// What all warps of a CTA need to know about a window.
+// Coefficients of a window, for all warps of a CTA.
 template <int kTokens>
-struct FoldTable {
+struct WindowTable {
   alignas(16) float kk[kTokens][kTokens];  // of e_j in e_t
   alignas(16) float qk[kTokens][kTokens];  // of e_j in o_t
   float reach[kTokens][kTokens];           // of k_j e_j in S_(t+1)
@@ -17,12 +17,11 @@ struct FoldTable {
   float x[kTokens], y[kTokens];  // of S^T k_t in e_t, of S^T q_t in o_t
 };
 
-// Shared memory of a CTA. `held`: the state between windows, in fp32. Each lane has numbers of its own there, four side
-// by side, and no other lane touches them.
+// `held`: the state between windows, in fp32. Each lane reads and writes its own numbers alone, four side by side.
 template <class Config>
-struct FoldShared {
-  FoldTable<Config::kTokens> table;
-  float4 held[Config::kKind == FoldKind::any ? Config::kWarps * 2 * 8 * 32 : 1];
+struct WindowShared {
+  WindowTable<Config::kTokens> table;
+  float4 held[Config::kKind == WindowKind::any ? Config::kWarps * 2 * 8 * 32 : 1];
 };
 
 template <class T>

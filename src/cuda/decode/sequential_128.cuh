@@ -1,17 +1,17 @@
-// Any number of tokens, one after the other, for K = V = 128 and 16-bit q, k, v: `walk` without what those do not need,
-// and with its bits. A warp prepares four tokens at a time, for itself alone, one per group of lanes.
+// `sequential_128`: any number of tokens, one after the other, for K = V = 128 and 16-bit q, k, v. Bitwise equal to
+// `generic`. A warp prepares four tokens at a time, for itself alone, one per group of lanes.
 //
-// Grid: as that of `step`, with the tokens past the last offset as one more sequence.
+// Grid: as that of `one_token`, with the tokens past the last offset as one more sequence.
 #pragma once
 
+#include "cuda/decode/one_token.cuh"
 #include "cuda/decode/shares.cuh"
-#include "cuda/decode/step.cuh"
 
 namespace gatedelta::cuda {
 
-// Tokens as the lanes of a warp read them, see WalkTokens.
+// Tokens as the lanes of a warp read them, see GenericTokens.
 template <class Config>
-struct MarchTokens {
+struct Sequential128Tokens {
   static constexpr int kCount = kColumnGroups, kColumns = kColumnGroups * Config::kColumns;
   float4 k[kCount][Config::kPerLane / 4][kLanesPerColumn], q[kCount][Config::kPerLane / 4][kLanesPerColumn];
   float v[kCount][kColumns];
@@ -20,31 +20,31 @@ struct MarchTokens {
 };
 
 template <class Config, class State, class Input>
-struct March {
-  using Tokens = MarchTokens<Config>;
+struct Sequential128 {
+  using Tokens = Sequential128Tokens<Config>;
   static constexpr gd_dtype kState = kDtype<State>;
   static constexpr int kVector = Config::kVector, kPerLane = Config::kPerLane, kVectors = kPerLane / kVector;
   static constexpr int kColumns = Config::kColumns;
   static constexpr int kOwn = Tokens::kColumns < kLanesPerColumn ? 1 : Tokens::kColumns / kLanesPerColumn;
 
-  const FoldParams& p;
+  const ManyTokenParams& p;
   Tokens& tokens;
-  const StepPlace place;
+  const GridPlace place;
   Tile<Config> tile;
   uint32_t batch, begin, length;  // of the sequence
 
-  // A token on its way from memory: that of this lane's group. Of v, the columns that this lane brings.
+  // The token of this lane's group as loaded, before conversion to fp32. Of v, the columns that this lane loads.
   Raw<kVector> k[kVectors], q[kVectors];
   Raw<kOwn> v;
   RawGates gates;
   IndexRequest step_slot;
   bool has_token = false;
 
-  GD_DEVICE March(const FoldParams& params, Tokens& tokens_of, const StepPlace& at)
+  GD_DEVICE Sequential128(const ManyTokenParams& params, Tokens& tokens_of, const GridPlace& at)
       : p(params), tokens(tokens_of), place(at), tile(threadIdx.x, at.part) {}
 
   GD_DEVICE int first_column() const { return tile.column - tile.group * kColumns; }
-  GD_DEVICE bool brings_v() const { return tile.share * kOwn < Tokens::kColumns; }
+  GD_DEVICE bool loads_v() const { return tile.share * kOwn < Tokens::kColumns; }
 
   GD_DEVICE void request_tokens(uint32_t first) {
     const uint32_t token = first + static_cast<uint32_t>(tile.group);
@@ -62,12 +62,12 @@ struct March {
       q[i].load(q_row + i * kStride, kDtype<Input>, true);
     }
     const int column = first_column() + tile.share * kOwn;
-    if (brings_v()) v.load(element(p.v.at(batch, row, place.head), kDtype<Input>, column), kDtype<Input>, true);
+    if (loads_v()) v.load(element(p.v.at(batch, row, place.head), kDtype<Input>, column), kDtype<Input>, true);
     request_gates(gates, p, batch, row, place.head);
     step_slot = request_step_slot(p, place.sequence, p.steps_by_token ? row : token);
   }
 
-  // Where the state after a token of the sequence goes; null: nowhere.
+  // The address of the state after a token of the sequence; null: it is not stored.
   GD_DEVICE char* step_target(uint32_t token) const {
     const StateRows& rows = p.step_states;
     if (!rows) return nullptr;
@@ -80,7 +80,7 @@ struct March {
     return static_cast<char*>(rows.data) + at * int64_t{sizeof(State)};
   }
 
-  // The tokens that were requested, in shared memory.
+  // Stores the requested tokens in shared memory.
   GD_DEVICE void prepare_tokens(uint32_t first) {
     float wide_k[kPerLane], wide_q[kPerLane], wide_v[kOwn];
 #pragma unroll
@@ -95,7 +95,7 @@ struct March {
     const int at = tile.group;
     write_share(tokens.k[at], wide_k, tile.share);
     write_share(tokens.q[at], wide_q, tile.share);
-    if (brings_v())
+    if (loads_v())
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) tokens.v[at][tile.share * kOwn + i] = wide_v[i];
     if (tile.share != 0) return;
@@ -128,59 +128,59 @@ struct March {
     advance<Config::kLayout>(tile.s, wide_k, wide_q, tokens.factors[at], o);
     if (char* const row = tokens.o[at]) put_output(row, o);
   }
-  GD_DEVICE void store(char* state) { tile.template store<true>(state, kState, kStepDim, kStepDim, true); }
+  GD_DEVICE void store(char* state) { tile.template store<true>(state, kState, kDecodeDim, kDecodeDim, true); }
 };
 
 template <class Config, class State, class Input>
-__global__ void __launch_bounds__(Config::kThreads) march_kernel(const __grid_constant__ FoldParams p) {
-  __shared__ MarchTokens<Config> tokens[Config::kWarps];
-  constexpr uint32_t kCount = MarchTokens<Config>::kCount;
-  const uint32_t n = near_sequence();
+__global__ void __launch_bounds__(Config::kThreads) sequential_128_kernel(const __grid_constant__ ManyTokenParams p) {
+  __shared__ Sequential128Tokens<Config> tokens[Config::kWarps];
+  constexpr uint32_t kCount = Sequential128Tokens<Config>::kCount;
+  const uint32_t n = grid_sequence();
   const IndexRequest read = request_first(p, n);
   if (n >= p.sequences + (p.offsets ? 1 : 0)) return;
   const bool is_rest = n == p.sequences;  // tokens past the last offset: one more sequence, without results
-  March<Config, State, Input> march(p, tokens[threadIdx.x / 32], step_place<Config::kParts>(p));
-  march.batch = p.offsets ? 0 : n;
-  march.begin = p.offsets ? static_cast<uint32_t>(p.offsets[n]) : 0;
-  march.length = p.tokens;
-  if (p.offsets) march.length = (is_rest ? p.tokens : static_cast<uint32_t>(p.offsets[n + 1])) - march.begin;
-  if (is_rest) return march.clear_outputs();
+  Sequential128<Config, State, Input> run(p, tokens[threadIdx.x / 32], grid_place<Config::kParts>(p));
+  run.batch = p.offsets ? 0 : n;
+  run.begin = p.offsets ? static_cast<uint32_t>(p.offsets[n]) : 0;
+  run.length = p.tokens;
+  if (p.offsets) run.length = (is_rest ? p.tokens : static_cast<uint32_t>(p.offsets[n + 1])) - run.begin;
+  if (is_rest) return run.clear_outputs();
 
   const int32_t read_slot = read.slot(p.initial);
   if (read_slot >= 0) {
-    march.tile.load(p.initial.at(read_slot, march.place.head), kDtype<State>, kStepDim, kStepDim, true);
+    run.tile.load(p.initial.at(read_slot, run.place.head), kDtype<State>, kDecodeDim, kDecodeDim, true);
   } else {
-    if (is_padding(p, n)) return march.clear_outputs();
-    march.tile.clear();
+    if (is_padding(p, n)) return run.clear_outputs();
+    run.tile.clear();
   }
-  march.request_tokens(0);
+  run.request_tokens(0);
   const IndexRequest write = request_slot(p.final, n);
-  const IndexRequest accept(p.accept_lengths, uint64_t{n} * p.accept_lengths.stride, march.length);
+  const IndexRequest accept(p.accept_lengths, uint64_t{n} * p.accept_lengths.stride, run.length);
 
   uint32_t accepted = 0;
   char* final = nullptr;
 #pragma unroll 1
   for (uint32_t first = 0;; first += kCount) {
-    march.prepare_tokens(first);
+    run.prepare_tokens(first);
     __syncwarp();
     if (first == 0) {
-      march.tile.widen(kDtype<State>);
+      run.tile.widen(kDtype<State>);
       const int64_t length = accept.value();  // not validated on the device
       const int32_t slot = write.slot(p.final);
-      accepted = length < 0 ? 0 : length < march.length ? static_cast<uint32_t>(length) : march.length;
+      accepted = length < 0 ? 0 : length < run.length ? static_cast<uint32_t>(length) : run.length;
       const bool unchanged = accepted == 0 && slot == read_slot && p.final.data == p.initial.data;
-      if (slot >= 0 && !unchanged) final = p.final.at(slot, march.place.head);
+      if (slot >= 0 && !unchanged) final = p.final.at(slot, run.place.head);
     }
-    const uint32_t next = first + kCount, end = next < march.length ? next : march.length;
-    if (next < march.length) march.request_tokens(next);  // they arrive while these tokens go by
+    const uint32_t next = first + kCount, end = next < run.length ? next : run.length;
+    if (next < run.length) run.request_tokens(next);  // their loads overlap with these tokens
 #pragma unroll 1
     for (uint32_t token = first;; ++token) {
-      if (token == accepted && final && (token > first || token == 0)) march.store(final);
+      if (token == accepted && final && (token > first || token == 0)) run.store(final);
       if (token == end) break;
-      march.advance_token(static_cast<int>(token - first));
-      if (char* const step = march.tokens.step[token - first]) march.store(step);
+      run.advance_token(static_cast<int>(token - first));
+      if (char* const step = run.tokens.step[token - first]) run.store(step);
     }
-    if (next >= march.length) return;
+    if (next >= run.length) return;
     __syncwarp();  // the tokens are no longer read
   }
 }

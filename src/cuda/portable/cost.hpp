@@ -1,5 +1,5 @@
 // Cost of a cut of sequences: plain arithmetic that the host and the segments kernel share. The host has shapes
-// (search.hpp); the lengths of packed sequences are on the device (segments.cuh).
+// (schedule/cut_search.hpp); the lengths of packed sequences are on the device (segments.cuh).
 #pragma once
 
 #include "cuda/device/host_device.hpp"

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "cuda/portable/cut/search.hpp"
+#include "cuda/portable/schedule/cut_search.hpp"
 
 namespace gatedelta::cuda::portable {
 

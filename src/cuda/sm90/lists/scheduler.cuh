@@ -2,10 +2,10 @@
 // decaying and writes the list. Everything that depends on lengths alone is done during prepare (cut_search.cuh).
 #pragma once
 
-#include "cuda/sm90/schedule/cost_model.hpp"
-#include "cuda/sm90/schedule/uncut_list.cuh"
-#include "cuda/sm90/schedule/work_list.hpp"
 #include "cuda/device/warp.cuh"
+#include "cuda/sm90/lists/uncut_list.cuh"
+#include "cuda/sm90/schedule/cost_model.hpp"
+#include "cuda/sm90/schedule/work_list.hpp"
 
 namespace gatedelta::cuda::sm90 {
 
@@ -102,7 +102,7 @@ struct Scheduler {
   // Call after rank_sequences. Returns false if prepare already found that nothing is cut.
   GD_DEVICE bool plan() const {
     __syncthreads();
-    look_at_prepared();
+    classify_heads();
     const int tid = threadIdx.x;
     const int with_chunks = __syncthreads_count(tid < p.sequences.count && s.chunks[tid] > 0) * p.value_heads;
     Cut cut = p.forced;
@@ -120,7 +120,7 @@ struct Scheduler {
 
   // Reads, in one trip to memory, the estimated cuts and the decay records of the middle chunks, which tell roughly how
   // many heads are persistent.
-  GD_DEVICE void look_at_prepared() const {
+  GD_DEVICE void classify_heads() const {
     const int tid = threadIdx.x;
     if (tid < kShares * kCutBlocks) s.cuts[tid] = p.cuts[tid];
 #pragma unroll 1

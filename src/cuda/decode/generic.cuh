@@ -1,5 +1,5 @@
-// Any number of tokens, one after the other, with the state in registers from the first to the last. Any head size,
-// layout and type. The warps of a CTA prepare tokens together, a few at a time, in shared memory.
+// `generic`: any number of tokens, one after the other, with the state in registers from the first to the last. Any
+// head size, layout and type. The warps of a CTA prepare tokens together, a few at a time, in shared memory.
 #pragma once
 
 #include "cuda/decode/shares.cuh"
@@ -8,7 +8,7 @@
 
 namespace gatedelta::cuda {
 
-// Lanes with the same columns have the same outputs: one of eight stores them.
+// The eight lanes of a column have the same outputs; one of them stores.
 template <class Config>
 GD_DEVICE void store_output(const TokenRows& o, int64_t batch, int64_t token, int head, const Tile<Config>& tile,
                             const float* x, bool aligned) {
@@ -17,7 +17,7 @@ GD_DEVICE void store_output(const TokenRows& o, int64_t batch, int64_t token, in
   store_numbers<Config::kColumns>(const_cast<char*>(to), o.dtype, x, aligned);
 }
 
-// What a padded row has of outputs, and what tokens past the last offset have.
+// Stores zeros: the outputs of a padded row, and of tokens past the last offset.
 template <class Config>
 GD_DEVICE void clear_outputs(const DecodeParams& p, const SequenceSpan& span, int head, const Tile<Config>& tile) {
   const float zeros[Config::kColumns] = {};
@@ -34,8 +34,8 @@ GD_DEVICE void store_state(const DecodeParams& p, const StateRows& rows, int64_t
              p.states_aligned);
 }
 
-// The state after token t, to its buffer or slot. The sequence is located again: its number would otherwise stay in a
-// register while tokens go by.
+// Stores the state after token t in its buffer or slot. It locates the sequence again, because keeping its number would
+// take a register from token to token.
 template <class Config>
 GD_DEVICE void store_step(const DecodeParams& p, const SequenceSpan& span, int64_t t, int head, Tile<Config>& tile) {
   const StateRows& rows = p.problem.step_states;
@@ -55,16 +55,16 @@ GD_DEVICE void store_step(const DecodeParams& p, const SequenceSpan& span, int64
 // Tokens as the lanes of all warps read them: a lane's share of k and q in pieces of four numbers, eight lanes' pieces
 // side by side.
 template <class Config>
-struct WalkTokens {
+struct GenericTokens {
   static constexpr int kCount = kColumnGroups * Config::kWarps;  // tokens at a time: a group of lanes prepares one
   float4 k[kCount][Config::kPerLane / 4][kLanesPerColumn], q[kCount][Config::kPerLane / 4][kLanesPerColumn];
   float v[kCount][Config::kCtaColumns];
   TokenFactors factors[kCount];
 };
 
-// Tokens first .. first + count - 1 of a sequence, by all warps of the CTA.
+// Prepares tokens first .. first + count - 1 of a sequence, by all warps of the CTA.
 template <class Config>
-GD_DEVICE void prepare_tokens(WalkTokens<Config>& tokens, const DecodeParams& p, const CtaPlace& place,
+GD_DEVICE void prepare_tokens(GenericTokens<Config>& tokens, const DecodeParams& p, const CtaPlace& place,
                               const SequenceSpan& span, int64_t first, int count) {
   constexpr int kVector = Config::kVector, kPerLane = Config::kPerLane, kVectors = kPerLane / kVector;
   const Layer& in = p.problem.in;
@@ -123,8 +123,8 @@ GD_DEVICE void prepare_tokens(WalkTokens<Config>& tokens, const DecodeParams& p,
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
-    walk_kernel(const __grid_constant__ DecodeParams p) {
-  __shared__ WalkTokens<Config> tokens;
+    generic_kernel(const __grid_constant__ DecodeParams p) {
+  __shared__ GenericTokens<Config> tokens;
   const RecurrentProblem& problem = p.problem;
   const Layer& in = problem.in;
   const CtaPlace place = locate(p, blockIdx.x);
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   }
 
   int64_t accepted = span.length;
-  if (problem.accept_lengths) {  // not validated on the device: the state of a length that is none is the nearest one
+  if (problem.accept_lengths) {  // not validated on the device: an invalid length is clamped
     const int64_t length = problem.accept_lengths[n];
     accepted = length < 0 ? 0 : length < accepted ? length : accepted;
   }
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   bool is_first = true;
 #pragma unroll 1
   for (int64_t done = 0;;) {
-    constexpr int kMost = WalkTokens<Config>::kCount;
+    constexpr int kMost = GenericTokens<Config>::kCount;
     const int count = span.length - done < kMost ? static_cast<int>(span.length - done) : kMost;
     prepare_tokens(tokens, p, place, span, done, count);
     if (is_first) tile.widen(in.initial.dtype);

@@ -1,15 +1,15 @@
 // What helper CTAs of the prepare kernel plan from lengths alone: uncut lists and the best cuts.
 #pragma once
 
-#include "cuda/sm90/schedule/balanced_list.cuh"
+#include "cuda/sm90/lists/balanced_list.cuh"
+#include "cuda/sm90/lists/uncut_list.cuh"
 #include "cuda/sm90/schedule/cost_model.hpp"
-#include "cuda/sm90/schedule/uncut_list.cuh"
 
 namespace gatedelta::cuda::sm90 {
 
 // What a forward with `saved` and one with checkpoints need of the lengths, and counters that begin at 0.
 template <int kThreads>
-GD_DEVICE void look_at_lengths(const CallParams& p) {
+GD_DEVICE void init_from_lengths(const CallParams& p) {
   const int count = p.sequences.count;
   for (int n = threadIdx.x; n < count && p.order; n += kThreads) {
     int rank = n;

@@ -1,9 +1,9 @@
-// `step` for many states [K, V]. A row of K is what lies together in memory, so the lanes of a warp lie along V: 16 of
-// them read neighbouring columns, whole lines, and the four warps of a CTA share the rows of K. Their partial sums meet
-// in shared memory, in the order in which `walk` adds the eight shares of a column.
+// `one_token_kv`: one token per sequence, many states [K, V]. A row of K is contiguous in memory, so the lanes of a
+// warp lie along V: 16 of them read neighbouring columns, whole lines, and the four warps of a CTA share the rows of K.
+// The CTA adds their partial sums in shared memory, in the order in which `generic` adds the eight shares of a column.
 #pragma once
 
-#include "cuda/decode/step.cuh"
+#include "cuda/decode/one_token.cuh"
 
 namespace gatedelta::cuda {
 
@@ -15,20 +15,20 @@ struct PartialSums {
 
 template <class Config, class State, class Input>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
-    step_kv_kernel(const __grid_constant__ StepParams p) {
+    one_token_kv_kernel(const __grid_constant__ OneTokenParams p) {
   constexpr gd_dtype kState = kDtype<State>;
   constexpr int kPerLane = Config::kPerLane, kColumns = Config::kColumns, kVector = Config::kVector;
   static_assert(Config::kWarps == 4 && Config::kLanesAlong == 16);
   __shared__ PartialSums<Config> shared;
-  const uint32_t n = near_sequence(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t n = grid_sequence(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const IndexRequest read = request_first(p, n);
   if (n >= p.sequences) return;
-  const StepPlace place = step_place<Config::kParts>(p);
+  const GridPlace place = grid_place<Config::kParts>(p);
   const uint32_t share = warp * 2 + lane / 16, at = lane % 16 * kColumns,
                  column = place.part * Config::kCtaColumns + at;
   // Number i of K in a lane is row (i / 4 * 8 + share) * 4 + i % 4.
-  const auto offset = [](int i) { return (i / kVector * kLanesPerColumn * kVector + i % kVector) * kStepDim; };
-  const uint32_t first = share * kVector * kStepDim + column;
+  const auto offset = [](int i) { return (i / kVector * kLanesPerColumn * kVector + i % kVector) * kDecodeDim; };
+  const uint32_t first = share * kVector * kDecodeDim + column;
 
   Raw<kColumns> raw[kPerLane];
   if (const int32_t slot = read.slot(p.initial); slot >= 0) {
@@ -38,13 +38,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   } else {
     if (is_padding(p, n)) {
       const float zeros[kColumns] = {};
-      if (share == 0) store_step_output(p.o, place, column, zeros);
+      if (share == 0) store_token_output(p.o, place, column, zeros);
       return;
     }
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) raw[i].clear();
   }
-  StepToken<Config, Input> token;
+  RawToken<Config, Input> token;
   token.load(p, place, share, column);
   const IndexRequest write = request_slot(p.final, n);
 
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     x_q[c] = sum_warps([&](int w) { return shared.x_q[w][at + c]; });
   }
   update_states(s, k, TokenFactors(alpha, beta, keys, p.l2norm, p.scale), x_k, x_q, v);
-  if (share == 0) store_step_output(p.o, place, column, v);
+  if (share == 0) store_token_output(p.o, place, column, v);
   const int32_t slot = write.slot(p.final);
   if (slot < 0) return;
   const char* const to = element(p.final.at(slot, place.head), kState, first);

@@ -2,8 +2,8 @@
 // depends on lengths alone is shared with the forward (scheduler.cuh).
 #pragma once
 
+#include "cuda/sm90/lists/scheduler.cuh"
 #include "cuda/sm90/schedule/recompute.hpp"
-#include "cuda/sm90/schedule/scheduler.cuh"
 
 namespace gatedelta::cuda::sm90 {
 

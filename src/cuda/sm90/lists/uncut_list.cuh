@@ -15,7 +15,7 @@ GD_DEVICE WorkItem whole_item(const CallParams& p, int n) {
   item.half = kWhole;
   item.batch = static_cast<int>(span.batch);
   item.token = item.origin = static_cast<int>(span.begin);
-  item.tokens = p.is_padding(n) || p.is_walked(span.length) ? 0 : static_cast<int>(span.length);
+  item.tokens = p.is_padding(n) || p.is_short(span.length) ? 0 : static_cast<int>(span.length);
   item.prepared = static_cast<int>(p.sequences.first_chunk_index(n)) * p.value_heads;
   item.from = kFromInitial;
   item.to = kToFinal;
@@ -30,11 +30,11 @@ GD_DEVICE WorkItem item_of_head(const CallParams& p, const WorkItem& whole, int 
   return item;
 }
 
-// How many of the sequences before `end` are listed: all but those that are walked. By a warp.
+// How many of the sequences before `end` are listed: all but the short ones. By a warp.
 GD_DEVICE int count_listed(const CallParams& p, int end, int lane) {
-  if (p.walked_tokens == CallParams::kNothingWalked) return end;
+  if (p.short_tokens == CallParams::kNoneShort) return end;
   int mine = 0;
-  for (int n = lane; n < end; n += 32) mine += !p.is_walked(p.sequences[n].length);
+  for (int n = lane; n < end; n += 32) mine += !p.is_short(p.sequences[n].length);
   return __reduce_add_sync(~0u, mine);
 }
 // The number of longer sequences, plus equally long ones before it. By a warp.
@@ -56,7 +56,7 @@ GD_DEVICE void list_uncut(const CallParams& p, int warp, int warps, int lane, in
   int rank = is_ranked ? 0 : count_listed(p, begin, lane);
   for (int n = begin; n < end; ++n) {
     const WorkItem whole = whole_item(p, n);
-    if (p.is_walked(p.sequences[n].length)) continue;
+    if (p.is_short(p.sequences[n].length)) continue;
     if (is_ranked) rank = rank_by_length(p, n, lane);
     WorkItem* const to = p.work + rank * per_sequence;
     for (int i = lane; i < per_sequence; i += 32) {

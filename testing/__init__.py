@@ -1,0 +1,1 @@
+"""What tests and benchmarks compare with: C++ sources, and their Python face in truth.py."""
