@@ -1,12 +1,12 @@
-// The two loops of the backward that follow the reads' (forward.cuh). S_t is the state after token t, G_t its gradient,
-// G of what later tokens say alone, u = beta e with e = v - gamma S_(t-1)^T k:
+// The two loops of the backward after that of reads (forward.cuh). S_t is the state after token t, G_t its gradient, G
+// the share of later tokens in it, u = beta e with e = v - gamma S_(t-1)^T k:
 // from the last token to the first:
 //   du = G^T k + s (q.k) do    G_t = G + s q do^T    dk = G_t u    G <- gamma (G_t - k (beta du)^T)
 // from the first to the last:
 //   dq = gamma s S_(t-1) do    dk += -gamma S_(t-1) (beta du)    S_t as in the forward
-// finish.cuh adds s k (u.do) to dq. Only the first of them waits for its own results. dq and dk are those of normalised
-// q and k. Everything that was read from S_(t-1) or G is there before the token's own share is added: the gradients of
-// gates are made of it, and with strong gates it is small against that share.
+// finish.cuh adds s k (u.do) to dq. Only the first loop depends on its own results. dq and dk are those of normalised q
+// and k. Everything read from S_(t-1) or G is computed before the token's own share is added: the gradients of gates
+// are sums of it, and with strong gates it is small against that share.
 #pragma once
 
 #include "cuda/fp32/loop.cuh"

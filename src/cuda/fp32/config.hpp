@@ -20,19 +20,19 @@ constexpr int kKeyLanes = 8, kColumnLanes = 4;
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kStateNumbers = 64;  // of a thread
 
-constexpr int kStageTokens = 8;  // tokens that arrive in shared memory together
-constexpr int kSumTokens = 4;    // tokens whose sums over value columns meet in shared memory
+constexpr int kStageTokens = 8;  // tokens of one load to shared memory
+constexpr int kSumTokens = 4;    // tokens whose sums over value columns are in shared memory at a time
 constexpr int kStages = 2;
-// Tokens of a span, at whose ends the inner product of the state and its gradient is known. More spans cost memory, and
-// errors of the gates' gradients go from token to token no further than a span.
+// Tokens of a span. The inner product of the state and its gradient is computed at both ends of a span, so errors of
+// the gates' gradients do not accumulate past a span. More spans take more memory.
 constexpr int kSpanTokens = 32, kSpansPerChunk = kChunkTokens / kSpanTokens;
 static_assert(kStageTokens % kSumTokens == 0 && kSpanTokens % kStageTokens == 0 && kChunkTokens % kSpanTokens == 0);
 
-// kKeys: as compiled_keys has it. A smaller K is padded with zeros inside the kernel.
+// kKeys: from compiled_keys. A smaller K is padded with zeros inside the kernel.
 template <int kKeysOf>
 struct Shape {
   static constexpr int kKeys = kKeysOf;
-  static constexpr int kCtasPerSm = kKeys == 256 ? 2 : 3;            // nothing spills at these
+  static constexpr int kCtasPerSm = kKeys == 256 ? 2 : 3;            // without spills
   static constexpr int kPerLane = kKeys / kKeyLanes;                 // key dimensions of a thread
   static constexpr int kColumns = kStateNumbers / kPerLane;          // value columns of a thread
   static constexpr int kWarpColumns = kColumnLanes * kColumns;       // 32, 16 or 8
@@ -45,7 +45,7 @@ inline int parts_of(const Layer& in) {  // CTAs of a head
   return (in.value_dim + cta_columns(in.key_dim) - 1) / cta_columns(in.key_dim);
 }
 
-// What prepare leaves for a token and value head. Without l2norm r_k and r_q are 1.
+// Prepare's results for a token and value head. Without l2norm r_k and r_q are 1.
 struct Factors {
   float gamma, beta, r_k, r_q;
   float qk;  // s times the product of q and k, both normalised
@@ -53,12 +53,12 @@ struct Factors {
 };
 static_assert(sizeof(Factors) == 2 * kPacketBytes);
 
-// An inner product: the sum of its terms and the sum of their squares, by which rounding errors are apportioned.
+// An inner product: the sum of its terms, and the sum of their squares, in proportion to which errors are distributed.
 struct Product {
   float sum, squares;
 };
 
-// What finish.cuh leaves for a token and value head.
+// Results of finish.cuh for a token and value head.
 struct TokenSums {
   Product difference;  // D_t - D_(t+1)
   float e_du;
@@ -106,7 +106,7 @@ struct KeyConfig {
   static_assert(kBytes <= kMostShared);
 };
 
-// ---- what kernels are told ------------------------------------------------------------------------------------------
+// ---- kernel parameters ----------------------------------------------------------------------------------------------
 
 // Passed by value: a graph that captures a call holds all of it.
 struct Params {
@@ -122,7 +122,7 @@ struct Params {
   int key_state_stride, value_state_stride;  // inside a matrix
   int64_t checkpoint_every;                  // tokens; 0 = none
   IndexRows checkpoint_offsets;
-  int64_t* first_checkpoint;  // [N] number of its first checkpoint, of packed sequences
+  int64_t* first_checkpoint;  // [N] index of a packed sequence's first checkpoint
   Factors* factors;           // [B T][Hv]
   float* reads;               // [B T][Hv][V], gamma S^T k of each token; null in a forward that saves nothing
 
@@ -130,19 +130,19 @@ struct Params {
   TokenRows d_o, dq, dk, dv, dg, dbeta;
   HeadVector dA_log, d_dt_bias;
   StateRows d_final, d_initial;
-  float* later;              // [B T][Hv][V], of du what later tokens say
-  float *dq_sums, *dk_sums;  // [B T][Hv][parts][K], of the value columns of a CTA; of normalised q and k
+  float* later;              // [B T][Hv][V], the share of later tokens in du
+  float *dq_sums, *dk_sums;  // [B T][Hv][parts][K], over the value columns of a CTA; for normalised q and k
   TokenSums* token_sums;     // [B T][Hv]
-  float* gradients;          // [chunks][spans][Hv][K][V], of the state after the span
-  Product* products;         // [chunks][spans][Hv][parts][warps], of that with the state
-  Product* first_products;   // [N][Hv][parts][warps], of the initial state with its gradient
+  float* gradients;          // [chunks][spans][Hv][K][V], G of the state after the span
+  Product* products;         // [chunks][spans][Hv][parts][warps], <G, S> there
+  Product* first_products;   // [N][Hv][parts][warps], <G, S> of the initial state
   float* head_sums;          // [chunks][Hv][2], for dA_log and d_dt_bias; null = not wanted
 
   GD_HOST_DEVICE bool is_padding(int n) const {
     if (n == sequences.count) return true;
     return initial.indices && final.indices && initial.slot(n) < 0 && final.slot(n) < 0;
   }
-  // Index of a token and value head in what has one entry for each.
+  // Index of (token, value head) in arrays [B T][Hv].
   GD_HOST_DEVICE int64_t entry(int64_t batch, int64_t token, int head) const {
     return (batch * sequences.tokens + token) * value_heads + head;
   }
@@ -167,7 +167,7 @@ struct Memory {
     return at;
   }
 };
-// What a forward saves for its backward.
+// Memory that a forward saves for its backward.
 struct SavedLayout {
   size_t factors = 0, reads = 0, bytes = 0;
 };

@@ -1,13 +1,13 @@
-// What follows the loops of the backward: sums over the CTAs of a head and the heads of a group, the gradient of
+// Kernels after the loops of the backward: sums over the CTAs of a head and the heads of a group, the gradient of
 // l2norm, and gradients of gates and betas.
 //
 // The gradient of log gamma_t is D_t, the inner product of the state before token t and its gradient. With G as in
 // backward.cuh
 //   D_t = D_(t+1) - (G^T k).u + gamma s q^T S_(t-1) do - (gamma S_(t-1)^T k).dv
-// where no term is larger than gates allow: D_(t+1) + q.dq - v.dv is the same, but with strong gates the difference of
-// two large numbers. The loops left D at both ends of a span as inner products, and where gamma_t is 0 so is D_t. From
-// one such place to the one before, sums of differences have an error that all tokens in between would share; what is
-// missing at the end is taken back from them, in proportion to the squares of the terms added so far.
+// where gates bound every term: D_(t+1) + q.dq - v.dv is the same, but with strong gates the difference of two large
+// numbers. D is known at both ends of a span, as the loops' inner products, and where gamma_t is 0 it is 0. Between two
+// such tokens D is summed from differences, whose error all tokens would share. The error is known at the earlier end;
+// it is subtracted from the sums in proportion to the squares of the terms added so far.
 #pragma once
 
 #include "cuda/fp32/prepare.cuh"
@@ -21,8 +21,8 @@ GD_DEVICE void store_number(void* data, gd_dtype dtype, int64_t at, float x) {
   });
 }
 
-// A sum in two numbers, so that terms that cancel leave no rounding error of theirs behind. Products are rounded by
-// name (fmaf with 0): a compiler that fused them with the sums would count their errors twice.
+// A sum in two numbers, so that terms that cancel leave no rounding error. Products are rounded explicitly, by fmaf with
+// 0, because the errors of products fused with the sums would count twice.
 struct LongSum {
   float high = 0, low = 0;
 
@@ -54,7 +54,7 @@ struct LongSum {
 
 // dq, dk and the sums of tokens. One CTA per (chunk, key head); a warp has every fourth token.
 struct Finish {
-  static constexpr int kMost = 256 / 32;  // numbers of a row in a lane
+  static constexpr int kMost = 256 / 32;  // numbers of a row in a lane, at most
   using Row = float[kMost];
 
   GD_DEVICE static void run(const Params& p, int cta, int tid) {
@@ -190,7 +190,7 @@ struct GateGradients {
     }
   }
 
-  // What D is at a place, and the squares of what was added up to it.
+  // D of a token, and the sum of squares of the terms added up to it.
   struct Known {
     double D, squares;
   };
@@ -208,7 +208,7 @@ struct GateGradients {
                                   double& dA_log, double& d_dt_bias) {
     const RawGate raw(p, head);
     const int products = p.parts * kWarps;
-    const auto after_span = [&](int i) {  // of the chunk; -1 is the last one of the chunk before
+    const auto after_span = [&](int i) {  // span i of the chunk; -1 is the last one of the chunk before
       return sum_products(p, p.products + ((chunk_index * kSpansPerChunk + i) * p.value_heads + head) * products);
     };
     const auto at_begin = [&] {
@@ -225,12 +225,12 @@ struct GateGradients {
       end = span * kSpanTokens;
     }
   }
-  // Tokens `first` to `end` - 1, between two places where D is known.
+  // Tokens `first` to `end` - 1; D is known at both ends.
   GD_DEVICE static void sum_span(const Params& p, const RawGate& raw, int batch, int first, int end, int head,
                                  const Known& before, Known after, double& dA_log, double& d_dt_bias) {
 #pragma unroll 1
     while (end > first) {
-      int begin = end;  // of the tokens back to one whose gate is closed, or to the first
+      int begin = end;  // tokens back to one whose gate is closed, or to the first
       bool closed = false;
       Known x = after;
 #pragma unroll 1

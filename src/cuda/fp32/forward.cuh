@@ -1,7 +1,7 @@
 // The forward loop, token by token, with the state in registers from the first to the last:
 //   e = v - gamma S^T k      S <- gamma S + k (beta e)^T      o = s S^T q
-// q and k are those in memory; their norms are factors of what is computed with them. kOutputs: otherwise the loop
-// leaves reads gamma S^T k alone, for a backward.
+// q and k are those in memory; their norms are factors of the products. Without kOutputs the loop stores the reads
+// gamma S^T k alone, for a backward.
 #pragma once
 
 #include "cuda/fp32/loop.cuh"

@@ -22,7 +22,7 @@ cudaError_t launch_loop(const Params& p, int device, cudaStream_t stream) {
   return launch_large<fp32_loop_kernel<Config, Loop>>(Pdl::kOff, ctas, kThreads, Config::kBytes, device, stream, p);
 }
 
-// What has no state.
+// Kernels without a state.
 template <class Kernel>
 __global__ void __launch_bounds__(kThreads) fp32_chunk_kernel(const __grid_constant__ Params p) {
   Kernel::run(p, static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x));

@@ -1,4 +1,4 @@
-// What the kernels for fp32 inputs do not take.
+// Checks that the kernels for fp32 inputs support a problem.
 #include "cuda/limits.hpp"
 
 #include <cinttypes>

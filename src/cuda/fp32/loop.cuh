@@ -1,9 +1,9 @@
-// What the loops over tokens share: places, loads, a state in registers, sums.
+// Base of the loops over tokens: loads, the state in registers, sums.
 //
-// A thread has kPerLane key dimensions, four by four, of kColumns neighbouring value columns. Sums over key dimensions
-// are those of eight neighbouring lanes. Sums over value columns are those of four lanes and of all warps, which meet
-// in shared memory, and of all CTAs of a head, which finish.cuh adds up. Every sum has one order, so results repeat bit
-// for bit. Products are fused with sums by name, so that a CPU that runs this text rounds alike.
+// A thread has kPerLane key dimensions, four by four, of kColumns adjacent value columns. A sum over key dimensions
+// adds eight adjacent lanes. A sum over value columns adds four lanes, then all warps through shared memory, then all
+// CTAs of a head (finish.cuh). Every sum has one order, so results repeat bit for bit. Products are fused with sums
+// explicitly (fmaf), so that the emulator rounds alike.
 #pragma once
 
 #include "cuda/fp32/prepare.cuh"
@@ -46,7 +46,8 @@ struct Loop {
   GD_DEVICE int own_column() const {                                        // of this thread, in the CTA
     return warp * Shape::kWarpColumns + column_lane * kColumns;
   }
-  // V is a multiple of 16, so a thread has all of its columns or none. Warps without columns only meet the others.
+  // V is a multiple of 16, so a thread has all of its columns or none. Warps without columns take part in barriers and
+  // loads.
   GD_DEVICE bool has_columns() const { return first_column() + own_column() < p.value_dim; }
   GD_DEVICE int busy_warps() const {
     const int columns = p.value_dim - first_column();
@@ -55,13 +56,13 @@ struct Loop {
   GD_DEVICE int stages() const { return (span.length + kStageTokens - 1) / kStageTokens; }
   GD_DEVICE int rows_of_stage(int stage) const { return smaller(span.length - stage * kStageTokens, kStageTokens); }
   GD_DEVICE int token_of(int stage, int row) const { return span.begin + stage * kStageTokens + row; }
-  // Number i of a thread along K. Four lie side by side, and those of the eight lanes.
+  // Key dimension of a thread's number i. Four numbers are adjacent, then those of the next of eight lanes.
   GD_DEVICE static int key_of(int i, int key_lane) { return (i / 4 * kKeyLanes + key_lane) * 4 + i % 4; }
 
   // ---- loads --------------------------------------------------------------------------------------------------------
 
   GD_DEVICE uint32_t stage_at(int buffer) const { return smem + buffer * Stage::kBytes; }
-  // Rows of q or k. Columns past K are zero.
+  // Loads rows of q or k. Columns past K are zero.
   GD_DEVICE void load_keys(uint32_t to, const TokenRows& rows, int stage, int count) const {
     const float* const from = row_of(rows, span.batch, token_of(stage, 0), head / p.group);
 #pragma unroll
@@ -71,7 +72,7 @@ struct Loop {
       copy_async(to + i * 16, valid ? from + row * rows.token_stride + column : from, valid);
     }
   }
-  // Rows that have V columns, of which the CTA has some; `from`: of the stage's first token. Columns past V are zero.
+  // Loads the CTA's columns of rows of V numbers. `from`: the stage's first token. Columns past V are zero.
   GD_DEVICE void load_values(uint32_t to, const float* from, int64_t stride, int count) const {
     constexpr int kPackets = Shape::kCtaColumns / 4;
     const int columns = p.value_dim - first_column();
@@ -86,7 +87,7 @@ struct Loop {
     load_values(to, row_of(rows, span.batch, token_of(stage, 0), head) + first_column(), rows.token_stride, count);
   }
   GD_DEVICE int64_t entry_of(int stage, int row) const { return p.entry(span.batch, token_of(stage, row), head); }
-  // Of what lies in memory as `reads` does.
+  // Loads rows of an array [B T][Hv][V], like p.reads.
   GD_DEVICE void load_entries(uint32_t to, const float* entries, int stage, int count) const {
     load_values(to, entries + entry_of(stage, 0) * p.value_dim + first_column(), int64_t{p.value_heads} * p.value_dim,
                 count);
@@ -99,11 +100,11 @@ struct Loop {
 
   // ---- states -------------------------------------------------------------------------------------------------------
 
-  // Calls f with every number and its distance from the matrix' first; f is not called for padded ones.
+  // Calls f with every number and its distance from the matrix' first one; not with padded ones.
   template <class F>
   GD_DEVICE void each_number(int key_stride, int value_stride, const F& f) {
     if (!has_columns()) return;
-    // Opaque: otherwise all distances are in registers at once, or even while tokens go by.
+    // Opaque: otherwise all distances are in registers at once, even during the loop over tokens.
     int at = opaque(key_lane) * 4 * key_stride + (first_column() + own_column()) * value_stride;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
@@ -113,7 +114,7 @@ struct Loop {
       at = opaque(at + (i % 4 == 3 ? 4 * kKeyLanes - 3 : 1) * key_stride);
     }
   }
-  // The sequence's state of `states`, or zeros where it has none.
+  // Loads the sequence's state, or zeros where it has none.
   GD_DEVICE void load_state(const StateRows& states) {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c)
@@ -134,7 +135,7 @@ struct Loop {
       each_number(p.key_state_stride, p.value_state_stride, [&](float& x, int i) { to[i] = Stored::narrow(x); });
     });
   }
-  // The matrix of this head among those of the span that a stage belongs to.
+  // Index of the matrix (span of a stage, head).
   GD_DEVICE int64_t span_entry(int stage) const {
     const int64_t first = p.sequences.first_chunk_index(sequence()) * kSpansPerChunk;
     return (first + stage / (kSpanTokens / kStageTokens)) * p.value_heads + head;
@@ -151,7 +152,7 @@ struct Loop {
     const float4 x = load_shared4(from);
     return {x.x, x.y, x.z, x.w, load_shared(from + 16), {}};
   }
-  // This thread's numbers of a row of q or k.
+  // Reads this thread's numbers of a row of q or k.
   GD_DEVICE void read_keys(float (&x)[kPerLane], uint32_t row) const {
 #pragma unroll
     for (int i = 0; i < kPerLane; i += 4) {
@@ -159,7 +160,7 @@ struct Loop {
       x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
     }
   }
-  // This thread's columns of a row.
+  // Reads this thread's columns of a row.
   GD_DEVICE void read_columns(float (&x)[kColumns], uint32_t row) const {
     const uint32_t from = row + own_column() * 4;
     if constexpr (kColumns == 2) {
@@ -173,7 +174,7 @@ struct Loop {
       }
     }
   }
-  // `row`: of V numbers. Lanes of the same columns have the same numbers; one of them stores.
+  // Stores to a row of V numbers. Lanes with the same columns have the same numbers; one of them stores.
   GD_DEVICE void store_columns(float* row, const float (&x)[kColumns]) const {
     if (key_lane != 0 || !has_columns()) return;
     float* const to = row + first_column() + own_column();
@@ -211,7 +212,8 @@ struct Loop {
       for (int i = 0; i < kPerLane; ++i) S[c][i] = fmaf(k[i], w[c], gamma * S[c][i]);
   }
 
-  // S x, summed over the columns of this warp, to `to` [K]. Lanes halve what they have twice: each ends with a quarter.
+  // Stores S x, summed over the columns of this warp, to `to` [K]. Two exchanges each halve a lane's numbers, so a lane
+  // ends with a quarter of them.
   GD_DEVICE void sum_columns(const float (&x)[kColumns], uint32_t to) const {
     constexpr int kHalf = kPerLane / 2, kQuarter = kPerLane / 4;
     float y[kPerLane], half[kHalf];
@@ -243,11 +245,11 @@ struct Loop {
     const Product all = sum_warp(own);
     if (lane == 0) products[part * kWarps + warp] = all;
   }
-  // Where this warp's sums of a token go.
+  // Address of this warp's sums of a token.
   GD_DEVICE uint32_t sums_of(uint32_t sums, int row) const {
     return sums + ((row % kSumTokens) * kWarps + warp) * kKeys * 4;
   }
-  // The sums of all warps for tokens first .. first + count - 1 of a stage, to memory. kAdds: to what is there.
+  // Stores the sums of all warps for tokens first .. first + count - 1 of a stage. kAdds: adds to what is there.
   template <bool kAdds>
   GD_DEVICE void store_sums(uint32_t sums, float* entries, int stage, int first, int count) const {
     const int warps = busy_warps();

@@ -12,7 +12,7 @@ GD_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 GD_DEVICE float softplus_of(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 GD_DEVICE float sigmoid_of(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// What a raw gate is made of; of log gates nothing.
+// A head's factors of raw gates; unused for log gates.
 struct RawGate {
   float decay, bias;  // -exp(A_log), dt_bias
 

@@ -117,8 +117,8 @@ GD_DEVICE void Chain<Config>::scale_state(int kk, float by) {
       for (float& x : S[i][2 * kk + h]) x *= by;
 }
 
-// c has value columns as rows; memory gets tokens as rows. Two lanes exchange a register, so that each has 8 bytes of
-// a row and four lanes have 32.
+// c has value columns as rows; memory gets tokens as rows. Two lanes exchange a register, so that each has 8 bytes of a
+// row and four lanes have 32.
 template <class Config>
 GD_DEVICE void Chain<Config>::store_outputs(const Tokens& c, int rows) {
   const int columns = this->columns();

@@ -35,8 +35,8 @@ GD_DEVICE void Prepare<Config>::store_vectors(const Params& p, uint8_t* out, flo
     *reinterpret_cast<float*>(out + Prepared::kErrorFeedback) = load_shared(smem + Smem::kErrorFeedback + step * 4);
 }
 
-// The step's effect on older states, for the lengths of warm-ups. A lane has a token.
-// NOTE(ptxas): not a part of solve(), which has no register to spare.
+// The step's effect on older states, for the lengths of warm-ups. A lane has a token. NOTE(ptxas): not a part of
+// solve(), which has no register to spare.
 template <class Config>
 GD_DEVICE void Prepare<Config>::store_decay(ChunkDecay* to, uint32_t gates, int to_betas, uint32_t smem, int step,
                                             int lane) {

@@ -5,8 +5,8 @@
 
 namespace gatedelta::cuda::portable {
 
-// The 32 x 32 block on the diagonal of K K^T without its lower left 16 x 16, or of Q K^T without its upper right. K
-// K^T is symmetric: the block above its diagonal is, as it lies in registers, an operand of the inverse.
+// The 32 x 32 block on the diagonal of K K^T without its lower left 16 x 16, or of Q K^T without its upper right. K K^T
+// is symmetric: the block above its diagonal is, as it lies in registers, an operand of the inverse.
 template <class Config>
 GD_DEVICE void Prepare<Config>::multiply(float (&c)[2][4][4], uint32_t smem, int step, bool is_query, int lane) {
   const uint32_t rows = step * kStep * kTileRowBytes;
