@@ -202,7 +202,7 @@ def problems_of(kernels: dict[str, Kernel], required: dict[str, tuple[str, ...]]
 
 
 def standing(name: str, kernel: Kernel, record: dict[str, dict]) -> str:
-    """Code is found by its digest, under whatever name: a kernel that was renamed is still the one that was measured."""
+    """Code is found by its digest, under any name: a renamed kernel is still the one that was measured."""
     if any(recorded["digest"] == kernel.digest for recorded in record.values()):
         return "recorded"
     return "changed since" if name in record else "not in the record"
