@@ -29,7 +29,7 @@ Json isa_array(int bits) {
   return array;
 }
 
-// What runs on a GPU.
+// The kernels that run on a GPU, in words.
 const char* kernels_of(const Gpu& gpu) {
   if (gpu.major < 8) return "nothing runs there";
   return gpu.major == 9 ? "every operation; portable kernels where K or V is not 128"

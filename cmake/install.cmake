@@ -1,5 +1,5 @@
-# `cmake --install <build> --prefix <where>`: library, headers, tool, a package for find_package(gatedelta), and
-# gatedelta.pc for pkg-config.
+# `cmake --install <build> --prefix <where>`: library, headers, tool, licences, a package for find_package(gatedelta),
+# and gatedelta.pc for pkg-config.
 # The Python wheel has a component of its own (bindings/torch); a project that embeds this one installs what it likes.
 if(NOT PROJECT_IS_TOP_LEVEL OR SKBUILD)
   return()
@@ -10,6 +10,8 @@ include(CMakePackageConfigHelpers)
 set(GD_PACKAGE_DIR ${CMAKE_INSTALL_LIBDIR}/cmake/gatedelta)
 install(TARGETS gatedelta EXPORT gatedelta COMPONENT library DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT library)
+install(FILES ${PROJECT_SOURCE_DIR}/LICENSE ${PROJECT_SOURCE_DIR}/THIRD_PARTY.md
+        DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT library)
 install(EXPORT gatedelta NAMESPACE gatedelta:: FILE gatedeltaConfig.cmake DESTINATION ${GD_PACKAGE_DIR}
         COMPONENT library)
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/gatedeltaConfigVersion.cmake COMPATIBILITY SameMinorVersion)

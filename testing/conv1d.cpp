@@ -37,7 +37,7 @@ double value_at(const gd_tensor& t, std::initializer_list<int64_t> index) {
   return load(t.data, t.dtype, at(t, index));
 }
 
-// What a number becomes when it is stored.
+// The number that is left after a store in this type.
 double rounded(double x, int32_t dtype) {
   float bits[2];
   store(bits, dtype, 0, x);
@@ -375,7 +375,7 @@ std::string ConvProblem::judge_backward(const std::function<std::string(const gd
   return wrong + damage(outputs);
 }
 
-// What was written although it must not be.
+// Lists writes to places that must not be written.
 std::string ConvProblem::damage(const std::vector<const gd_tensor*>& outputs) const {
   std::string wrong;
   for (const Entry& e : entries_) {

@@ -125,7 +125,7 @@ gd_tensor Problem::make_indices(const std::string& name, const std::vector<int64
   const int64_t size = extent(e.tensor);
   e.buffer = Buffer(static_cast<size_t>(size * element_bytes(e.tensor.dtype)));
   e.tensor.data = e.buffer.data();
-  // What no stride leads to is a slot no pool has.
+  // Elements between strides name a slot that no pool has.
   for (int64_t i = 0; i < size; ++i) store(e.tensor.data, e.tensor.dtype, i, kNoSuchSlot);
   for_each_element(e.tensor, [&](int64_t offset, int64_t i) {
     store(e.tensor.data, e.tensor.dtype, offset, double(values[static_cast<size_t>(i)]));

@@ -47,7 +47,7 @@ class Problem {
 
   // Outputs become NaN again, states updated in place get their first values back.
   void reset();
-  // What was written although it must not be: guard zones, inputs, gaps between rows, slots no index names.
+  // Lists writes to places that must not be written: guard zones, inputs, gaps between rows, slots no index names.
   std::vector<std::string> damage() const;
 
  private:

@@ -38,7 +38,7 @@ struct RecurrentTruth {
   std::vector<double> step_states;  // [B, T, Hv, ., .], if asked for (also when the call stores them in a pool)
 };
 
-// Of the sequences summarised alone.
+// Of the sequences that are summarised, not of the others.
 struct SummaryTruth {
   std::vector<double> local_state;  // [n, Hv, ., .]
   std::vector<double> transition;   // [n, Hv, K, K]

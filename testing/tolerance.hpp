@@ -31,16 +31,16 @@ enum class Quantity {
 const char* name_of(Quantity quantity);
 bool quantity_from(const std::string& name, Quantity& quantity);
 
-// What the products inside a call are computed in: bf16 in the chunked forms of bf16 inputs on an ISA that has bf16
-// products, otherwise (and in recurrent calls always) fp32. The CUDA kernels' products are of 16-bit operands too, of
-// more of them, but for fp32 inputs.
+// The format of products inside a call: bf16 in the chunked forms of bf16 inputs on an ISA that has bf16 products,
+// otherwise (and in recurrent calls always) fp32. The CUDA kernels' products have 16-bit operands, too, and more of
+// them, except for fp32 inputs.
 enum class Compute { fp32, bf16, tensor_cores };
 Compute chunk_compute(gd_dtype inputs, gd_isa isa);  // GD_ISA_AUTO: the loosest, bf16 for bf16 inputs
 Compute cuda_compute(gd_dtype inputs);
 
 // How hard the inputs of a case are.
 enum class InputClass {
-  benchmark,  // what layers see and benchmarks measure; the promised bounds are about these
+  benchmark,  // inputs of layers and benchmarks; the promised bounds are about these
   small,      // the same with few tokens or small heads
   hostile,    // keys that resemble each other or are not normalised, or beta of 1 to 2 throughout
   resetting   // gates of -10 per token and below, down to -inf
@@ -50,7 +50,7 @@ InputClass class_of(const Case& c);
 // `stored` is the dtype of the tensor compared; its own rounding is part of the bound.
 Tolerance tolerance(Quantity quantity, Compute compute, gd_dtype stored, const Case& c);
 
-// Of an operation that is computed in fp32 throughout and whose sums are short: the gated norm.
+// For an operation that is computed in fp32 throughout and whose sums are short: the gated norm.
 Tolerance fp32_tolerance(gd_dtype stored);
 
 }  // namespace gatedelta::testing

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks every text file of the repository: no path of somebody's machine, no dead relative link or anchor in Markdown,
-no trailing blanks, a final newline, no line of prose or code over 120 columns, no file of the product over 500 lines,
-no word that retired_words.ini replaces."""
+no file named there that does not exist, no trailing blanks, a final newline, no line of prose or code over 120
+columns, no file of the product over 500 lines, no word that retired_words.ini replaces."""
 
 import configparser
 import re
@@ -14,14 +14,16 @@ from repo_files import ROOT, repo_files
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:root|home|work|farm|Users|mnt)/[\w.]")
 PACKAGE_INDEX = re.compile(r"--(?:extra-)?index-url|--find-links")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+FOLDERS = "bench|bindings|cli|cmake|docs|examples|include|python|results|src|testing|tests|tools"
+NAMED_PATH = re.compile(rf"`((?:{FOLDERS})/[\w./-]+)`")
 HEADING = re.compile(r"^#{1,6} +(.+)$", re.MULTILINE)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 MAX_COLUMNS = 120
 MAX_LINES = 500
 PRODUCT = ("src", "bindings", "python")
 RETIRED_WORDS = Path(__file__).with_name("retired_words.ini")
-# Texts of the past and of others, and the list itself.
-KEEPS_WORDS = re.compile(r"(CHANGELOG|THIRD_PARTY)\.md|LICENSE|docs/experiments.*|results/.*|tools/retired_words\.ini")
+# Texts of the past and of others, and the list of words itself.
+OF_THE_PAST = re.compile(r"(CHANGELOG|THIRD_PARTY)\.md|LICENSE|docs/experiments.*|results/.*|tools/retired_words\.ini")
 
 
 class RetiredWord(NamedTuple):
@@ -69,7 +71,7 @@ def is_dead(path, text: str, target: str) -> bool:
 
 def words_of(path, text: str):
     """The retired words in `text`."""
-    if KEEPS_WORDS.fullmatch(path.as_posix()):
+    if OF_THE_PAST.fullmatch(path.as_posix()):
         return
     for word in WORDS:
         if not word.places or any(path.is_relative_to(place) for place in word.places):
@@ -97,6 +99,9 @@ def problems_of(path, text: str):
             for target in LINK.findall(line):
                 if is_dead(path, text, target):
                     yield f"{where}: dead link {target}"
+            for target in () if OF_THE_PAST.fullmatch(path.as_posix()) else NAMED_PATH.findall(line):
+                if not (ROOT / target).exists():
+                    yield f"{where}: there is no {target}"
     yield from words_of(path, text)
     if path.parts[0] in PRODUCT and text.count("\n") > MAX_LINES:
         yield f"{path}: {text.count(chr(10))} lines, more than {MAX_LINES}"

@@ -33,7 +33,7 @@ struct Gradient {
   gd_tensor& place;
   const char* name;
 };
-// Of the results whose bit in `wanted` is set, allocate(gradient) makes the tensor; the others are empty.
+// allocate(gradient) makes the tensors of results whose bit in `wanted` is set; the others are empty.
 template <size_t kCount, class Allocate>
 void allocate_gradients(const Device& device, const Gradient (&gradients)[kCount], int64_t wanted,
                         Tensor (&results)[kCount], const Allocate& allocate) {

@@ -38,7 +38,7 @@ struct Layer {
   GD_ALWAYS_INLINE int64_t value_head(int64_t i) const { return tiled ? i % group * key_heads + i / group : i; }
 };
 
-// What the forward and the recurrent step have in common.
+// The outputs that the forward and the recurrent step have in common.
 struct OutputProblem {
   Layer in;
   TokenRows o;                      // optional in a recurrent step, and in a forward that only saves states
@@ -66,8 +66,8 @@ struct ForwardProblem : OutputProblem {
   int64_t segment_chunks = 0;             // chunks per segment; 0 = automatic
   int64_t persistent_segment_chunks = 0;  // in heads whose states persist; 0 = segment_chunks
   bool segment_halves = false;            // two CTAs share a head
-  // Of a summary, on the CPU: M of each sequence, and the chunk that each head's chain begins with, [N][Hv]; where it
-  // has faded, M is 0.
+  // In a summary on the CPU: M of each sequence, and the chunk that each head's chain begins with, [N][Hv]; M is 0
+  // where the head has faded.
   StateRows transition;
   struct ChainStart {
     int64_t first_chunk;
@@ -160,7 +160,7 @@ struct GatedNorm {
   float eps = 0;
 
   GD_ALWAYS_INLINE int64_t rows() const { return batch * tokens * heads; }
-  // What the product with the weight is rounded to before the gate; fp32 = it is not.
+  // The type that the product with the weight is rounded to before the gate; fp32 = not rounded.
   GD_ALWAYS_INLINE gd_dtype product_dtype() const {
     return round_before_gate && weight && weight.dtype == x.dtype ? x.dtype : GD_F32;
   }

@@ -39,7 +39,7 @@ struct BackwardLane {
   Elem *Stb, *Gtb;                          // B [Vp x 32] of S^T, G^T per key panel
   float *dq_panel, *dkw_panel, *dkr_panel;  // [64][32]
   float* scratch;                           // [64][64]
-  // Of an item.
+  // Item side.
   float* G;              // state gradients of the item's `heads` heads
   float* state;          // the state while chunks are replayed, panel by panel
   float* replay_states;  // [kSaveInterval] states before each chunk

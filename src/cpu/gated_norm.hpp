@@ -46,7 +46,7 @@ GD_ALWAYS_INLINE void round_row(float* x, gd_dtype dtype, int n) {
   }
 }
 
-// What forward and backward share.
+// Base of forward and backward.
 class NormRows {
  public:
   NormRows(const GatedNorm& in, const Context& context, int64_t block_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -51,6 +52,30 @@ def test_bars_are_judged(comparison):
     assert verdicts(20, 0.45) == [True] * 7
 
 
+@pytest.fixture(scope="module")
+def has_gpu() -> bool:
+    torch = pytest.importorskip("torch")
+    import gatedelta
+
+    return torch.cuda.is_available() and gatedelta.info()["cuda_devices"] > 0
+
+
+@pytest.fixture
+def refuses(monkeypatch, capsys):
+    """Has a benchmark, in this process, exit with this status and say why."""
+
+    def run(status: int, reason: str, module: str, *arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        with pytest.raises(SystemExit) as end:
+            importlib.import_module(module).main()
+        code = end.value.code  # a text, which Python prints, is status 1
+        assert (code if isinstance(code, int) else 1) == status
+        assert reason in (capsys.readouterr().err if isinstance(code, int) else code)
+
+    return run
+
+
+NO_GPU = "no GPU, or none that is supported"
 PNG = b"\x89PNG"
 
 
@@ -331,12 +356,9 @@ def test_plot_of_the_history(draw, root, tmp_path):
     draw("history", some, picture, refusal="holds no record")
 
 
-def test_gpu_rows(run_python, tmp_path):
-    torch = pytest.importorskip("torch")
-    import gatedelta
-
-    if not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0:
-        pytest.skip("no GPU, or none that is supported")
+def test_gpu_rows(run_python, has_gpu, tmp_path):
+    if not has_gpu:
+        pytest.skip(NO_GPU)
     output, kernels = tmp_path / "h200.json", tmp_path / "kernels.json"
     kernels.write_text('{"k": {"digest": "0"}}')
     run_python("-m", "bench.gpu.chunked", "--only", "2/8", "--seq", "1x2048", "--repeats", "2",
@@ -519,17 +541,12 @@ def test_segments_plot(draw, tmp_path):
     draw("segments", results, picture, refusal="none of the rows")
 
 
-def test_segments_on_the_gpu(run_python, tmp_path):
-    torch = pytest.importorskip("torch")
-    import gatedelta
-
+def test_segments_on_the_gpu(run_python, has_gpu, refuses, tmp_path):
     script, output = ("-m", "bench.gpu.segments"), tmp_path / "segments.json"
-    refused = run_python(*script, "--only", "1/2", check=False)
-    assert refused.returncode == 2 and "no such row" in refused.stderr
-    if not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0:
-        refused = run_python(*script, "--only", "2/8", check=False)
-        assert refused.returncode == 1 and "needs a GPU" in refused.stderr
-        pytest.skip("no GPU, or none that is supported")
+    refuses(2, "no such row", script[1], "--only", "1/2")
+    if not has_gpu:
+        refuses(1, "needs a GPU", script[1], "--only", "2/8")
+        pytest.skip(NO_GPU)
     said = run_python(*script, "--only", "2/8", "--seq", "1x2048", "--repeats", "2", "--output", str(output)).stdout
     assert "[1/1] 2/8 1x2048" in said and "1 shapes: worst regret" in said
     result = json.loads(output.read_text())
@@ -539,21 +556,16 @@ def test_segments_on_the_gpu(run_python, tmp_path):
     assert row["best_ms"] == min(row["off_ms"], *row["forced"].values())
 
 
-def test_in_turns(run_python, tmp_path):
-    torch = pytest.importorskip("torch")
-    import gatedelta
+def test_in_turns(run_python, has_gpu, refuses, tmp_path):
     from gatedelta import _lib
 
     script, output = ("-m", "bench.gpu.in_turns"), tmp_path / "in_turns.json"
     library = f"here={_lib.library_path('gatedelta')}"
-    refused = run_python(*script, library, "--only", "1/2", check=False)
-    assert refused.returncode == 2 and "no such row" in refused.stderr
-    refused = run_python(*script, library, "--peers", "all", check=False)
-    assert refused.returncode == 2 and "no such peer: all; there are flashinfer and fla" in refused.stderr
-    if not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0:
-        refused = run_python(*script, library, check=False)
-        assert refused.returncode == 1 and "needs a GPU" in refused.stderr
-        pytest.skip("no GPU, or none that is supported")
+    refuses(2, "no such row", script[1], library, "--only", "1/2")
+    refuses(2, "no such peer: all; there are flashinfer and fla", script[1], library, "--peers", "all")
+    if not has_gpu:
+        refuses(1, "needs a GPU", script[1], library)
+        pytest.skip(NO_GPU)
     run_python(*script, library, library.replace("here", "again"), "--kinds", "fwd,bwd,ragged",
                "--only", "2/8,2/4,6/18", "--seq", "1x2048,8k_1seq,ragged0", "--repeats", "2",
                "--output", str(output))  # fmt: skip
@@ -722,17 +734,12 @@ def test_missing_peers_are_named(run_python):
 
 
 @pytest.mark.parametrize("script", ["decode", "packs"])
-def test_serving_on_the_gpu(run_python, tmp_path, script):
-    torch = pytest.importorskip("torch")
-    import gatedelta
-
+def test_serving_on_the_gpu(run_python, has_gpu, refuses, tmp_path, script):
     path, output = ("-m", f"bench.gpu.{script}"), tmp_path / "rows.json"
-    if not torch.cuda.is_available() or gatedelta.info()["cuda_devices"] == 0:
-        refused = run_python(*path, check=False)
-        assert refused.returncode == 1 and "needs a GPU" in refused.stderr
-        pytest.skip("no GPU, or none that is supported")
-    refused = run_python(*path, "--only", "3/5", check=False)
-    assert refused.returncode == 2 and "no such row" in refused.stderr
+    if not has_gpu:
+        refuses(1, "needs a GPU", path[1])
+        pytest.skip(NO_GPU)
+    refuses(2, "no such row", path[1], "--only", "3/5")
     some = ["--only", "2/8", "--batch", "8"] if script == "decode" else ["--only", "8/32"]
     run_python(*path, *some, "--peers", "none", "--repeats", "2", "--output", str(output))
     result = json.loads(output.read_text())

@@ -10,145 +10,140 @@ import pytest
 PUBLIC = "include/gatedelta"
 
 # A room is a folder, or a single file that is more open or more closed than its folder. A file belongs to the room with
-# the longest matching path, and may include its own room and those listed here.
+# the longest matching path. It may include its own room and those listed here, which stand above it in the table.
 ROOMS = {
+    # what everybody may include
     PUBLIC: [],
     "src/core": [PUBLIC],
-    "src/api": [PUBLIC, "src/core", "src/cpu/backend.hpp", "src/cuda/backend.hpp"],
     # CPU backend
     "src/cpu/backend.hpp": ["src/core"],
     "src/cpu": ["src/core", "src/cpu/backend.hpp"],
-    # CUDA backend: what the API layer sees, and what needs no CUDA
-    "src/cuda/backend.hpp": ["src/core"],
-    "src/cuda/backend.cpp": [
-        "src/cuda/backend.hpp", "src/cuda/limits.hpp", "src/cuda/workspace", "src/cuda/conv1d/config.hpp",
-        "src/cuda/gated_norm/config.hpp", "src/cuda/layer/config.hpp", "src/cuda/portable/backward_config.hpp",
-        "src/cuda/portable/summary_config.hpp", "src/cuda/fp32/config.hpp",
+    # CUDA: what all kernels share, without a word of an architecture
+    "src/cuda/device": ["src/core"],
+    "src/cuda/backend.hpp": ["src/core", "src/cuda/device"],
+    "src/cuda/limits.hpp": ["src/core", "src/cuda/device"],
+    "src/cuda/limits.cpp": ["src/core", "src/cuda/limits.hpp"],
+    "src/cuda/kernels.hpp": ["src/core", "src/cuda/backend.hpp"],
+    "src/cuda/no_cuda.cpp": ["src/cuda/kernels.hpp"],
+    "src/cuda/host": ["src/cuda/device", "src/cuda/backend.hpp", "src/cuda/kernels.hpp"],
+    # a family of kernels each, for compute capability 8.0 and later; config.hpp is plain arithmetic
+    "src/cuda/decode/config.hpp": ["src/core", "src/cuda/device"],
+    "src/cuda/decode": ["src/cuda/device", "src/cuda/kernels.hpp", "src/cuda/host", "src/cuda/decode/config.hpp"],
+    "src/cuda/conv1d/update_vec.hpp": ["src/core", "src/cuda/device"],
+    "src/cuda/conv1d/config.hpp": ["src/core", "src/cuda/device", "src/cuda/conv1d/update_vec.hpp"],
+    "src/cuda/conv1d": [
+        "src/core", "src/cuda/device", "src/cuda/kernels.hpp", "src/cuda/host", "src/cuda/conv1d/update_vec.hpp",
+        "src/cuda/conv1d/config.hpp",
     ],
-    "src/cuda/limits.hpp": ["src/core"],
-    "src/cuda/limits.cpp": [
-        "src/core", "src/cuda/limits.hpp", "src/cuda/workspace", "src/cuda/decode/config.hpp",
-        "src/cuda/gated_norm/config.hpp", "src/cuda/portable/backward_config.hpp",
-        "src/cuda/portable/summary_config.hpp", "src/cuda/fp32/config.hpp",
+    "src/cuda/gated_norm/config.hpp": ["src/core", "src/cuda/device"],
+    "src/cuda/gated_norm": [
+        "src/cuda/device", "src/cuda/kernels.hpp", "src/cuda/host", "src/cuda/gated_norm/config.hpp",
     ],
-    "src/cuda/workspace": [
-        "src/core", "src/cuda/tensors.hpp", "src/cuda/schedule", "src/cuda/sm90/prepare/config.hpp",
-        "src/cuda/decode/config.hpp",
+    "src/cuda/layer/config.hpp": [
+        "src/core", "src/cuda/device", "src/cuda/decode/config.hpp", "src/cuda/conv1d/update_vec.hpp",
+        "src/cuda/gated_norm/config.hpp",
     ],
-    # what host and device share
-    "src/cuda/host_device.hpp": [],
-    "src/cuda/tensors.hpp": ["src/core", "src/cuda/host_device.hpp"],
-    "src/cuda/warp.cuh": [],
-    "src/cuda/pdl.cuh": [],
-    "src/cuda/params.hpp": ["src/cuda/tensors.hpp", "src/cuda/schedule"],
-    "src/cuda/schedule": [
-        "src/cuda/host_device.hpp", "src/cuda/tensors.hpp", "src/cuda/params.hpp", "src/cuda/warp.cuh",
-        "src/cuda/sm90/ptx.cuh",
+    "src/cuda/layer": [
+        "src/cuda/device", "src/cuda/kernels.hpp", "src/cuda/host", "src/cuda/decode", "src/cuda/conv1d",
+        "src/cuda/gated_norm", "src/cuda/layer/config.hpp",
     ],
-    "src/cuda/host": [
-        "src/cuda/backend.hpp", "src/cuda/tensors.hpp", "src/cuda/params.hpp", "src/cuda/workspace",
-        "src/cuda/sm90/tiles.hpp",
+    "src/cuda/state_merge": ["src/cuda/kernels.hpp", "src/cuda/host"],
+    "src/cuda/fp32/config.hpp": ["src/core", "src/cuda/device"],
+    "src/cuda/fp32": [
+        "src/cuda/device", "src/cuda/limits.hpp", "src/cuda/kernels.hpp", "src/cuda/host", "src/cuda/fp32/config.hpp",
     ],
-    # kernels: forward and backward stand on chain and prepare, and never on each other
-    "src/cuda/sm90/tiles.hpp": ["src/cuda/host_device.hpp"],
-    "src/cuda/sm90/ptx.cuh": ["src/cuda/sm90/tiles.hpp"],
-    "src/cuda/sm90": [
-        PUBLIC, "src/cuda/host_device.hpp", "src/cuda/tensors.hpp", "src/cuda/sm90/ptx.cuh",
+    # the chunked kernels for all of these devices
+    "src/cuda/portable": ["src/core", "src/cuda/device"],
+    "src/cuda/portable/schedule": ["src/cuda/portable"],
+    "src/cuda/portable/launch.hpp": ["src/cuda/host", "src/cuda/portable/schedule"],
+    "src/cuda/portable/chain": ["src/cuda/device", "src/cuda/portable"],
+    "src/cuda/portable/prepare": [
+        "src/cuda/device", "src/cuda/host", "src/cuda/portable", "src/cuda/portable/launch.hpp",
     ],
-    "src/cuda/sm90/prepare/config.hpp": ["src/cuda/tensors.hpp", "src/cuda/sm90/tiles.hpp"],
+    "src/cuda/portable/cut": [
+        "src/cuda/device", "src/cuda/host", "src/cuda/portable", "src/cuda/portable/launch.hpp",
+        "src/cuda/portable/prepare",
+    ],
+    "src/cuda/portable/forward": [
+        "src/cuda/kernels.hpp", "src/cuda/host", "src/cuda/portable/launch.hpp", "src/cuda/portable/chain",
+    ],
+    "src/cuda/portable/backward/config.hpp": ["src/cuda/portable/schedule"],
+    "src/cuda/portable/backward": [
+        "src/cuda/device", "src/cuda/kernels.hpp", "src/cuda/host", "src/cuda/portable/launch.hpp",
+        "src/cuda/portable/chain", "src/cuda/portable/prepare", "src/cuda/portable/backward/config.hpp",
+    ],
+    "src/cuda/portable/summary/config.hpp": ["src/cuda/portable/schedule"],
+    "src/cuda/portable/summary": [
+        "src/cuda/device", "src/cuda/kernels.hpp", "src/cuda/host", "src/cuda/portable/launch.hpp",
+        "src/cuda/portable/summary/config.hpp",
+    ],
+    "src/cuda/portable/limits.cpp": [
+        "src/cuda/limits.hpp", "src/cuda/kernels.hpp", "src/cuda/portable/backward/config.hpp",
+        "src/cuda/portable/summary/config.hpp",
+    ],
+    # the chunked kernels for Hopper: forward, backward and summary stand on chain and prepare, and never on each other
+    "src/cuda/sm90": [PUBLIC, "src/cuda/device"],
+    "src/cuda/sm90/schedule": ["src/cuda/device", "src/cuda/sm90"],
+    "src/cuda/sm90/params.hpp": ["src/cuda/device", "src/cuda/sm90/schedule"],
+    "src/cuda/sm90/lists": ["src/cuda/device", "src/cuda/sm90", "src/cuda/sm90/schedule", "src/cuda/sm90/params.hpp"],
+    "src/cuda/sm90/prepare/config.hpp": ["src/cuda/device", "src/cuda/sm90"],
     "src/cuda/sm90/prepare": [
-        "src/cuda/params.hpp", "src/cuda/warp.cuh", "src/cuda/schedule", "src/cuda/sm90",
+        "src/cuda/device", "src/cuda/sm90", "src/cuda/sm90/params.hpp", "src/cuda/sm90/lists",
         "src/cuda/sm90/prepare/config.hpp",
     ],
     "src/cuda/sm90/chain": [
-        "src/cuda/params.hpp", "src/cuda/schedule", "src/cuda/sm90", "src/cuda/sm90/tiles.hpp",
+        "src/cuda/sm90", "src/cuda/sm90/schedule", "src/cuda/sm90/params.hpp", "src/cuda/sm90/prepare/config.hpp",
+    ],
+    "src/cuda/sm90/workspace": [
+        "src/core", "src/cuda/device", "src/cuda/decode/config.hpp", "src/cuda/sm90/schedule",
         "src/cuda/sm90/prepare/config.hpp",
+    ],
+    "src/cuda/sm90/host": [
+        "src/cuda/device", "src/cuda/host", "src/cuda/sm90", "src/cuda/sm90/params.hpp", "src/cuda/sm90/workspace",
     ],
     "src/cuda/sm90/forward": [
-        "src/cuda/backend.hpp", "src/cuda/limits.hpp", "src/cuda/host", "src/cuda/schedule", "src/cuda/workspace",
-        "src/cuda/decode", "src/cuda/sm90/chain", "src/cuda/sm90/prepare",
+        "src/cuda/kernels.hpp", "src/cuda/host", "src/cuda/decode", "src/cuda/sm90/lists", "src/cuda/sm90/prepare",
+        "src/cuda/sm90/chain", "src/cuda/sm90/workspace", "src/cuda/sm90/host",
     ],
     "src/cuda/sm90/backward": [
-        "src/cuda/backend.hpp", "src/cuda/limits.hpp", "src/cuda/host", "src/cuda/schedule", "src/cuda/workspace",
-        "src/cuda/params.hpp",
-        "src/cuda/sm90", "src/cuda/sm90/tiles.hpp", "src/cuda/sm90/chain", "src/cuda/sm90/prepare",
-        "src/cuda/sm90/prepare/config.hpp",
-    ],
-    # chunked kernels for more devices than sm90, so nothing of it
-    "src/cuda/portable/prices.hpp": ["src/cuda/host_device.hpp"],
-    "src/cuda/portable/config.hpp": [
-        "src/core", "src/cuda/host_device.hpp", "src/cuda/tensors.hpp", "src/cuda/schedule",
-        "src/cuda/portable/prices.hpp",
-    ],
-    "src/cuda/portable/backward_config.hpp": ["src/cuda/portable/cut.hpp"],
-    "src/cuda/portable/cut.hpp": ["src/cuda/portable/config.hpp"],
-    "src/cuda/portable/summary_config.hpp": ["src/cuda/portable/cut.hpp"],
-    "src/cuda/portable/ptx.cuh": ["src/cuda/portable/config.hpp"],
-    "src/cuda/portable": [
-        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/schedule", "src/cuda/portable/backward_config.hpp",
-        "src/cuda/portable/cut.hpp", "src/cuda/portable/ptx.cuh", "src/cuda/portable/summary_config.hpp",
-    ],
-    # fp32 inputs, for the same devices
-    "src/cuda/fp32/config.hpp": [
-        "src/core", "src/cuda/host_device.hpp", "src/cuda/tensors.hpp", "src/cuda/portable/config.hpp",
-    ],
-    "src/cuda/fp32": [
-        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/portable", "src/cuda/fp32/config.hpp",
+        "src/cuda/kernels.hpp", "src/cuda/host", "src/cuda/sm90", "src/cuda/sm90/schedule", "src/cuda/sm90/params.hpp",
+        "src/cuda/sm90/lists", "src/cuda/sm90/prepare/config.hpp", "src/cuda/sm90/prepare", "src/cuda/sm90/chain",
+        "src/cuda/sm90/workspace", "src/cuda/sm90/host",
     ],
     "src/cuda/sm90/summary": [
-        "src/cuda/backend.hpp", "src/cuda/limits.hpp", "src/cuda/host", "src/cuda/schedule", "src/cuda/workspace",
-        "src/cuda/params.hpp", "src/cuda/warp.cuh", "src/cuda/sm90", "src/cuda/sm90/ptx.cuh", "src/cuda/sm90/chain",
-        "src/cuda/sm90/prepare",
+        "src/cuda/device", "src/cuda/kernels.hpp", "src/cuda/host", "src/cuda/sm90", "src/cuda/sm90/params.hpp",
+        "src/cuda/sm90/lists", "src/cuda/sm90/prepare", "src/cuda/sm90/chain", "src/cuda/sm90/workspace",
+        "src/cuda/sm90/host",
     ],
-    # the fold of summaries, for more devices than sm90, so nothing of it
-    "src/cuda/fold": ["src/cuda/backend.hpp", "src/cuda/host"],
-    # recurrent steps: kernels for more devices than sm90, so nothing of it
-    "src/cuda/decode/config.hpp": ["src/core", "src/cuda/host_device.hpp"],
-    "src/cuda/decode/ptx.cuh": [],
-    "src/cuda/decode/numbers.cuh": ["src/core", "src/cuda/decode/ptx.cuh"],
-    "src/cuda/decode": [
-        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/pdl.cuh", "src/cuda/decode/config.hpp",
-        "src/cuda/decode/numbers.cuh", "src/cuda/decode/ptx.cuh",
+    "src/cuda/sm90/limits.cpp": ["src/cuda/limits.hpp", "src/cuda/kernels.hpp", "src/cuda/sm90/workspace"],
+    # which kernels serve a call
+    "src/cuda/dispatch.cpp": [
+        "src/cuda/backend.hpp", "src/cuda/limits.hpp", "src/cuda/kernels.hpp", "src/cuda/conv1d/config.hpp",
+        "src/cuda/gated_norm/config.hpp", "src/cuda/layer/config.hpp", "src/cuda/fp32/config.hpp",
+        "src/cuda/portable/backward/config.hpp", "src/cuda/portable/summary/config.hpp", "src/cuda/sm90/workspace",
     ],
-    # gated norm, for the same devices
-    "src/cuda/gated_norm/config.hpp": ["src/core", "src/cuda/decode/config.hpp"],
-    "src/cuda/gated_norm": [
-        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/pdl.cuh", "src/cuda/decode/numbers.cuh",
-        "src/cuda/gated_norm/config.hpp",
-    ],
-    # convolution, for the same devices
-    "src/cuda/conv1d/update_near.hpp": ["src/core", "src/cuda/host_device.hpp"],
-    "src/cuda/conv1d/config.hpp": ["src/core", "src/cuda/host_device.hpp", "src/cuda/conv1d/update_near.hpp"],
-    "src/cuda/conv1d": [
-        "src/core", "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/pdl.cuh", "src/cuda/conv1d/config.hpp",
-        "src/cuda/conv1d/update_near.hpp", "src/cuda/decode/numbers.cuh",
-    ],
-    # the layer's step: all three
-    "src/cuda/layer/config.hpp": [
-        "src/core", "src/cuda/conv1d/update_near.hpp", "src/cuda/decode/config.hpp", "src/cuda/gated_norm/config.hpp",
-    ],
-    "src/cuda/layer": [
-        "src/cuda/backend.hpp", "src/cuda/host", "src/cuda/conv1d", "src/cuda/decode", "src/cuda/gated_norm",
-        "src/cuda/pdl.cuh", "src/cuda/layer/config.hpp",
-    ],
+    # checks calls and picks the device
+    "src/api": [PUBLIC, "src/core", "src/cpu/backend.hpp", "src/cuda/backend.hpp"],
     # callers of the C ABI
     "bindings/torch": [PUBLIC],
     "examples": [PUBLIC],
     "testing": [PUBLIC],
     "cli": [PUBLIC, "testing"],
-    "cli/explain.cpp": ["cli", "src/cuda/workspace"],  # prints plans, of which the C ABI says nothing
+    "cli/explain.cpp": ["src/cuda/sm90/workspace", "cli"],  # prints plans, of which the C ABI says nothing
     "tests/cpp/api": [PUBLIC],
-    "tests/cpp/numerics": [PUBLIC, "testing", "cli"],
-    "tests/cpp/gpu": ["testing"],
+    "tests/cpp/ops": ["testing"],
+    "tests/cpp/numerics": [PUBLIC, "testing", "cli", "tests/cpp/ops"],
+    "tests/cpp/gpu": ["testing", "tests/cpp/ops"],
     "tests/cpp/cuda": [
-        "src/cuda/workspace", "src/cuda/schedule", "src/cuda/conv1d/config.hpp", "src/cuda/decode/config.hpp",
-        "src/cuda/gated_norm/config.hpp", "src/cuda/layer/config.hpp",
-        "src/cuda/portable/backward_config.hpp", "src/cuda/portable/cut.hpp", "src/cuda/fp32/config.hpp",
-        "src/cuda/sm90/tiles.hpp", "src/cuda/sm90/chain",
+        "src/cuda/decode/config.hpp", "src/cuda/conv1d/config.hpp", "src/cuda/gated_norm/config.hpp",
+        "src/cuda/layer/config.hpp", "src/cuda/fp32/config.hpp", "src/cuda/portable/schedule",
+        "src/cuda/portable/backward/config.hpp", "src/cuda/sm90", "src/cuda/sm90/schedule", "src/cuda/sm90/chain",
+        "src/cuda/sm90/workspace",
     ],
     "tests/cpp/emulate": [
-        "testing", "src/cuda/portable", "src/cuda/portable/config.hpp", "src/cuda/portable/backward_config.hpp",
-        "src/cuda/portable/cut.hpp", "src/cuda/portable/summary_config.hpp", "src/cuda/fp32",
+        "src/cuda/device", "src/cuda/fp32", "src/cuda/portable/schedule", "src/cuda/portable/prepare",
+        "src/cuda/portable/cut", "src/cuda/portable/forward", "src/cuda/portable/backward/config.hpp",
+        "src/cuda/portable/backward", "src/cuda/portable/summary/config.hpp", "src/cuda/portable/summary", "testing",
     ],
     "tests/fuzz": [PUBLIC],
 }  # fmt: skip
@@ -199,6 +194,17 @@ def test_every_room_is_there(root):
     assert [room for room in ROOMS if not (root / room).exists()] == []
 
 
+def test_every_arrow_points_up_the_table():
+    """So no two rooms include each other, by however many steps."""
+    order = list(ROOMS)
+    assert [
+        f"{room} includes {target}, which stands below it"
+        for room, targets in ROOMS.items()
+        for target in targets
+        if order.index(target) >= order.index(room)
+    ] == []
+
+
 def test_every_permission_is_used(sources):
     """A permission that no include needs is a hole in a wall."""
     used = {(room_of(path), room_of(target)) for path, text in sources.items()
@@ -212,11 +218,15 @@ def test_every_permission_is_used(sources):
     [
         ("src/core/problem.hpp", "cpu/plan.hpp"),  # upwards
         ("src/api/c_api.cpp", "cpu/plan.hpp"),  # past the backend's face
-        ("src/api/validate/inputs.cpp", "cuda/workspace/forward.hpp"),
+        ("src/api/validate/inputs.cpp", "cuda/sm90/workspace/forward.hpp"),
         ("src/cpu/dispatch.cpp", "cuda/backend.hpp"),  # sideways
         ("src/cuda/sm90/backward/backward.cu", "cuda/sm90/forward/launch.cuh"),
         ("src/cuda/sm90/chain/chain.cuh", "cuda/sm90/forward/launch.cuh"),
-        ("src/cuda/decode/walk.cuh", "cuda/sm90/device.cuh"),
+        ("src/cuda/decode/generic.cuh", "cuda/sm90/device.cuh"),
+        ("src/cuda/device/warp.cuh", "cuda/sm90/ptx.cuh"),  # what all share includes no architecture's
+        ("src/cuda/host/launch.cuh", "cuda/sm90/params.hpp"),
+        ("src/cuda/portable/forward/forward.cu", "cuda/sm90/forward/launch.cuh"),
+        ("src/cuda/portable/forward/forward.cu", "cuda/portable/backward/gates.cuh"),
         ("cli/run.cpp", "core/problem.hpp"),  # around the C ABI
         ("cli/run.cpp", "../src/core/problem.hpp"),
         ("src/cpu/dispatch.cpp", "no/such/file.hpp"),

@@ -1,6 +1,7 @@
 """The gates must be able to fail: each is shown something good and something bad."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -78,6 +79,9 @@ def test_isa_symbols_fails_without_objects(tmp_path):
         ("a.md", "See [no words](CONTRIBUTING.md#words).\n", False),
         ("a.md", "# Some `words`, here\n\nSee [above](#some-words-here).\n", True),
         ("a.md", "# Some words\n\nSee [above](#words).\n", False),
+        ("a.md", "The map is `src/cuda/README.md`, in `src/cuda`; each `src/cpu/isa/<isa>.cpp` is short.\n", True),
+        ("a.md", "The map is `src/cuda/MAP.md`.\n", False),
+        ("docs/experiments/a.md", "Tried in `src/cuda/no_such.cuh`.\n", True),
         ("a.py", "path = '/" + "home/me/x'\n", False),
         ("a.py", "x = 1 \n", False),
         ("a.py", "x = 1", False),
@@ -90,6 +94,24 @@ def test_texts(name, text, good):
     import check_texts
 
     assert (not list(check_texts.problems_of(Path(name), text))) == good
+
+
+def test_the_map_has_every_page(root):
+    """docs/README.md leads to every document, the integrations and experiments by their own lists."""
+    docs = root / "docs"
+    linked = set()
+    for page in (docs / "README.md", docs / "integrations.md", docs / "experiments/README.md"):
+        links = re.findall(r"\]\(([^)#]+\.md)", page.read_text())
+        linked |= {(page.parent / link).resolve() for link in links}
+    assert {page for page in docs.rglob("*.md") if page != docs / "README.md"} <= linked
+
+
+def test_every_kernel_page_says_how_to_change_it(root):
+    for page in (root / "docs/kernels").glob("*.md"):
+        rows = page.read_text().partition("## Changing it")[2]
+        assert all(
+            f"| {what}" in rows for what in ("files |", "tests without a GPU |", "tests with one |", "compare |")
+        ), page
 
 
 def retired_words() -> list:

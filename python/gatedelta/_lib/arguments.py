@@ -8,7 +8,7 @@ from . import structs
 
 
 class RuleOptions(NamedTuple):
-    """How the inputs of a call are meant: the keywords that all forms of the rule share, but for tensors."""
+    """The keywords that all forms of the rule share, but for tensors."""
 
     scale: float | None = None
     use_qk_l2norm_in_kernel: bool = False
@@ -40,7 +40,7 @@ def check_neg_eigval(allow_neg_eigval: bool, use_beta_sigmoid_in_kernel: bool) -
 
 
 def allowed_dtypes(name: str) -> str:
-    """Those of an argument, in words."""
+    """The dtypes an argument may have, in words."""
     is_index = name in ("cu_seqlens", "checkpoint_offsets") or name.endswith(("_indices", "accept_lengths"))
     return "int32 or int64" if is_index else "float32, bfloat16 or float16"
 

@@ -8,8 +8,8 @@ import torch
 
 from . import arguments, ops
 
-# Where the inputs that have gradients stand among the arguments of GatedDeltaRule, in the order of chunk_bwd's results:
-# q, k, v, g, beta, A_log, dt_bias, initial_state.
+# Positions of the inputs that have gradients among the arguments of GatedDeltaRule, in the order of chunk_bwd's
+# results: q, k, v, g, beta, A_log, dt_bias, initial_state.
 _POSITIONS = (0, 1, 2, 3, 4, 9, 10, 7)
 
 

@@ -67,7 +67,7 @@ class CausalConv1d(torch.autograd.Function):
 
 
 def empty_rows(x: Tensor) -> Tensor:
-    """As x, with its order of tokens and channels in memory."""
+    """An empty tensor like x, with its order of tokens and channels in memory."""
     if x.dim() != 3:
         raise RuntimeError(f"gatedelta: x must have rank 3, not {x.dim()}")
     batch, tokens, channels = x.shape

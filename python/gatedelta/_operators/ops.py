@@ -81,7 +81,7 @@ def _describe(tensor: Tensor | None, name: str) -> _lib.Tensor:
 
 
 def _saved_bytes(tensors: dict[str, Tensor | None], o: Tensor, options: int) -> int:
-    """How much chunk_fwd_save saves. With symbolic shapes it is not known before the call: torch gets a new symbol."""
+    """The bytes chunk_fwd_save saves. With symbolic shapes they depend on the call: torch gets a new symbol."""
     if any(not isinstance(size, int) for tensor in tensors.values() if tensor is not None for size in tensor.shape):
         return torch.library.get_ctx().new_dynamic_size()
     args = _lib.ForwardArgs()

@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 
 
 class Options(NamedTuple):
-    """How the inputs of a call are meant: keywords of ``chunk_gated_delta_rule``."""
+    """Keywords of ``chunk_gated_delta_rule`` that say how its inputs are read."""
 
     scale: float | None = None
     use_qk_l2norm_in_kernel: bool = False
@@ -37,7 +37,7 @@ class Options(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What sequences do to the states they begin with, ``S_out = M S_in + S_loc``."""
+    """M and S_loc of sequences: ``S_out = M S_in + S_loc`` for the state that one begins with."""
 
     local_state: Tensor  # [n, Hv, K, V], or [n, Hv, V, K]
     transition: Tensor  # M, [n, Hv, K, K]
@@ -64,7 +64,7 @@ def summary(
     saved: Tensor | None = None,
     prepared: bool = False,
 ) -> Summary:
-    """Of sequences first_sequence ... first_sequence + sequence_count - 1 (0: all that follow).
+    """Summaries of sequences first_sequence ... first_sequence + sequence_count - 1 (0: all that follow).
 
     exact: M of every head. Otherwise heads that fade are read at their ends alone, and their M is 0: what that leaves
         out is below 2^-24 of the old state and of what was written since, and M below 2^-48.

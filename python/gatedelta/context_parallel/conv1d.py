@@ -42,7 +42,7 @@ class _Halo(torch.autograd.Function):
             padded[i, taps - reached :] = d_halo[i, taps - reached :]
         rows = all_gather(padded, context.group).flatten(0, 1)
         dx = d_halo.new_zeros(ctx.shape)
-        # Who used each of this rank's tails, always in the same order.
+        # The ranks that used each of this rank's tails, always in the same order.
         users: dict[int, list[int]] = {}
         slots = context.layout.slots
         for r, row in enumerate(_sources(context, taps)):
@@ -57,7 +57,7 @@ class _Halo(torch.autograd.Function):
 
 
 def _spans(context: Context) -> list[tuple[int, int]]:
-    """Where each piece is among a rank's own tokens."""
+    """The range of each piece among a rank's own tokens."""
     spans, begin = [], 0
     for piece in context.mine:
         spans.append((begin, begin + piece.length))

@@ -41,7 +41,7 @@ class _Chunk(NamedTuple):
 
 
 class _Recurrent(NamedTuple):
-    """Those of FLA's ``fused_recurrent_gated_delta_rule``."""
+    """The arguments of FLA's ``fused_recurrent_gated_delta_rule``."""
 
     q: Tensor
     k: Tensor
@@ -64,7 +64,7 @@ class _Recurrent(NamedTuple):
     transpose_state_layout: bool | None = None
 
 
-# What our functions take as FLA's do. The rest of a call says how it is to be computed, or is refused.
+# Arguments that our functions take as FLA's do. The rest of a call is a hint, or is refused.
 _PASSED_ON = (
     "q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel",
     "use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first",

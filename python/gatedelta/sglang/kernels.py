@@ -240,7 +240,7 @@ def split(x: Tensor, key: int, value: int, K: int, V: int) -> tuple[Tensor, Tens
 
 
 def window_buffer(windows: Tensor, count: int, drafts: int) -> dict[str, Tensor]:
-    """Where the convolution's state after each draft goes: windows ``[rows, steps, D, W - 1]``.
+    """The buffer for the convolution's state after each draft: windows ``[rows, steps, D, W - 1]``.
 
     SGLang may let the windows of a request overlap, each one token further in one row of tokens: that row is the state
     after the last draft, with more columns.

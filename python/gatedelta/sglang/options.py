@@ -16,7 +16,7 @@ class Modes(NamedTuple):
 
 
 def selected_modes() -> Modes:
-    """What this process's arguments select."""
+    """The modes that this process's arguments select."""
     from sglang.srt.runtime_context import get_exec
 
     mamba = get_exec().mamba

@@ -20,7 +20,7 @@ _ROWS = 8  # a group begins at a multiple of so many rows, thus of 16 bytes, in 
 
 
 def project(layer: nn.Module, hidden: Tensor, groups: Groups) -> list[Tensor]:
-    """What each group's projections give, side by side."""
+    """The results of each group's projections, side by side."""
     # A traced model has no addresses.
     if not torch.compiler.is_compiling() and hidden.shape[:-1].numel() <= FEW_TOKENS:
         whole, sizes = _whole(layer, groups)
@@ -33,7 +33,7 @@ def project(layer: nn.Module, hidden: Tensor, groups: Groups) -> list[Tensor]:
 
 
 def product_dtype(hidden: Tensor) -> torch.dtype:
-    """Of a linear module's product: autocast's, where it is on."""
+    """The dtype of a linear module's product: autocast's, where it is on."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
@@ -77,8 +77,9 @@ def _filled_up(rows: int) -> int:
 
 
 def _weight(layer: nn.Module, name: str) -> nn.Parameter | None:
-    """Of a projection that is a product with it and nothing more; None where one is wrapped or quantised, or has a
-    bias, a hook or a forward of its own. Reads the modules' dictionaries: their attributes take longer than the rest.
+    """The weight of a projection that is a product with it and nothing more; None where one is wrapped or quantised,
+    or has a bias, a hook or a forward of its own. Reads the modules' dictionaries: their attributes take longer than
+    the rest.
     """
     linear = layer._modules.get(name)
     if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):

@@ -24,7 +24,7 @@ _LAYER = "QwenGatedDeltaNetAttention"
 _OPTION = "gdn_prefill_backend"
 _CHUNK = 64  # states can be stored between chunks
 
-# What this module overrides or calls in the layer, and reads of the metadata.
+# Methods of the layer that this module overrides or calls, and fields of the metadata that it reads.
 _METHODS = ("_forward_core", "_forward_core_fused_norm", "_warmup_prefill_kernels", "forward_cuda", "get_kv_cache_spec")
 _FIELDS = (
     "num_prefills", "num_decodes", "num_spec_decodes", "num_actual_tokens", "spec_sequence_masks", "checkpoint",

@@ -12,7 +12,7 @@ namespace gatedelta::cuda {
 
 constexpr int kUpdateVecThreads = 64;  // of a CTA: few, so that one sequence has many CTAs
 constexpr int kUpdateVecBytes = 16;    // of a thread's channels of a token: one access
-static_assert(kUpdateVecBytes == kRowAlign);
+static_assert(kUpdateVecBytes == kAccessAlign);
 constexpr int kUpdateVecTokens = 8;  // of a sequence, at most
 constexpr int vec_channels(gd_dtype dtype) { return kUpdateVecBytes / (dtype == GD_F32 ? 4 : 2); }
 

@@ -84,7 +84,7 @@ inline bool rows_aligned(const RecurrentProblem& p) {
 inline bool states_aligned(const RecurrentProblem& p) {
   const int64_t bytes = dtype_bytes(p.step_states.dtype);
   return is_aligned(p.in.initial) && is_aligned(p.final) && is_aligned(p.step_states) &&
-         p.step_batch_stride * bytes % kRowAlign == 0 && p.step_token_stride * bytes % kRowAlign == 0;
+         p.step_batch_stride * bytes % kAccessAlign == 0 && p.step_token_stride * bytes % kAccessAlign == 0;
 }
 
 inline bool rows_fit_32bit(const RecurrentProblem& p) {

@@ -11,17 +11,17 @@ namespace gatedelta::cuda {
 
 // ---- alignment ------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kRowAlign = 16;  // bytes of the widest access
-inline bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % kRowAlign == 0; }
+constexpr int64_t kAccessAlign = 16;  // bytes of the widest access
+inline bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % kAccessAlign == 0; }
 inline bool is_aligned(const TokenRows& rows) {
   const int64_t bytes = dtype_bytes(rows.dtype);
-  return !rows || (is_aligned(rows.data) && rows.batch_stride * bytes % kRowAlign == 0 &&
-                   rows.token_stride * bytes % kRowAlign == 0 && rows.head_stride * bytes % kRowAlign == 0);
+  return !rows || (is_aligned(rows.data) && rows.batch_stride * bytes % kAccessAlign == 0 &&
+                   rows.token_stride * bytes % kAccessAlign == 0 && rows.head_stride * bytes % kAccessAlign == 0);
 }
 inline bool is_aligned(const StateRows& rows) {
   const int64_t bytes = dtype_bytes(rows.dtype);
-  return !rows || (is_aligned(rows.data) && rows.slot_stride * bytes % kRowAlign == 0 &&
-                   rows.head_stride * bytes % kRowAlign == 0);
+  return !rows || (is_aligned(rows.data) && rows.slot_stride * bytes % kAccessAlign == 0 &&
+                   rows.head_stride * bytes % kAccessAlign == 0);
 }
 
 // ---- strides --------------------------------------------------------------------------------------------------------
