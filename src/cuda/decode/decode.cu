@@ -49,7 +49,7 @@ cudaError_t launch_128(void (*kernel)(Params), const Params& params, const Recur
 template <class Config, class State, class Input, bool kTokenFirst>
 cudaError_t launch_one_token(const RecurrentProblem& problem, Pdl pdl, cudaStream_t stream) {
   OneTokenParams params = one_token_params(problem);
-  params.pdl = pdl == Pdl::kOn;
+  params.pdl = pdl;
   return launch_128<Config>(one_token_kernel<Config, State, Input, kTokenFirst>, params, problem, stream);
 }
 template <class Config, class State, class Input>

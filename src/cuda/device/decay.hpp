@@ -5,8 +5,8 @@
 
 namespace gatedelta::cuda {
 
-// What a chain computes: outputs, the states before every chunk, or the gradients of states. A backward pass goes from a
-// sequence's last chunk to its first: chunk r is then the one with r chunks after it ("mirrored").
+// What a chain computes: outputs, the states before every chunk, or the gradients of states. A backward pass goes from
+// a sequence's last chunk to its first: chunk r is then the one with r chunks after it ("mirrored").
 enum class Pass { kForward, kStates, kBackward };
 
 // Decay of one chunk and value head, from prepare. After the chunk at most 2^log2_left of an older state is left: each

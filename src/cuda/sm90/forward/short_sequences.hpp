@@ -3,7 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/device/pdl.hpp"
 #include "cuda/sm90/workspace/short_sequences.hpp"
 
 namespace gatedelta::cuda::sm90 {
