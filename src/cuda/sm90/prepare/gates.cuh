@@ -1,10 +1,10 @@
 // Gates, betas and the vectors made of them.
 #pragma once
 
-#include "cuda/sm90/params.hpp"
-#include "cuda/sm90/device.cuh"
-#include "cuda/sm90/prepare/config.hpp"
 #include "cuda/device/warp.cuh"
+#include "cuda/sm90/device.cuh"
+#include "cuda/sm90/params.hpp"
+#include "cuda/sm90/prepare/config.hpp"
 
 namespace gatedelta::cuda::sm90 {
 

@@ -1,9 +1,9 @@
 // The cost model: how long a cut takes on the GPU, and which of the candidates is the fastest.
 #pragma once
 
+#include "cuda/device/decay.hpp"
 #include "cuda/sm90/schedule/balanced_list.hpp"
 #include "cuda/sm90/schedule/cut.hpp"
-#include "cuda/device/decay.hpp"
 
 namespace gatedelta::cuda::sm90 {
 
