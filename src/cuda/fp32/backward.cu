@@ -10,11 +10,8 @@ namespace {
 
 template <template <int> class Config, template <class> class Loop>
 cudaError_t launch_instance(const Params& p, int device, cudaStream_t stream) {
-  switch (compiled_keys(p.key_dim)) {
-    case 64: return launch_loop<Config<64>, Loop>(p, device, stream);
-    case 128: return launch_loop<Config<128>, Loop>(p, device, stream);
-    default: return launch_loop<Config<256>, Loop>(p, device, stream);
-  }
+  return with_compiled_keys(
+      p.key_dim, [&](auto keys) { return launch_loop<Config<decltype(keys)::value>, Loop>(p, device, stream); });
 }
 
 Outcome launch_all(const Params& p, bool has_saved, int device, cudaStream_t stream) {

@@ -21,8 +21,8 @@ GD_DEVICE void store_number(void* data, gd_dtype dtype, int64_t at, float x) {
   });
 }
 
-// A sum in two numbers, so that terms that cancel leave no rounding error. Products are rounded explicitly, by fmaf with
-// 0, because the errors of products fused with the sums would count twice.
+// A sum in two numbers, so that terms that cancel leave no rounding error. Products are rounded explicitly, by fmaf
+// with 0, because the errors of products fused with the sums would count twice.
 struct LongSum {
   float high = 0, low = 0;
 
@@ -258,15 +258,11 @@ struct GateGradients {
     auto dg = static_cast<float>(D);
     if (p.gate == GD_GATE_RAW) {
       const float x = load_number(p.g.data, p.g.dtype, p.g.offset(batch, token, head)) + raw.bias;
-      if (dg != 0) dA_log += double{dg} * (raw.decay * softplus_of(x));
-      dg *= raw.decay * (x > 20.0f ? 1.0f : sigmoid_of(x));
+      if (dg != 0) dA_log += double{dg} * raw.value(x);
+      dg *= raw.slope(x);
       d_dt_bias += dg;
     }
-    const float beta = p.factors[entry].beta;
-    float dbeta = p.token_sums[entry].e_du;
-    if (p.beta_kind == GD_BETA_LOGIT) dbeta *= beta * (1.0f - beta);
-    if (p.beta_kind == GD_BETA_LOGIT_DOUBLED) dbeta *= beta * (1.0f - 0.5f * beta);
-    store(p, batch, token, head, dg, dbeta);
+    store(p, batch, token, head, dg, beta_gradient(p, p.factors[entry].beta, p.token_sums[entry].e_du));
   }
   GD_DEVICE static void store(const Params& p, int batch, int token, int head, float dg, float dbeta) {
     if (p.dg) store_number(p.dg.data, p.dg.dtype, p.dg.offset(batch, token, head), dg);

@@ -9,11 +9,9 @@ namespace {
 
 template <bool kOutputs>
 cudaError_t launch_forward(const Params& p, int device, cudaStream_t stream) {
-  switch (compiled_keys(p.key_dim)) {
-    case 64: return launch_loop<ForwardConfig<64, kOutputs>, Forward>(p, device, stream);
-    case 128: return launch_loop<ForwardConfig<128, kOutputs>, Forward>(p, device, stream);
-    default: return launch_loop<ForwardConfig<256, kOutputs>, Forward>(p, device, stream);
-  }
+  return with_compiled_keys(p.key_dim, [&](auto keys) {
+    return launch_loop<ForwardConfig<decltype(keys)::value, kOutputs>, Forward>(p, device, stream);
+  });
 }
 
 }  // namespace

@@ -2,26 +2,12 @@
 #pragma once
 
 #include "cuda/device/chunks.cuh"
-#include "cuda/device/numbers.cuh"
+#include "cuda/device/gates.cuh"
 #include "cuda/fp32/config.hpp"
 
 namespace gatedelta::cuda::fp32 {
 
 GD_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
-
-GD_DEVICE float softplus_of(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-GD_DEVICE float sigmoid_of(float x) { return 1.0f / (1.0f + expf(-x)); }
-
-// A head's factors of raw gates; unused for log gates.
-struct RawGate {
-  float decay, bias;  // -exp(A_log), dt_bias
-
-  GD_DEVICE RawGate(const Params& p, int head) : decay(0), bias(0) {
-    if (p.gate != GD_GATE_RAW) return;
-    decay = -expf(load_number(p.A_log.data, p.A_log.dtype, head * p.A_log.stride));
-    if (p.dt_bias) bias = load_number(p.dt_bias.data, p.dt_bias.dtype, head * p.dt_bias.stride);
-  }
-};
 
 GD_DEVICE float sum_warp(float x) {
 #pragma unroll
@@ -90,7 +76,7 @@ struct Prepare {
       float beta = load_number(p.beta.data, p.beta.dtype, p.beta.offset(batch, token, head));
       if (p.gate == GD_GATE_RAW) {
         const RawGate raw(p, head);
-        g = raw.decay * softplus_of(g + raw.bias);
+        g = raw.value(g + raw.bias);
       }
       if (p.beta_kind != GD_BETA_VALUE) beta = sigmoid_of(beta);
       if (p.beta_kind == GD_BETA_LOGIT_DOUBLED) beta *= 2;

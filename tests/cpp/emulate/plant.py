@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Plants a mistake in a copy of a kernel folder's file, for a test that must find it.
+"""Plants a mistake in a copy of a file of src/cuda, for a test that must find it.
 
 usage: plant.py NAME SOURCE_FOLDER TARGET_FOLDER    writes the changed file
        plant.py --forward | --backward | --fp32     prints the names
 """
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 
 class Mistake(NamedTuple):
-    file: str
+    file: str  # below portable/ or fp32/
     right: str  # occurs once in the file
     wrong: str
 
@@ -25,12 +26,16 @@ FORWARD = {
     "no_barrier_before_tiles_are_reused": Mistake(
         "prepare/prepare.cuh", "sync_cta();  // K and Q are not read any more", "// K and Q"
     ),
-    "no_barrier_before_operands": Mistake("prepare/prepare.cuh", "sync_cta();\n    Operands operands;", "Operands operands;"),
+    "no_barrier_before_operands": Mistake(
+        "prepare/prepare.cuh", "sync_cta();\n    Operands operands;", "Operands operands;"
+    ),
     # asynchronous copies
     "rows_are_not_waited_for": Mistake(
         "chain/advance.cuh", "copy_wait<1>();  // the rows of this step", "copy_wait<2>();  // the rows"
     ),
-    "values_are_not_waited_for": Mistake("forward/forward_chain.cuh", "copy_wait<1>();  // V of this step", "copy_wait<2>();  // V"),
+    "values_are_not_waited_for": Mistake(
+        "forward/forward_chain.cuh", "copy_wait<1>();  // V of this step", "copy_wait<2>();  // V"
+    ),
     "chunk_is_not_waited_for": Mistake("prepare/prepare.cuh", "copy_wait<0>();", "copy_wait<1>();"),
     "next_rows_overwrite_this_stage": Mistake(
         "chain/loads.cuh", "load_shared_part(stage ^ 1, rows, part)", "load_shared_part(stage, rows, part)"
@@ -39,20 +44,26 @@ FORWARD = {
     "no_swizzle": Mistake(
         "chain/loads.cuh", "tile_offset(first, tid & 7) +", "first * kTileRowBytes + (tid & 7) * kPacketBytes +"
     ),
-    "misaligned_values": Mistake("instances.hpp", "kPrepared = kValues + kWarps * kValueBytes", "kPrepared = kValues + 8"),
+    "misaligned_values": Mistake(
+        "instances.hpp", "kPrepared = kValues + kWarps * kValueBytes", "kPrepared = kValues + 8"
+    ),
     "states_by_the_wrong_stride": Mistake(
         "workspace.hpp", "p.key_state_stride = in.layout == GD_STATE_KV ? in.value_dim : 1;",
         "p.key_state_stride = in.layout == GD_STATE_KV ? in.key_dim : 1;",
     ),
-    "one_place_for_all_checkpoints": Mistake("forward/forward_chain.cuh", "first + done / p.checkpoint_every - 1", "first"),
+    "one_place_for_all_checkpoints": Mistake(
+        "forward/forward_chain.cuh", "first + done / p.checkpoint_every - 1", "first"
+    ),
     # ends of sequences
     "rows_past_the_end_are_read": Mistake(
         "chain/loads.cuh", "first + i * kRowStep < rows && tile", "(first + i * kRowStep < rows || rows > 0) && tile"
     ),
-    "rows_past_the_end_are_written": Mistake("chain/state.cuh", "if (8 * n + g < rows && 16", "if (8 * n + g <= rows && 16"),
+    "rows_past_the_end_are_written": Mistake(
+        "chain/state.cuh", "if (8 * n + g < rows && 16", "if (8 * n + g <= rows && 16"
+    ),
     # numbers
     "infinite_gates_are_not_clamped": Mistake(
-        "prepare/gates.cuh", "return g < kLowestGate ? kLowestGate : g;", "return g;"
+        "../device/gates.cuh", "return g < kLowestGate ? kLowestGate : g;", "return g;"
     ),
     "scores_without_their_diagonal": Mistake("prepare/outputs.cuh", "on = 2 * t <= g", "on = 2 * t < g"),
     "state_decays_before_it_is_read": Mistake(
@@ -69,10 +80,13 @@ FORWARD = {
     "errors_of_other_lanes_are_left": Mistake(
         "chain/rounding.cuh", "first + (is_last ? error + others : 0), second);", "first, second);"
     ),
-    "norms_left_out_of_writes": Mistake("prepare/outputs.cuh", "exp2_approx(end - log) * rk;", "exp2_approx(end - log);"),
+    "norms_left_out_of_writes": Mistake(
+        "prepare/outputs.cuh", "exp2_approx(end - log) * rk;", "exp2_approx(end - log);"
+    ),
     # segments
     "warmup_is_a_chunk_short": Mistake(
-        "cut/segments.cuh", "warmup > 0 && warmup < boundary ? warmup :", "warmup > 0 && warmup < boundary ? warmup - 1 :"
+        "cut/segments.cuh", "warmup > 0 && warmup < boundary ? warmup :",
+        "warmup > 0 && warmup < boundary ? warmup - 1 :",
     ),
     "warmup_without_a_decay": Mistake(
         "cut/segments.cuh", "return joined(decays[first], decays[first + 1]);",
@@ -95,13 +109,16 @@ FORWARD = {
     ),
     "transitions_begin_with_zero": Mistake("backward/states_chain.cuh", "== 0 ? 1.0f : 0.0f", "== 0 ? 0.0f : 0.0f"),
     "transitions_are_transposed": Mistake(
-        "backward/states_chain.cuh", "key_stride = i == 0 ? 1 : p.key_dim;\n        value_stride = i == 0 ? p.key_dim : 1;",
+        "backward/states_chain.cuh",
+        "key_stride = i == 0 ? 1 : p.key_dim;\n        value_stride = i == 0 ? p.key_dim : 1;",
         "key_stride = i == 1 ? 1 : p.key_dim;\n        value_stride = i == 1 ? p.key_dim : 1;",
     ),
     "segments_are_counted_from_the_first": Mistake(
         "cut/segments.cuh", "left - shuffle(counts.up_to - counts.mine, found)", "left"
     ),
-    "ranges_begin_a_segment_late": Mistake("cut/segments.cuh", "first + counts.up_to - counts.mine", "first + counts.up_to"),
+    "ranges_begin_a_segment_late": Mistake(
+        "cut/segments.cuh", "first + counts.up_to - counts.mine", "first + counts.up_to"
+    ),
     "no_merges": Mistake("cut/merge.cuh", "if (merges) {", "if (merges && i < 0) {"),
     "merge_by_the_next_transition": Mistake(
         "cut/merge.cuh", "load_block(segment, ahead, block + ahead);", "load_block(segment + 1, ahead, block + ahead);"
@@ -126,19 +143,29 @@ BACKWARD = {
     "no_barrier_between_steps_of_gradients": Mistake(
         "backward/grad_chain.cuh", "this->begin_step();", "copy_wait<1>();"
     ),
-    "no_barrier_between_stages": Mistake("backward/gradients/gradients.cuh", "sync_cta();  // the stage is there", "// the stage"),
-    "no_barrier_before_pairs": Mistake("backward/gradients/gradients.cuh", "sync_cta();  // the last stage is not", "// the last"),
+    "no_barrier_between_stages": Mistake(
+        "backward/gradients/gradients.cuh", "sync_cta();  // the stage is there", "// the stage"
+    ),
+    "no_barrier_before_pairs": Mistake(
+        "backward/gradients/gradients.cuh", "sync_cta();  // the last stage is not", "// the last"
+    ),
     "no_barrier_after_pairs": Mistake("backward/gradients/gradients.cuh", "store_pairs(matrices);\n      sync_cta();",
                                       "store_pairs(matrices);"),
-    "no_barrier_before_sums": Mistake("backward/gradients/gradients.cuh", "sync_cta();  // the sums are there", "// the sums"),
-    "no_barrier_after_sums": Mistake("backward/gradients/output.cuh", "sync_cta();  // the last head's sums", "// the last"),
+    "no_barrier_before_sums": Mistake(
+        "backward/gradients/gradients.cuh", "sync_cta();  // the sums are there", "// the sums"
+    ),
+    "no_barrier_after_sums": Mistake(
+        "backward/gradients/output.cuh", "sync_cta();  // the last head's sums", "// the last"
+    ),
     # asynchronous copies
     "stage_is_not_waited_for": Mistake("backward/gradients/gradients.cuh", "copy_wait<0>();", "copy_wait<1>();"),
     "outputs_are_not_waited_for": Mistake(
         "backward/grad_chain.cuh", "copy_wait<1>();  // dO of this step", "copy_wait<2>();  // dO"
     ),
     # addresses
-    "prepared_steps_in_the_wrong_order": Mistake("chain/loads.cuh", "Pass::kDirection > 0 ? kStepsPerChunk - 1 : 0", "0"),
+    "prepared_steps_in_the_wrong_order": Mistake(
+        "chain/loads.cuh", "Pass::kDirection > 0 ? kStepsPerChunk - 1 : 0", "0"
+    ),
     "states_after_half_a_chunk": Mistake(
         "backward/states_chain.cuh", "if (stage == 0) this->store_snapshot", "if (stage == 1) this->store_snapshot"
     ),
@@ -154,7 +181,9 @@ BACKWARD = {
         "backward/gradients/loads.cuh", "valid = r < rows && first + packet * kPacketColumns < p.value_dim",
         "valid = (r < rows || rows) && first + packet * kPacketColumns < p.value_dim",
     ),
-    "vectors_of_a_step_without_tokens": Mistake("backward/gradients/loads.cuh", "is_there = step == 0 || both", "is_there = true"),
+    "vectors_of_a_step_without_tokens": Mistake(
+        "backward/gradients/loads.cuh", "is_there = step == 0 || both", "is_there = true"
+    ),
     "tokens_of_no_sequence_are_left": Mistake("backward/gradients/gradients.cuh", "return zero_rows();", "return;"),
     "sums_of_no_chunk_are_left": Mistake("backward/gates.cuh", "if (!p.head_sums) return;",
                                          "if (!p.head_sums || at.rows <= 0) return;"),
@@ -193,19 +222,25 @@ BACKWARD = {
     "values_begin_with_the_warmup": Mistake(
         "backward/grad_chain.cuh", "first + step, first + steps_of(end) - 1", "first + step, first + step"
     ),
-    "segments_share_the_initial_gradient": Mistake("backward/grad_chain.cuh", "if (!is_boundary && segment.chunk > 0) return;",
-                                                   ""),
+    "segments_share_the_initial_gradient": Mistake(
+        "backward/grad_chain.cuh", "if (!is_boundary && segment.chunk > 0) return;", ""
+    ),
     "local_gradients_begin_with_their_boundary": Mistake(
-        "backward/grad_chain.cuh", "if (this->is_transition() && segment.begins_at_boundary()) {", "if (segment.chunk < 0) {"
+        "backward/grad_chain.cuh", "if (this->is_transition() && segment.begins_at_boundary()) {",
+        "if (segment.chunk < 0) {",
     ),
     "gradients_go_to_the_wrong_segment": Mistake("chain/chain.cuh", "work_item() + Pass::kDirection * p.value_heads",
                                                  "work_item() + p.value_heads"),
     "merges_of_gradients_are_not_mirrored": Mistake("cut/merge.cuh", "is_mirrored ? segments - 1 - segment : segment",
                                                    "segment"),
-    "gradients_by_the_transition_of_states": Mistake("cut/merge.cuh", "transitions = is_mirrored ? p.gradient_transitions : p.transitions;",
-                                              "transitions = p.transitions;"),
+    "gradients_by_the_transition_of_states": Mistake(
+        "cut/merge.cuh", "transitions = is_mirrored ? p.gradient_transitions : p.transitions;",
+        "transitions = p.transitions;",
+    ),
     "no_transitions_for_gradients": Mistake(
-        "backward/states_chain.cuh", "return gradients->begins_at_boundary() && gradients[-p.value_heads].begins_at_boundary();", "return false;"
+        "backward/states_chain.cuh",
+        "return gradients->begins_at_boundary() && gradients[-p.value_heads].begins_at_boundary();",
+        "return false;",
     ),
 }  # fmt: skip
 
@@ -251,12 +286,13 @@ def main() -> int:
         return 0
     name, source, target = sys.argv[1:]
     mistake = (FORWARD | BACKWARD | FP32)[name]
-    text = (Path(source) / mistake.file).read_text()
+    file = os.path.normpath(Path("fp32" if name in FP32 else "portable", mistake.file))
+    text = (Path(source) / file).read_text()
     if text.count(mistake.right) != 1:
-        print(f"plant: {mistake.file} has {text.count(mistake.right)} times: {mistake.right!r}")
+        print(f"plant: {file} has {text.count(mistake.right)} times: {mistake.right!r}")
         return 1
     shutil.rmtree(target, ignore_errors=True)  # the mistake may have been in another file
-    planted = Path(target) / mistake.file
+    planted = Path(target) / file
     planted.parent.mkdir(parents=True)
     planted.write_text(text.replace(mistake.right, mistake.wrong))
     return 0

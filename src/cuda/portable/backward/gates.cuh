@@ -72,16 +72,14 @@ struct GateGradients {
     for (int e = 0; e < 2; ++e) {
       const int i = 2 * lane + e;
       if (i >= at.rows) continue;
-      float gradient = dg[e], d = dbeta[e];
+      float gradient = dg[e];
       if (raw) {
         const float x = load_number(p.g.data, p.g.dtype, p.g.offset(at.batch, at.token + i, head)) + bias;
-        dA_log += gradient * clamp_gate(decay * softplus(x));
-        gradient *= decay * (x > 20.0f ? 1.0f : 1.0f / (1.0f + expf(-x)));
+        dA_log += gradient * clamp_gate(decay * softplus_of(x));
+        gradient *= decay * softplus_slope(x);
         d_dt_bias += gradient;
       }
-      if (p.beta_kind == GD_BETA_LOGIT) d *= betas[e] * (1.0f - betas[e]);
-      if (p.beta_kind == GD_BETA_LOGIT_DOUBLED) d *= betas[e] * (1.0f - 0.5f * betas[e]);
-      store(p, at, head, i, gradient, d);
+      store(p, at, head, i, gradient, beta_gradient(p, betas[e], dbeta[e]));
     }
   }
   GD_DEVICE static float2 two(const float* from, int lane) { return reinterpret_cast<const float2*>(from)[lane]; }

@@ -18,12 +18,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1) portable_merge_kernel(con
   Merge<Config>(p, static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x)).run();
 }
 
-template <class Config>
-cudaError_t launch_merge(const Params& p, int device, cudaStream_t stream) {
-  return launch_large<portable_merge_kernel<Config>>(Pdl::kOff, merge_ctas(p), Config::kThreads, Config::Smem::kBytes,
-                                                     device, stream, p);
-}
-
 }  // namespace
 
 cudaError_t launch_segments(const Params& p, const CutCost& cost, cudaStream_t stream) {
@@ -32,11 +26,11 @@ cudaError_t launch_segments(const Params& p, const CutCost& cost, cudaStream_t s
                        most_segments);
 }
 cudaError_t launch_merges(const Params& p, int device, cudaStream_t stream) {
-  switch (compiled_keys(p.key_dim)) {
-    case 64: return launch_merge<MergeConfig<64>>(p, device, stream);
-    case 128: return launch_merge<MergeConfig<128>>(p, device, stream);
-    default: return launch_merge<MergeConfig<256>>(p, device, stream);
-  }
+  return with_compiled_keys(p.key_dim, [&](auto keys) {
+    using Config = MergeConfig<decltype(keys)::value>;
+    return launch_large<portable_merge_kernel<Config>>(Pdl::kOff, merge_ctas(p), Config::kThreads, Config::Smem::kBytes,
+                                                       device, stream, p);
+  });
 }
 
 }  // namespace gatedelta::cuda::portable

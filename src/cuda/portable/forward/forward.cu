@@ -16,14 +16,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   Forward<Config>(p, static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x)).run();
 }
 
-template <class Elem>
 cudaError_t launch_forward(const Params& p, const ChainLaunch& how, int device, cudaStream_t stream) {
-  return with_chain<ForwardPass, Elem>(how.kind, [&](auto config) {
+  return launch_chain<ForwardPass>(p, how, [&](auto config, int64_t ctas, const SharedMemory& memory) {
     using Config = decltype(config);
-    constexpr int kBytes = Config::Smem::kBytes;
-    const SharedMemory memory(how.bytes(kBytes), how.most_bytes(kBytes));
-    return launch_large<portable_forward_kernel<Config>>(Pdl::kOff, chain_ctas(p), Config::kThreads, memory, device,
-                                                         stream, p);
+    return launch_large<portable_forward_kernel<Config>>(Pdl::kOff, ctas, Config::kThreads, memory, device, stream, p);
   });
 }
 
@@ -45,9 +41,7 @@ Outcome launch(const ForwardProblem& problem, const Context& context, const Devi
   };
   if (p.segment_chunks > 0 && !begin()) return ran.outcome;
   const auto run = [&](const Params& chain, const ChainLaunch& how) {
-    return ran(chain.q.dtype == GD_BF16 ? launch_forward<Bf16>(chain, how, device, stream)
-                                        : launch_forward<Fp16>(chain, how, device, stream),
-               "launch the forward kernel");
+    return ran(launch_forward(chain, how, device, stream), "launch the forward kernel");
   };
   if (run(p, chain_launch(cut, p, limits)) && cut.cost.has_whole_grid)
     run(whole_params(p, cut.whole_kind), whole_launch(cut, limits));

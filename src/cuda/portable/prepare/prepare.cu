@@ -16,27 +16,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   Prepare<Config>::run(p, static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x));
 }
 
-template <class Config>
-cudaError_t launch(const Params& p, int64_t ctas, int device, cudaStream_t stream) {
-  using Smem = typename Config::Smem;
-  const SharedMemory memory(Smem::allocated(p.group), Smem::allocated(Config::kHeadsAtOnce));
-  return launch_large<portable_prepare_kernel<Config>>(Pdl::kOff, ctas, Config::kThreads, memory, device, stream, p);
-}
-template <class Elem>
-cudaError_t launch_instance(const Params& p, int64_t ctas, int device, cudaStream_t stream) {
-  switch (compiled_keys(p.key_dim)) {
-    case 64: return launch<PrepareConfig<Elem, 64>>(p, ctas, device, stream);
-    case 128: return launch<PrepareConfig<Elem, 128>>(p, ctas, device, stream);
-    default: return launch<PrepareConfig<Elem, 256>>(p, ctas, device, stream);
-  }
-}
-
 }  // namespace
 
 cudaError_t launch_prepare(const Params& p, int64_t ctas, int device, cudaStream_t stream) {
   if (ctas == 0) return cudaSuccess;
-  return p.q.dtype == GD_BF16 ? launch_instance<Bf16>(p, ctas, device, stream)
-                              : launch_instance<Fp16>(p, ctas, device, stream);
+  return with_elem(p, [&](auto elem) {
+    return with_compiled_keys(p.key_dim, [&](auto keys) {
+      using Config = PrepareConfig<decltype(elem), decltype(keys)::value>;
+      using Smem = typename Config::Smem;
+      const SharedMemory memory(Smem::allocated(p.group), Smem::allocated(Config::kHeadsAtOnce));
+      return launch_large<portable_prepare_kernel<Config>>(Pdl::kOff, ctas, Config::kThreads, memory, device, stream,
+                                                           p);
+    });
+  });
 }
 
 }  // namespace gatedelta::cuda::portable

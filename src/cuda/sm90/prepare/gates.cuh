@@ -1,6 +1,7 @@
 // Gates, betas and the vectors made of them.
 #pragma once
 
+#include "cuda/device/gates.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/sm90/device.cuh"
 #include "cuda/sm90/params.hpp"
@@ -8,25 +9,10 @@
 
 namespace gatedelta::cuda::sm90 {
 
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLowestGate = -128.0f;  // e^g is 0 in fp32 from here on, and -inf would make differences NaN
-
-// NOTE: fmaxf would turn a NaN gate into the lowest one, and a poisoned input into a clean result.
-GD_DEVICE float clamp_gate(float g) { return g < kLowestGate ? kLowestGate : g; }
-GD_DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
+// NOTE: the conversions of these loads are other instructions than those of device/numbers.cuh.
 GD_DEVICE float gate_of(const CallParams& p, float g, int head) {
-  if (p.gate == GD_GATE_RAW) {
-    if (p.dt_bias) g += load_number(p.dt_bias.data, p.dt_bias.dtype, head * p.dt_bias.stride);
-    g = -expf(load_number(p.A_log.data, p.A_log.dtype, head * p.A_log.stride)) * softplus(g);
-  }
-  return clamp_gate(g);
-}
-
-GD_DEVICE float beta_of(const CallParams& p, float x) {
-  if (p.beta_kind == GD_BETA_VALUE) return x;
-  const float y = 1.0f / (1.0f + expf(-x));
-  return p.beta_kind == GD_BETA_LOGIT ? y : 2.0f * y;
+  return cuda::gate_of(
+      p, g, head, [](const HeadVector& from, int i) { return load_number(from.data, from.dtype, i * from.stride); });
 }
 
 // Loads gates and betas of the chunk to shared memory in memory order: up to four heads side by side. With one head per

@@ -22,18 +22,16 @@ cudaError_t launch(const BackwardParams& p, int64_t ctas, int device, cudaStream
   return launch_large<portable_gradients_kernel<Config>>(Pdl::kOff, ctas, Config::kThreads, Config::Smem::kBytes,
                                                          device, stream, p);
 }
-template <class Elem>
-cudaError_t launch_instance(const BackwardParams& p, int64_t ctas, int device, cudaStream_t stream) {
-  return part_columns(p.key_dim) == 64 ? launch<GradientsConfig<Elem, 64>>(p, ctas, device, stream)
-                                       : launch<GradientsConfig<Elem, 128>>(p, ctas, device, stream);
-}
 
 }  // namespace
 
 cudaError_t launch_gradients(const BackwardParams& p, int64_t ctas, int device, cudaStream_t stream) {
   if (ctas == 0) return cudaSuccess;
-  return p.q.dtype == GD_BF16 ? launch_instance<Bf16>(p, ctas, device, stream)
-                              : launch_instance<Fp16>(p, ctas, device, stream);
+  return with_elem(p, [&](auto elem) {
+    using Elem = decltype(elem);
+    return part_columns(p.key_dim) == 64 ? launch<GradientsConfig<Elem, 64>>(p, ctas, device, stream)
+                                         : launch<GradientsConfig<Elem, 128>>(p, ctas, device, stream);
+  });
 }
 
 }  // namespace gatedelta::cuda::portable

@@ -98,8 +98,8 @@ GD_DEVICE void Gradients<Elem>::store_gate_gradients(const Unit& unit, int head,
     float gradient = dg[i];
     if (raw) {
       const float x = load_number(p.g.data, p.g.dtype, p.g.offset(unit.batch, unit.token + t, head)) + bias;
-      dA_log += gradient * clamp_gate(decay * softplus(x));
-      gradient *= decay * (x > 20.0f ? 1.0f : 1.0f / (1.0f + expf(-x)));
+      dA_log += gradient * clamp_gate(decay * softplus_of(x));
+      gradient *= decay * softplus_slope(x);
       d_dt_bias += gradient;
     }
     float d = dbeta[i];
