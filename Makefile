@@ -68,6 +68,7 @@ run: ## build, run the default job (a Qwen3.5-like layer, forward and backward) 
 
 test: ## build and run every test: C++, examples, Python
 	tools/require $(BASE) gtest pkg-config -- $(TEST_PACKAGES)
+	. tools/use_ccache
 	$(call build,test)
 	$(call ctest,test) || failed=1
 	rm -f $(REPORTS)/pytest.xml

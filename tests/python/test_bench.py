@@ -748,6 +748,10 @@ def test_serving_on_the_gpu(run_python, has_gpu, refuses, tmp_path, script):
     assert all(row["ms"] > 0 and 0 < row["err_o"] < 1e-2 for row in result["rows"])
 
 
+# For models so small that more threads mostly wait for each other.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
 @pytest.fixture(scope="module")
 def models(run_python, root, tmp_path_factory):
     """What bench/gpu/models.py writes of tiny models on a CPU."""
@@ -755,7 +759,7 @@ def models(run_python, root, tmp_path_factory):
     output = tmp_path_factory.mktemp("models") / "models.json"
     ours = ["gatedelta", "gatedelta-fused"] if (root / "python" / "gatedelta" / "transformers").exists() else []
     paths = [*ours, "torch"]
-    run_python("-m", "bench.gpu.models", "--smoke", "--paths", *paths, "--output", str(output))
+    run_python("-m", "bench.gpu.models", "--smoke", "--paths", *paths, "--output", str(output), env=ONE_THREAD)
     return json.loads(output.read_text()), paths
 
 
@@ -784,7 +788,8 @@ def test_models_can_be_added(models, run_python, tmp_path):
     output = tmp_path / "models.json"
     output.write_text(json.dumps(before))
     script = ("-m", "bench.gpu.models")
-    run_python(*script, "--smoke", "--append", "--paths", "torch", "--kinds", "train", "--output", str(output))
+    options = ("--smoke", "--append", "--paths", "torch", "--kinds", "train", "--output", str(output))
+    run_python(*script, *options, env=ONE_THREAD)
     after = json.loads(output.read_text())
     again = [row for row in before["rows"] if row["path"] == "torch" and row["kind"] == "train"]
     assert after["rows"][:-1] == [row for row in before["rows"] if row not in again]
@@ -813,7 +818,7 @@ def test_models_warm_up(run_python, tmp_path):
     )
     script = tmp_path / "warm_up.py"  # Triton reads the source of a kernel
     script.write_text(code)
-    assert run_python(str(script)).stdout.strip() == "[1, 5]"
+    assert run_python(str(script), env=ONE_THREAD).stdout.strip() == "[1, 5]"
 
 
 def test_models_refuse_what_cannot_run(run_python, tmp_path):

@@ -25,6 +25,8 @@ def ci(root, tmp_path):
     (tmp_path / "Makefile").write_text(MAKEFILE)
     (tmp_path / ".ci").mkdir()
     shutil.copy(root / ".ci/run", tmp_path / ".ci/run")
+    script(tmp_path / "tools/require", "exit 1\n")
+    shutil.copy(root / "tools/use_ccache", tmp_path / "tools")
 
     def run(*parts: str, seconds: str = "100") -> subprocess.CompletedProcess:
         environment = {**os.environ, "CI_SECONDS": seconds}
@@ -138,7 +140,14 @@ def make(root, tmp_path):
     def run(target: str, **scripts: str) -> subprocess.CompletedProcess:
         for name, text in {"tools/require": "exit 0", "bin/cmake": "exit 0", **scripts}.items():
             script(tmp_path / name, text + "\n")
-        outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}  # of the make that runs the tests
+        outer = {
+            "MAKEFLAGS",
+            "MAKELEVEL",
+            "MFLAGS",
+            "CMAKE_C_COMPILER_LAUNCHER",
+            "CMAKE_CXX_COMPILER_LAUNCHER",
+            "CCACHE_DIR",
+        }  # of the make that runs the tests
         env = {name: value for name, value in os.environ.items() if name not in outer}
         env["PATH"] = os.pathsep.join([str(tmp_path / "bin"), env["PATH"]])
         return subprocess.run(["make", target], cwd=tmp_path, env=env, capture_output=True, text=True)
@@ -174,10 +183,21 @@ exit %d"""
 def test_make_test_fails_where_a_program_fails(root, make, tmp_path, ctest, pytest_, good):
     """Whatever its report says."""
     (tmp_path / "tools").mkdir()
-    shutil.copy(root / "tools/sum_reports.py", tmp_path / "tools")
+    for name in ("sum_reports.py", "use_ccache"):
+        shutil.copy(root / "tools" / name, tmp_path / "tools")
     result = make("test", **{"bin/ctest": WRITES_REPORT % ctest, ".venv/bin/python": WRITES_REPORT % pytest_})
     assert result.stdout.splitlines()[-1] == "total   2 passed, 0 failed, 0 skipped"
     assert (result.returncode == 0) == good, result.stderr
+
+
+def test_make_test_compiles_through_ccache(root, make, tmp_path):
+    """What the wheel and the tests share; a ccache that cannot be had is no failure."""
+    (tmp_path / "tools").mkdir()
+    shutil.copy(root / "tools/use_ccache", tmp_path / "tools")
+    says = {"bin/cmake": "echo compiled by ${CMAKE_CXX_COMPILER_LAUNCHER-the compiler} $CCACHE_DIR >&2; exit 1"}
+    assert f"compiled by ccache {tmp_path}/build/ccache" in make("test", **says).stderr
+    says["tools/require"] = 'case "$*" in ccache) exit 1 ;; esac'
+    assert "compiled by the compiler" in make("test", **says).stderr
 
 
 def test_make_help_lists_every_target(root, make):

@@ -20,7 +20,7 @@ FOLDERS = {
     "bench/plots": ["bench/lib", "bench/report"],
     "bench/cpu": ["bench/lib", "bench/peers", "testing", "tools"],
     "bench/gpu": ["bench/lib", "bench/peers", "bench/plots", "bench/report", "tools"],
-    "tests": ["bench/gpu", "bench/lib", "bench/report", "examples", "testing", "tools"],
+    "tests": ["bench/gpu", "bench/lib", "bench/plots", "bench/report", "examples", "testing", "tools"],
 }
 # Their modules are imported by name alone, by one another and (pyproject.toml, pythonpath) by tests.
 SCRIPTS = ("tools", "examples/train", "tests/python", "tests/python/stand_ins")
