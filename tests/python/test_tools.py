@@ -204,7 +204,7 @@ def test_nvcc_error_is_passed_on():
     assert run("nvcc_checked.py", "false", "-o", "k.o").returncode == 1
 
 
-PORTABLE = ("prepare", "forward", "states", "gradient_chain", "gradients")
+PORTABLE = ("prepare", "forward", "states", "grad_chain", "gradients")
 
 
 def sass_kernels(**changes: dict[str, int]):
@@ -220,7 +220,7 @@ def sass_kernels(**changes: dict[str, int]):
               "portable_forward_kernel<64>": {"HMMA": 60, "LDSM": 32, "LDGSTS": 16, "LDL": 0, "STL": 0},
               "fp32_loop_kernel<64>": {"LDGSTS": 16, "LDL": 0, "STL": 0},
               "portable_states_kernel<64>": {"HMMA": 40, "LDSM": 24, "LDGSTS": 14, "LDL": 0, "STL": 0},
-              "portable_gradient_chain_kernel<64>": {"HMMA": 60, "LDSM": 40, "LDGSTS": 16, "LDL": 0, "STL": 0},
+              "portable_grad_chain_kernel<64>": {"HMMA": 60, "LDSM": 40, "LDGSTS": 16, "LDL": 0, "STL": 0},
               "portable_gradients_kernel<64>": {"HMMA": 90, "LDSM": 60, "LDGSTS": 20, "LDL": 0, "STL": 0}}  # fmt: skip
     return {
         name: sass.Kernel(name[0] * 16, 128, 100, census | changes.get(name[:7], {})) for name, census in counts.items()
