@@ -109,7 +109,7 @@ std::string explain_plan(const testing::Case& c, int blocks) {
   for (int share = 0; share < cuda::sm90::kShares; ++share) {
     const int class_count = classes_of(share);
     const cuda::sm90::CutCost best =
-        cuda::sm90::fastest_cut(classes, class_count, longest, limits, cuda::sm90::may_cut(p));
+        cuda::sm90::fastest_cut(classes, class_count, longest, limits, cuda::sm90::supports_cut(p));
     const cuda::sm90::Cut cut = cuda::sm90::cut_number(best.number, cuda::sm90::length_scale(longest));
     const auto cycles_of = [&](const cuda::sm90::Cut& c) {
       return cuda::sm90::cycles_of(c, cuda::sm90::PiecesOf(c, classes, class_count).classes, class_count, longest,

@@ -201,11 +201,11 @@ def problems_of(kernels: dict[str, Kernel], required: dict[str, tuple[str, ...]]
     return problems
 
 
-def standing(kernel: Kernel, recorded: dict | None) -> str:
-    """recorded: what the record says of a kernel of that name."""
-    if recorded is None:
-        return "not in the record"
-    return "recorded" if recorded["digest"] == kernel.digest else "changed since"
+def standing(name: str, kernel: Kernel, record: dict[str, dict]) -> str:
+    """Code is found by its digest, under any name: a renamed kernel is still the one that was measured."""
+    if any(recorded["digest"] == kernel.digest for recorded in record.values()):
+        return "recorded"
+    return "changed since" if name in record else "not in the record"
 
 
 def main() -> int:
@@ -230,7 +230,7 @@ def main() -> int:
     for name, kernel in kernels.items():
         counts = ", ".join(f"{opcode} {count}" for opcode, count in kernel.census.items() if count)
         line = f"{name}: {kernel.registers} registers, {kernel.instructions} instructions ({counts}), {kernel.digest}"
-        print(line if record is None else f"{line}, {standing(kernel, record.get(name))}")
+        print(line if record is None else f"{line}, {standing(name, kernel, record)}")
     if options.json:
         found = {name: kernel._asdict() for name, kernel in kernels.items()}
         options.json.write_text(json.dumps(found, indent=2) + "\n")

@@ -267,6 +267,7 @@ def test_sass_rules_must_meet_their_kernels():
         ({}, "not in the record", "not in the record"),
         ({"forward_kernel<bf16, 2>": {"digest": "f" * 16}}, "recorded", "not in the record"),
         ({"prepare_kernel<bf16>": {"digest": "q" * 16}}, "not in the record", "changed since"),
+        ({"another_name<bf16>": {"digest": "p" * 16}}, "not in the record", "recorded"),
     ],
 )
 def test_sass_comparison_tells_and_never_fails(monkeypatch, capsys, tmp_path, record, forward, prepare):

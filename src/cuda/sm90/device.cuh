@@ -3,8 +3,8 @@
 
 #include <type_traits>
 
-#include "cuda/sm90/ptx.cuh"
 #include "cuda/device/sequences.hpp"
+#include "cuda/sm90/ptx.cuh"
 #include "gatedelta/gatedelta.h"
 
 namespace gatedelta::cuda::sm90 {

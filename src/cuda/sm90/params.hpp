@@ -43,7 +43,7 @@ struct CallParams {
   int* initial_read;    // [N * value_heads]: warpgroups that have read the initial state of a sequence that is cut
   Limits limits;
   ListMode list;
-  bool may_cut;
+  bool supports_cut;
   bool may_balance;  // lengths may ask for a balanced list; only in a forward
   int even_parts;    // items per head of an even list
   Cut forced;        // by segment_chunks; zero lengths: not forced

@@ -76,7 +76,6 @@ GD_DEVICE void mma_k8(float* c, uint32_t a0, uint32_t a1, uint32_t b0) {
 
 // ---- numbers -------------------------------------------------------------------------------------------------------
 
-
 // Two 16-bit numbers in one register; the first is the lower half.
 template <class Elem>
 GD_DEVICE uint32_t pack(float first, float second);

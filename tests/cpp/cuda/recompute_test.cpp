@@ -125,10 +125,10 @@ TEST(Recompute, ListsHaveRoomForAllPieces) {
     const int64_t tokens = std::accumulate(pack.chunks.begin(), pack.chunks.end(), int64_t{0}) * kChunkTokens;
     const RecomputePieces pieces = pack.pieces(random_split(pack, random));
     BackwardProblem p = problem_of(pack.count(), 1, tokens, pack.heads, true);
-    for (const bool may_cut : {false, true}) {
+    for (const bool supports_cut : {false, true}) {
       for (const int64_t segment : {0, 256}) {
-        p.context_parallel = may_cut;
-        p.segment_chunks = may_cut ? segment : 0;
+        p.context_parallel = supports_cut;
+        p.segment_chunks = supports_cut ? segment : 0;
         for (const int count : pieces.count) EXPECT_LE(count, max_entries(forward_of(p)));
       }
     }

@@ -120,12 +120,12 @@ TEST(Workspace, OfABackward) {
 TEST(Workspace, OfABackwardThatCutsNothingHasNoBoundaries) {
   BackwardProblem p = backward_of(dense(1, 32768, 4));
   EXPECT_GT(backward_layout(p).forward.boundary_count, 0);
-  EXPECT_TRUE(may_cut(forward_of(p)));
+  EXPECT_TRUE(supports_cut(forward_of(p)));
   p.batch_invariant = true;
   EXPECT_EQ(backward_layout(p).forward.boundary_count, 0);
   p.batch_invariant = p.context_parallel = false;
   EXPECT_EQ(backward_layout(p).forward.boundary_count, 0);
-  EXPECT_FALSE(may_cut(forward_of(p)));
+  EXPECT_FALSE(supports_cut(forward_of(p)));
 }
 
 // A ragged chunk takes as much memory as a whole one. The bound covers it for 35 to 64 tokens, and from 70 tokens on.

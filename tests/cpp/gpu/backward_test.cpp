@@ -108,8 +108,9 @@ TEST_F(Backward, SmallWorkspace) {
 
 // Cut or not, the error is about the same. Also where it exceeds the bounds of the table, which do not cover thousands
 // of tokens with beta up to 2. A few large sums enter dg of all tokens, so its rounding errors differ from cut to cut,
-// by less those of dbeta: with two orders of the merge's sums and eight seeds, 48 cuts of the last case with T=3000 have
-// between 0.89 and 1.08 of the automatic cut's error in dbeta, 0.994 in the mean. So the mean has the narrower bound.
+// by less those of dbeta: with two orders of the merge's sums and eight seeds, 48 cuts of the last case with T=3000
+// have between 0.89 and 1.08 of the automatic cut's error in dbeta, 0.994 in the mean. So the mean has the narrower
+// bound.
 TEST_F(Backward, SegmentsAreAsAccurateAsNone) {
   std::map<std::string, std::vector<double>> growth;  // logarithms, by quantity
   for (const std::string& spec :

@@ -32,7 +32,8 @@ TEST_F(Fp32, HeadSizes) {
 }
 
 TEST_F(Fp32, Lengths) {
-  check({"lengths=" + every_length() + " pad=9 Hk=1 Hv=2 K=32 V=64", "B=2 T=0", "T=1", "T=8", "T=9", "B=3 T=64", "T=65"});
+  check(
+      {"lengths=" + every_length() + " pad=9 Hk=1 Hv=2 K=32 V=64", "B=2 T=0", "T=1", "T=8", "T=9", "B=3 T=64", "T=65"});
 }
 
 TEST_F(Fp32, Packs) {
@@ -43,8 +44,8 @@ TEST_F(Fp32, Packs) {
 TEST_F(Fp32, Gates) { check(cross({"T=200 Hk=4 Hv=8 K=32 V=48", "T=200 Hk=4 Hv=8 K=128 V=128"}, kGates)); }
 
 TEST_F(Fp32, BetasAndKeys) {
-  check(cross({"T=170 Hk=2 Hv=4 K=64 V=32 seed=3"},
-              joined(joined(kBetas, kKeys), {"keys=repeated beta=two gate=zero"})));
+  check(
+      cross({"T=170 Hk=2 Hv=4 K=64 V=32 seed=3"}, joined(joined(kBetas, kKeys), {"keys=repeated beta=two gate=zero"})));
 }
 
 TEST_F(Fp32, States) {

@@ -17,7 +17,8 @@ TEST_F(GatedNorm, Bits) {
       ASSERT_EQ(on_device(problem.forward), "");
       ASSERT_EQ(on_device(problem.backward), "");
       const std::vector<std::vector<char>> bits = {bytes_of(problem.forward.out), bytes_of(problem.backward.dx),
-                                                   bytes_of(problem.backward.dgate), bytes_of(problem.backward.dweight)};
+                                                   bytes_of(problem.backward.dgate),
+                                                   bytes_of(problem.backward.dweight)};
       if (first.empty()) first = bits;
       ASSERT_EQ(bits, first) << problem.spec.text();
     }

@@ -12,7 +12,7 @@ TEST_F(Backward, PromisedBounds) { check_backward(benchmark_cases()); }
 // More chunks than are kept at once, so that states are restored more than one way.
 TEST_F(Backward, ManyChunks) {
   check_backward({"lengths=1500+64+700 pad=5 Hk=1 Hv=2 K=16 V=16", "T=2100 Hk=1 Hv=2 K=16 V=16 dtype=bf16",
-         "T=1111 Hk=1 Hv=1 K=16 V=16 gate=inf"});
+                  "T=1111 Hk=1 Hv=1 K=16 V=16 gate=inf"});
 }
 
 // Each gradient alone is the gradient among all.
@@ -21,7 +21,7 @@ TEST_F(Backward, GradientsAreIndependentOfEachOther) {
                            "T=130 Hk=1 Hv=2 K=16 V=16"}) {
     Problem all(parse_case(spec)), one(parse_case(spec));
     for (const gd_isa isa : usable_isas()) {
-        all.reset();
+      all.reset();
       ASSERT_EQ(run(all.backward, isa), "");
       constexpr gd_tensor gd_backward_args::*kOutputs[] = {
           &gd_backward_args::dq,        &gd_backward_args::dk,

@@ -26,8 +26,7 @@ TEST_F(Conv1d, SomeGradientsAlone) {
       for (int i = 0; i < 4; ++i) {
         if (i != kept) *gradients[i] = {};
       }
-      EXPECT_EQ(problem.judge_backward([&](const gd_conv1d_backward_args& a) { return run(a, isa); }),
-                "");
+      EXPECT_EQ(problem.judge_backward([&](const gd_conv1d_backward_args& a) { return run(a, isa); }), "");
     }
   }
 }

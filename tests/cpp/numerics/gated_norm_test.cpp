@@ -59,7 +59,8 @@ TEST_F(GatedNorm, BitsDoNotDependOnThreads) {
       ASSERT_EQ(run_gated_norm(problem.forward, exec), "");
       ASSERT_EQ(run_gated_norm_backward(problem.backward, exec), "");
       const std::vector<std::vector<char>> bits = {bytes_of(problem.forward.out), bytes_of(problem.backward.dx),
-                                                   bytes_of(problem.backward.dgate), bytes_of(problem.backward.dweight)};
+                                                   bytes_of(problem.backward.dgate),
+                                                   bytes_of(problem.backward.dweight)};
       if (first.empty()) first = bits;
       EXPECT_EQ(bits, first) << threads << " threads, " << problem.spec.text();
     }

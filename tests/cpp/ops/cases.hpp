@@ -32,7 +32,7 @@ inline Specs selected(const Specs& all) {
   const char* const text = std::getenv("GATEDELTA_TEST_EVERY");
   const size_t every = text ? std::strtoul(text, nullptr, 10) : 1;
   Specs some;
-  for (size_t i = 0; i < all.size(); i += every > 0 ? every : 1) some.push_back(all[i]);
+  for (size_t i = 0; i<all.size(); i += every> 0 ? every : 1) some.push_back(all[i]);
   return some;
 }
 
@@ -47,14 +47,28 @@ inline const Specs kTypes = either(kDtypeSpecs, {"K=128 V=128 dtype=bf16", "K=12
 inline const Specs kStorage = either({"dtype=bf16", "dtype=fp32 state=bf16 layout=vk", "dtype=fp16 state=fp16"},
                                      cross({"", "state=bf16 layout=vk", "state=fp16"}, kTypes));
 
-inline const Specs kGates = {
-    "gate=zero", "gate=weak", "gate=strong", "gate=spiky", "gate=mixed", "gate=inf", "gate=huge", "gate=raw",
-    "gate=raw dt_bias=0", "gate=raw gdtype=bf16 beta=logit", "gate=mixed gdtype=fp16", "gate=huge gdtype=bf16"};
-inline const Specs kBetas = {"beta=unit", "beta=zeros", "beta=two", "beta=one", "beta=logit", "beta=logit2",
-                             "beta=logit gdtype=bf16"};
-inline const Specs kKeys = {"keys=correlated gate=zero", "keys=correlated beta=two gate=weak",
-                            "keys=correlated l2norm gate=raw", "keys=repeated beta=one", "keys=repeated l2norm",
-                            "keys=loose", "keys=loose l2norm", "keys=random l2norm beta=logit2"};
+inline const Specs kGates = {"gate=zero",
+                             "gate=weak",
+                             "gate=strong",
+                             "gate=spiky",
+                             "gate=mixed",
+                             "gate=inf",
+                             "gate=huge",
+                             "gate=raw",
+                             "gate=raw dt_bias=0",
+                             "gate=raw gdtype=bf16 beta=logit",
+                             "gate=mixed gdtype=fp16",
+                             "gate=huge gdtype=bf16"};
+inline const Specs kBetas = {
+    "beta=unit", "beta=zeros", "beta=two", "beta=one", "beta=logit", "beta=logit2", "beta=logit gdtype=bf16"};
+inline const Specs kKeys = {"keys=correlated gate=zero",
+                            "keys=correlated beta=two gate=weak",
+                            "keys=correlated l2norm gate=raw",
+                            "keys=repeated beta=one",
+                            "keys=repeated l2norm",
+                            "keys=loose",
+                            "keys=loose l2norm",
+                            "keys=random l2norm beta=logit2"};
 
 inline Specs gate_cases() { return cross(cross({"T=200 Hk=4 Hv=8 K=32 V=48"}, kTypes), kGates); }
 inline Specs beta_cases() {
@@ -67,11 +81,11 @@ inline Specs key_cases() {
 }
 
 inline Specs head_cases() {  // value heads per key head
-  Specs all = cross({"B=2 T=90 Hk=2 Hv=2 l2norm", "B=2 T=90 Hk=2 Hv=4 l2norm", "B=2 T=90 Hk=2 Hv=6 l2norm",
-                     "B=2 T=90 Hk=2 Hv=8 l2norm", "B=2 T=90 Hk=2 Hv=16 l2norm", "B=2 T=150 Hk=2 Hv=2",
-                     "B=2 T=150 Hk=2 Hv=4", "T=150 Hk=1 Hv=3", "T=150 Hk=2 Hv=16 l2norm", "T=70 Hk=1 Hv=8",
-                     "T=70 Hk=1 Hv=33", "T=70 Hk=5 Hv=15"},
-                    cross({"K=32 V=16"}, kTypes));
+  Specs all =
+      cross({"B=2 T=90 Hk=2 Hv=2 l2norm", "B=2 T=90 Hk=2 Hv=4 l2norm", "B=2 T=90 Hk=2 Hv=6 l2norm",
+             "B=2 T=90 Hk=2 Hv=8 l2norm", "B=2 T=90 Hk=2 Hv=16 l2norm", "B=2 T=150 Hk=2 Hv=2", "B=2 T=150 Hk=2 Hv=4",
+             "T=150 Hk=1 Hv=3", "T=150 Hk=2 Hv=16 l2norm", "T=70 Hk=1 Hv=8", "T=70 Hk=1 Hv=33", "T=70 Hk=5 Hv=15"},
+            cross({"K=32 V=16"}, kTypes));
   if (!kOnCpu) return all;
   for (const char* heads : {"Hk=2 Hv=4 dtype=bf16", "Hk=4 Hv=12", "Hk=3 Hv=24 dtype=fp16", "Hk=1 Hv=4", "Hk=3 Hv=3"}) {
     all.push_back("tiled B=2 T=90 K=32 V=16 l2norm gate=raw beta=logit " + std::string(heads));
@@ -96,8 +110,8 @@ inline Specs size_cases() {  // K and V
     }
   }
   if (!kOnCpu) return all;
-  return joined(all, cross(cross({"T=100 Hk=1 Hv=2"}, kDtypeSpecs), {"K=16 V=256", "K=256 V=16", "K=256 V=256",
-                                                                     "K=128 V=128", "K=64 V=128", "K=144 V=208"}));
+  return joined(all, cross(cross({"T=100 Hk=1 Hv=2"}, kDtypeSpecs),
+                           {"K=16 V=256", "K=256 V=16", "K=256 V=256", "K=128 V=128", "K=64 V=128", "K=144 V=208"}));
 }
 
 // On a GPU a CTA has a different share of a head with few heads, with some and with many.
@@ -120,13 +134,13 @@ inline Specs every_length_cases() {
 }
 
 inline Specs pack_cases() {
-  return joined(cross({"lengths=0+0+300+0+1+63+64+65+0 pad=1 i64 Hk=2 Hv=2 K=32 V=32",
-                       "lengths=5x1+128+2x0 Hk=1 Hv=3 K=16 V=16 gate=strong",
-                       "lengths=129 pad=70 K=16 V=16 gate=raw l2norm", "lengths=4x0 pad=5 Hk=1 Hv=2 K=16 V=16",
-                       "lengths=40+0+90 pad=3 Hk=1 Hv=2 K=16 V=16 h0=0 dht=0", "lengths=129 pad=200 K=16 V=16",
-                       "lengths=0 K=16 V=16", "B=3 T=0 Hk=1 Hv=2 K=16 V=16"},
-                      kTypes),
-                either({"lengths=70+0+1100+1 pad=3 Hk=2 Hv=6 tiled K=16 V=16 pool every=64"}, {}));
+  return joined(
+      cross({"lengths=0+0+300+0+1+63+64+65+0 pad=1 i64 Hk=2 Hv=2 K=32 V=32",
+             "lengths=5x1+128+2x0 Hk=1 Hv=3 K=16 V=16 gate=strong", "lengths=129 pad=70 K=16 V=16 gate=raw l2norm",
+             "lengths=4x0 pad=5 Hk=1 Hv=2 K=16 V=16", "lengths=40+0+90 pad=3 Hk=1 Hv=2 K=16 V=16 h0=0 dht=0",
+             "lengths=129 pad=200 K=16 V=16", "lengths=0 K=16 V=16", "B=3 T=0 Hk=1 Hv=2 K=16 V=16"},
+            kTypes),
+      either({"lengths=70+0+1100+1 pad=3 Hk=2 Hv=6 tiled K=16 V=16 pool every=64"}, {}));
 }
 
 // The CPU takes the three types in turn.
@@ -140,19 +154,19 @@ inline Specs state_cases() {
 }
 
 inline Specs stride_cases() {
-  return cross({"B=2 T=75 Hk=2 Hv=4 K=32 V=48 strided",
-                "lengths=70+3+0+66+128 pad=6 Hk=1 Hv=2 K=16 V=80 strided layout=vk"},
-               cross(kTypes, {"gate=mixed", "gate=raw l2norm beta=logit"}));
+  return cross(
+      {"B=2 T=75 Hk=2 Hv=4 K=32 V=48 strided", "lengths=70+3+0+66+128 pad=6 Hk=1 Hv=2 K=16 V=80 strided layout=vk"},
+      cross(kTypes, {"gate=mixed", "gate=raw l2norm beta=logit"}));
 }
 
 // Outputs of another type than the inputs' are the CPU's alone.
 inline Specs scale_cases() {
-  return joined(cross(cross({"T=150 Hk=1 Hv=2 K=32 V=32", "T=150 Hk=1 Hv=2 K=32 V=32 l2norm"}, kTypes),
-                      {"scale=0", "scale=-2.5", "scale=-0.25", "scale=1"}),
-                either({"T=70 Hk=1 Hv=2 K=32 V=32 dtype=bf16 odtype=fp32",
-                        "T=70 Hk=1 Hv=2 K=32 V=32 dtype=fp32 odtype=bf16",
-                        "T=70 Hk=1 Hv=2 K=32 V=32 dtype=fp16 odtype=fp32"},
-                       {}));
+  return joined(
+      cross(cross({"T=150 Hk=1 Hv=2 K=32 V=32", "T=150 Hk=1 Hv=2 K=32 V=32 l2norm"}, kTypes),
+            {"scale=0", "scale=-2.5", "scale=-0.25", "scale=1"}),
+      either({"T=70 Hk=1 Hv=2 K=32 V=32 dtype=bf16 odtype=fp32", "T=70 Hk=1 Hv=2 K=32 V=32 dtype=fp32 odtype=bf16",
+              "T=70 Hk=1 Hv=2 K=32 V=32 dtype=fp16 odtype=fp32"},
+             {}));
 }
 
 // What the promised bounds are about: the benchmark's inputs at the benchmark's head size.

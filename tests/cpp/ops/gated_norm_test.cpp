@@ -7,8 +7,7 @@ namespace {
 using GatedNorm = OnEngine;
 
 Judgement judge_backward(NormProblem& problem, gd_isa isa) {
-  return judge_gated_norm_backward(problem,
-                                   [&](const gd_gated_norm_backward_args& args) { return run(args, isa); });
+  return judge_gated_norm_backward(problem, [&](const gd_gated_norm_backward_args& args) { return run(args, isa); });
 }
 void check(const NormCases& cases) {
   for (const NormCase& c : cases) {

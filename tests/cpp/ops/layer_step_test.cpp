@@ -1,5 +1,5 @@
-// The layer's step equals the three calls it stands for, bit for bit: what lies between the operations is rounded as the
-// separate calls store it.
+// The layer's step equals the three calls it stands for, bit for bit: what lies between the operations is rounded as
+// the separate calls store it.
 #include <cmath>
 
 #include "testing/number.hpp"

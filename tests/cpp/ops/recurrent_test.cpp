@@ -55,10 +55,11 @@ TEST_F(Recurrent, States) {
 }
 
 TEST_F(Recurrent, Strides) {
-  check(cross(cross({"B=2 T=5 Hk=2 Hv=4 K=32 V=48 strided", "lengths=7+3+0+6 pad=6 Hk=1 Hv=2 K=16 V=80 strided",
-                     "B=3 T=1 Hk=2 Hv=4 K=128 V=128 strided"},
-                    kLayouts),
-              cross(kDtypeSpecs, {"gate=mixed", "gate=raw l2norm beta=logit", "gate=raw l2norm beta=logit state=bf16"})));
+  check(
+      cross(cross({"B=2 T=5 Hk=2 Hv=4 K=32 V=48 strided", "lengths=7+3+0+6 pad=6 Hk=1 Hv=2 K=16 V=80 strided",
+                   "B=3 T=1 Hk=2 Hv=4 K=128 V=128 strided"},
+                  kLayouts),
+            cross(kDtypeSpecs, {"gate=mixed", "gate=raw l2norm beta=logit", "gate=raw l2norm beta=logit state=bf16"})));
 }
 
 TEST_F(Recurrent, ScaleAndOutputType) {
@@ -85,8 +86,8 @@ TEST_F(Recurrent, Decode) {
 TEST_F(Recurrent, DraftVerification) {
   for (int T = 1; T <= 8; ++T) {
     const std::string drafts = "B=10 T=" + num(T) + " Hk=1 Hv=2 " + kDtypeSpecs[T % 3];
-    check(cross(cross({drafts + " K=16 V=32"}, cross(either({""}, {"", kStep}), {"accept", "accept pool inplace",
-                                                                               "accept pool i64", "inplace"})),
+    check(cross(cross({drafts + " K=16 V=32"}, cross(either({""}, {"", kStep}),
+                                                     {"accept", "accept pool inplace", "accept pool i64", "inplace"})),
                 {"steps=none", "steps=dense", "steps=pool", "steps=pool state=bf16 strided",
                  "steps=pool layout=vk state=bf16 strided", "steps=dense state=fp16"}));
   }

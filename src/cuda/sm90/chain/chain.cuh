@@ -11,9 +11,9 @@
 // Members are defined by role: work, loads, keys, scores, math, boundary, state_io (.cuh); roles.cuh runs them.
 #pragma once
 
-#include "cuda/sm90/params.hpp"
 #include "cuda/sm90/chain/config.hpp"
 #include "cuda/sm90/device.cuh"
+#include "cuda/sm90/params.hpp"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/wgmma.cuh"
 

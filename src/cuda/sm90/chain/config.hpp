@@ -2,9 +2,9 @@
 // forward, states and gradient chain share all of it.
 #pragma once
 
-#include "cuda/sm90/schedule/work_item.hpp"
 #include "cuda/sm90/pipeline_state.hpp"
 #include "cuda/sm90/prepare/config.hpp"
+#include "cuda/sm90/schedule/work_item.hpp"
 #include "cuda/sm90/tiles.hpp"
 
 namespace gatedelta::cuda::sm90 {

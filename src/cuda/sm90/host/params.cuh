@@ -62,9 +62,9 @@ inline CallParams call_params(const ForwardProblem& problem, char* workspace, in
   p.boundaries = reinterpret_cast<uint8_t*>(base + layout.boundaries);
   p.list = list_mode(problem, multiprocessors);
   p.even_parts = even_parts(problem, multiprocessors);
-  p.may_cut = may_cut(problem);
-  if (p.may_cut) p.forced = forced_cut(problem);
-  p.saves_list = p.saved_list && p.list == kPlannedList && p.may_cut && !p.forced.decaying;
+  p.supports_cut = supports_cut(problem);
+  if (p.supports_cut) p.forced = forced_cut(problem);
+  p.saves_list = p.saved_list && p.list == kPlannedList && p.supports_cut && !p.forced.decaying;
   const int entries = static_cast<int>(list_entries(problem, multiprocessors));
   p.limits = {multiprocessors, entries, layout.boundary_count};
   return p;

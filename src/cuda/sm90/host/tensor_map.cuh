@@ -4,9 +4,9 @@
 #include <cuda.h>
 #include <atomic>
 
+#include "cuda/device/sequences.hpp"
 #include "cuda/host/device.cuh"
 #include "cuda/sm90/tiles.hpp"
-#include "cuda/device/sequences.hpp"
 
 namespace gatedelta::cuda::sm90 {
 

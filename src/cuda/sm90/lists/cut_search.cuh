@@ -102,7 +102,7 @@ GD_DEVICE void choose_cut(const CallParams& p, int helper, CutSmem& s) {
   constexpr int kEach = kCuts / kCutBlocks;
   static_assert(kMaxClasses == 4 && kEach * kMaxClasses <= kThreads);
   const int index = tid / kMaxClasses, number = block * kEach + index;
-  const bool is_candidate = index < kEach && number < (p.may_cut ? kCuts : 2);
+  const bool is_candidate = index < kEach && number < (p.supports_cut ? kCuts : 2);
   const int longest = s.lengths.longest;
   const Cut cut = cut_number(number, length_scale(longest));
   if (is_candidate && tid % kMaxClasses < s.class_count)

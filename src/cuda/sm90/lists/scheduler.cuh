@@ -108,7 +108,7 @@ struct Scheduler {
     Cut cut = p.forced;
     if (!cut.decaying && s.cuts[0].number < 0) return false;
     // Saved estimates may be for cuts that this backward must not make.
-    if (!cut.decaying && (p.may_cut || !p.has_saved)) cut = best_cut(with_chunks);
+    if (!cut.decaying && (p.supports_cut || !p.has_saved)) cut = best_cut(with_chunks);
     find_segments(cut);
     __syncthreads();
     find_order(cut);
@@ -137,7 +137,7 @@ struct Scheduler {
   // compare as unsigned integers.
   GD_DEVICE Cut best_cut(int with_chunks) const {
     const int share =
-        p.may_cut && with_chunks > 0 ? floor_div(s.persistent * (kShares - 1) + with_chunks / 2, with_chunks) : 0;
+        p.supports_cut && with_chunks > 0 ? floor_div(s.persistent * (kShares - 1) + with_chunks / 2, with_chunks) : 0;
     static_assert(kCutBlocks <= 32);
     const int lane = threadIdx.x & 31;
     const CutCost mine = s.cuts[share * kCutBlocks + lane % kCutBlocks];

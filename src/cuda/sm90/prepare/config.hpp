@@ -1,8 +1,8 @@
 // What the prepare kernel leaves for one chunk and value head, and its launch and shared-memory plan.
 #pragma once
 
-#include "cuda/sm90/tiles.hpp"
 #include "cuda/device/sequences.hpp"
+#include "cuda/sm90/tiles.hpp"
 
 namespace gatedelta::cuda::sm90 {
 

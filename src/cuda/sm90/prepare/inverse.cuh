@@ -1,8 +1,8 @@
 // The inverse T of a chunk.
 #pragma once
 
-#include "cuda/sm90/params.hpp"
 #include "cuda/sm90/device.cuh"
+#include "cuda/sm90/params.hpp"
 #include "cuda/sm90/prepare/config.hpp"
 
 namespace gatedelta::cuda::sm90 {

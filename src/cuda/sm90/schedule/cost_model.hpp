@@ -1,9 +1,9 @@
 // The cost model: how long a cut takes on the GPU, and which of the candidates is the fastest.
 #pragma once
 
+#include "cuda/device/decay.hpp"
 #include "cuda/sm90/schedule/balanced_list.hpp"
 #include "cuda/sm90/schedule/cut.hpp"
-#include "cuda/device/decay.hpp"
 
 namespace gatedelta::cuda::sm90 {
 
@@ -294,9 +294,10 @@ GD_HOST_DEVICE inline float cost_of(const Cut& cut, const ClassPieces* classes, 
 }
 
 // Host version of the search; on the device many threads compute the cost of one cut each.
-inline CutCost fastest_cut(const LengthClass* classes, int count, int longest, const Limits& limits, bool may_cut) {
+inline CutCost fastest_cut(const LengthClass* classes, int count, int longest, const Limits& limits,
+                           bool supports_cut) {
   CutCost best{kNever, 0};
-  for (int number = 0; number < (may_cut ? kCuts : 2); ++number) {
+  for (int number = 0; number < (supports_cut ? kCuts : 2); ++number) {
     const Cut cut = cut_number(number, length_scale(longest));
     const float cost = cost_of(cut, PiecesOf(cut, classes, count).classes, count, longest, limits);
     if (cost < best.cost) best = {cost, number};

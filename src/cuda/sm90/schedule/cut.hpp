@@ -1,8 +1,8 @@
 // A cut: the lengths of segments, and where they begin.
 #pragma once
 
-#include "cuda/sm90/schedule/costs.hpp"
 #include "cuda/device/fast_math.hpp"
+#include "cuda/sm90/schedule/costs.hpp"
 #include "cuda/sm90/schedule/work_item.hpp"
 
 namespace gatedelta::cuda::sm90 {

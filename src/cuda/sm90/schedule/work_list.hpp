@@ -1,8 +1,8 @@
 // The work list of a cut: which entries a (sequence, head) pair has and where they stand.
 #pragma once
 
-#include "cuda/sm90/schedule/cut.hpp"
 #include "cuda/device/decay.hpp"
+#include "cuda/sm90/schedule/cut.hpp"
 
 namespace gatedelta::cuda::sm90 {
 

@@ -1,10 +1,10 @@
 // How much of an old state is left after all chunks of a sequence (schedule/fade.hpp), by a warp.
 #pragma once
 
-#include "cuda/sm90/params.hpp"
 #include "cuda/device/fade.hpp"
-#include "cuda/sm90/ptx.cuh"
 #include "cuda/device/warp.cuh"
+#include "cuda/sm90/params.hpp"
+#include "cuda/sm90/ptx.cuh"
 
 namespace gatedelta::cuda::sm90 {
 

@@ -6,17 +6,17 @@
 #include <cstdint>
 
 #include "core/problem.hpp"
+#include "cuda/sm90/prepare/config.hpp"
 #include "cuda/sm90/schedule/cost_model.hpp"
 #include "cuda/sm90/schedule/recompute.hpp"
-#include "cuda/sm90/prepare/config.hpp"
 
 namespace gatedelta::cuda::sm90 {
 
 // Limits of the kernels' 32-bit arithmetic and shared memory; validation enforces them.
-constexpr int64_t kMaxSeqHeads = INT_MAX / 2;                 // N * Hv: room for a stride
-constexpr int64_t kMaxPrepareBlocks = INT_MAX;                // of one launch
-constexpr int64_t kMaxSlots = INT_MAX;                        // of initial states: a work item holds its own
-constexpr int64_t kMaxGroup = 256;                            // Hv / Hk: prepare holds the betas of a group
+constexpr int64_t kMaxSeqHeads = INT_MAX / 2;   // N * Hv: room for a stride
+constexpr int64_t kMaxPrepareBlocks = INT_MAX;  // of one launch
+constexpr int64_t kMaxSlots = INT_MAX;          // of initial states: a work item holds its own
+constexpr int64_t kMaxGroup = 256;              // Hv / Hk: prepare holds the betas of a group
 
 // One per chunk and key head, after the helpers that list and plan.
 inline int64_t prepare_blocks(const ChunkedSequences& s, int64_t key_heads) {
@@ -32,7 +32,7 @@ inline int64_t prepare_blocks(const Layer& layer) {
 inline bool is_planned(int64_t sequences, int64_t value_heads) {
   return sequences <= kMaxPlannedSequences && sequences * value_heads <= kMaxPlannedSeqHeads;
 }
-inline bool may_cut(const ForwardProblem& p) {
+inline bool supports_cut(const ForwardProblem& p) {
   return p.context_parallel && !p.batch_invariant && is_planned(p.in.sequences.count, p.in.value_heads);
 }
 // ChunkedSequences so short that planning costs more than it gains, unless a backward needs the plan. For a pack, the
@@ -68,7 +68,7 @@ inline int64_t max_entries(const ForwardProblem& p) {
   // A backward with saved states cuts at save intervals, whatever else is cut (recompute.hpp).
   const int64_t recomputed = !p.saved ? 0 : chunks < kMaxPlannedEntries ? chunks : kMaxPlannedEntries;
   constexpr int64_t kPacketsPerRow = kMaxPlannedEntries - 2 * kMaxPlannedSeqHeads;
-  const int64_t pieces = !may_cut(p) ? 0 : 3 * chunks < kPacketsPerRow ? 3 * chunks : kPacketsPerRow;
+  const int64_t pieces = !supports_cut(p) ? 0 : 3 * chunks < kPacketsPerRow ? 3 * chunks : kPacketsPerRow;
   // Forced: outputs, perhaps in halves, and two transitions per segment, rounded up per sequence.
   const Cut forced = forced_cut(p);
   const int shortest = forced.decaying < forced.persistent ? forced.decaying : forced.persistent;
@@ -89,7 +89,7 @@ inline int64_t list_entries(const ForwardProblem& p, int blocks) {
 inline bool may_balance(const ForwardProblem& p, const Limits& limits) {
   const int64_t seq_heads = p.in.sequences.count * p.in.value_heads;
   const int borders = limits.blocks - 1;
-  return may_cut(p) && !p.saved && !p.segment_chunks && seq_heads >= limits.blocks && borders <= kMostBorders &&
+  return supports_cut(p) && !p.saved && !p.segment_chunks && seq_heads >= limits.blocks && borders <= kMostBorders &&
          borders <= limits.boundaries && seq_heads + borders <= limits.entries;
 }
 
@@ -170,7 +170,7 @@ inline ForwardWorkspace forward_layout(const ForwardProblem& p, int prepared_byt
   w.schedule = take(sizeof(Schedule));
   w.work = take(max_entries(p) * int64_t{sizeof(WorkItem)});
   if (is_planned(count, p.in.value_heads)) w.initial_read = take(count * p.in.value_heads * int64_t{sizeof(int)});
-  if (may_cut(p)) {
+  if (supports_cut(p)) {
     const int64_t promised =
         kBytesPerToken * p.in.sequences.batch * p.in.sequences.tokens * p.in.value_heads + kFixedBytes;
     const int64_t left = promised - static_cast<int64_t>(w.bytes) - 2 * int64_t{ForwardWorkspace::kAlign};

@@ -1,8 +1,8 @@
 // The gradients kernel in numbers: shared-memory plan, registers, roles and barriers.
 #pragma once
 
-#include "cuda/sm90/schedule/work_item.hpp"
 #include "cuda/sm90/prepare/config.hpp"
+#include "cuda/sm90/schedule/work_item.hpp"
 #include "cuda/sm90/tiles.hpp"
 
 namespace gatedelta::cuda::sm90 {

@@ -20,9 +20,9 @@
 // role: loads, products, rows, gates, store (.cuh); kernel.cuh runs them.
 #pragma once
 
-#include "cuda/sm90/params.hpp"
 #include "cuda/sm90/backward/gradients/config.hpp"
 #include "cuda/sm90/device.cuh"
+#include "cuda/sm90/params.hpp"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/wgmma.cuh"
 
