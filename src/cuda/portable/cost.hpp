@@ -59,7 +59,7 @@ GD_HOST_DEVICE inline int next_number(int segments) { return segments + 1 + segm
 struct CutCost {
   struct Chain {
     float chunk, warmup_chunk, warmup;        // see ChainWork
-    float ctas, transition_ctas, whole_ctas;  // for all heads of a segment; of a sequence that is not cut
+    float ctas, transition_ctas, whole_ctas;  // for all heads: of a segment, of its transitions, of an uncut sequence
   };
   static constexpr int kMostChains = 2;
   ChainCosts segment_costs{}, transition_costs{}, whole_costs{};

@@ -10,8 +10,8 @@ namespace gatedelta::cuda::portable {
 // ---- segments -------------------------------------------------------------------------------------------------------
 
 // Sequences that are cut have segments of equal length, except the last one. Segments are numbered sequence by
-// sequence; a sequence without tokens has one, too. The host knows the largest number there may be, which is reached
-// where one sequence has all tokens. The last of these segments may be empty.
+// sequence; a sequence without tokens has one, too. The host knows only the largest possible number, which is reached
+// where one sequence has all tokens: the last segments may be empty.
 struct SegmentLength {
   int64_t tokens;  // of a segment
 

@@ -33,7 +33,7 @@ struct GradChain : Chain<Config> {
     const Place at = this->place_in(segment);
     if (at.column - this->warp * kWarpColumns >= p.value_dim)
       return;  // CTAs of a head are a power of two: these are surplus
-    if (this->is_transition() && !this->leaves_boundary_state(segment, at)) return;
+    if (this->is_transition() && !this->stores_boundary_state(segment, at)) return;
     const int begin = segment.chunk * kChunkTokens, end = static_cast<int>(Base::end_of(segment, at)) - begin;
     const int length = min(end + segment.warmup_chunks() * kChunkTokens, static_cast<int>(at.span.length) - begin);
     int step = steps_of(length) - 1;   // the next one; -1 in an empty sequence

@@ -28,7 +28,7 @@ struct States : Chain<Config> {
     const Place at = this->place_in(segment);
     const bool is_transition_column = this->transition_column() >= 0;
     if (this->is_transition() && !p.summaries &&
-        !(is_transition_column ? leaves_transition(segment, at) : this->leaves_boundary_state(segment, at)))
+        !(is_transition_column ? needs_transition(segment, at) : this->stores_boundary_state(segment, at)))
       return;
     const int first_column =
         (is_transition_column ? this->transition_column() : at.column) - this->warp * Config::kWarpColumns;
@@ -66,9 +66,9 @@ struct States : Chain<Config> {
 
   // ---- transitions --------------------------------------------------------------------------------------------------
 
-  // Whether a merge uses M of the segment, from state to state or from gradient to gradient.
-  GD_DEVICE bool leaves_transition(const Segment& segment, const Place& at) const {
-    if (segment.begins_at_boundary() && this->leaves_boundary_state(segment, at)) return true;
+  // Whether a merge of states or of gradients uses the segment's M.
+  GD_DEVICE bool needs_transition(const Segment& segment, const Place& at) const {
+    if (segment.begins_at_boundary() && this->stores_boundary_state(segment, at)) return true;
     if (!p.gradient_segments || segment.chunk == 0) return false;
     const Segment* const gradients = p.gradient_segments + this->work_item();
     return gradients->begins_at_boundary() && gradients[-p.value_heads].begins_at_boundary();

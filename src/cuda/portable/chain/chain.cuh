@@ -160,7 +160,7 @@ struct Chain {
 
   // Whether the next segment of the chain begins with the state that this one ends with. The next one of the gradient
   // chain is the one before it in time.
-  GD_DEVICE bool leaves_boundary_state(const Segment& segment, const Place& at) const {
+  GD_DEVICE bool stores_boundary_state(const Segment& segment, const Place& at) const {
     const bool is_last = Pass::kDirection > 0 ? end_of(segment, at) >= at.span.length : segment.chunk == 0;
     return !is_last && p.segments[next_work_item()].begins_at_boundary();
   }

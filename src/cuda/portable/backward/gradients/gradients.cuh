@@ -14,7 +14,7 @@
 // and Q are scaled by an exact power of two to length ~1. The norms are then those of the rows in shared memory, and
 // the powers are factors of dQ and dK at the end.
 //
-// V comes in stages of 32 columns: rows of U, dO, dV and snapshots of S and G. Warp w has rows 32 (w % 2) and
+// Value columns are loaded in stages of 32: rows of U, dO, dV and snapshots of S and G. Warp w has rows 32 (w % 2) and
 // quarter w / 2 of the key columns; of the pairs dO U^T and dV U^T it has one 16-row tile of one of them.
 #pragma once
 
