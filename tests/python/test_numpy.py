@@ -13,6 +13,7 @@ pytest.importorskip("ml_dtypes")
 
 import gatedelta.numpy as gd
 from gatedelta import _lib
+from gatedelta.numpy import rule
 
 from testing.truth import Case
 
@@ -237,6 +238,8 @@ def test_absent_gates_are_zeros_and_ones(absent):
 
 
 def test_layer_lists_every_common_keyword():
-    """The TypedDict of the signatures, against the function that takes the keywords."""
-    common = list(inspect.signature(gd._set_inputs).parameters)[6:]
-    assert list(gd.Layer.__annotations__) == common
+    """The TypedDict of the signatures, against the function that takes the keywords and passes options on."""
+    parameters = inspect.signature(rule._set_inputs).parameters.values()
+    tensors = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    options = set(inspect.signature(_lib.RuleOptions).parameters)
+    assert set(rule.Layer.__annotations__) == tensors | options and not tensors & options
