@@ -107,7 +107,7 @@ int main(void) {
     expect(final_state[i] - pool_state[i] < 1e-5f && pool_state[i] - final_state[i] < 1e-5f, "and on the state");
 
   expect(gd_layer_step_workspace(&layer, &bytes) == GD_INVALID_ARGUMENT, "gd_layer_step_workspace refuses no tensors");
-  expect(strcmp(gd_last_error(), "conv.in.x is missing") == 0, "and says which one is missing");
+  expect(strcmp(gd_last_error(), "mixed_qkv is missing") == 0, "and says which one is missing");
   expect(gd_layer_step(&layer) == GD_INVALID_ARGUMENT, "gd_layer_step");
 
   expect(gd_thread_pool_create(2, &threads) == GD_OK && gd_thread_pool_size(threads) == 2, "gd_thread_pool_create");

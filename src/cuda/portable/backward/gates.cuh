@@ -79,7 +79,11 @@ struct GateGradients {
         gradient *= decay * softplus_slope(x);
         d_dt_bias += gradient;
       }
-      store(p, at, head, i, gradient, beta_gradient(p, betas[e], dbeta[e]));
+      // beta_gradient, written out: called here, it compiles to other code for sm_100 and sm_120.
+      float d = dbeta[e];
+      if (p.beta_kind == GD_BETA_LOGIT) d *= betas[e] * (1.0f - betas[e]);
+      if (p.beta_kind == GD_BETA_LOGIT_DOUBLED) d *= betas[e] * (1.0f - 0.5f * betas[e]);
+      store(p, at, head, i, gradient, d);
     }
   }
   GD_DEVICE static float2 two(const float* from, int lane) { return reinterpret_cast<const float2*>(from)[lane]; }
