@@ -380,9 +380,10 @@ def test_gpu_rows(run_python, has_gpu, tmp_path):
 def test_eager_layers(run_python):
     report = run_python("-m", "bench.gpu.eager", "--device", "cpu", "--batches", "15").stdout
     rows = {line[:52].strip(): float(line[52:]) for line in report.splitlines()[1:]}
-    assert rows["chunk_gated_delta_rule"] > rows["gd_forward"] > 0
-    assert {"gd_forward_workspace", "Python, to the operator"} <= rows.keys()
-    assert rows["fused_recurrent_gated_delta_rule, in a pool"] > rows["gd_recurrent"] > 0
+    whole = {"chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule, in a pool"}
+    parts = {"gd_forward", "gd_forward_workspace", "gd_recurrent", "Python, to the operator"}
+    assert whole | parts <= rows.keys()
+    assert all(rows[name] > 0 for name in (whole | parts) - {"Python, to the operator"})  # that one is a difference
 
 
 def test_segments_shapes():
