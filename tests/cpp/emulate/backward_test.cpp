@@ -4,8 +4,8 @@
 #include <gtest/gtest.h>
 #include <iterator>
 
-#include "raw_gates.hpp"
 #include "testing/judge.hpp"
+#include "testing/raw_gates.hpp"
 
 namespace gatedelta::testing {
 namespace {
@@ -60,7 +60,8 @@ TEST(EmulatedBackward, Gates) {
 }
 
 TEST(EmulatedBackward, RawGatesOneByOne) {
-  EXPECT_EQ(emulated::judge_raw_gates([](const gd_backward_args& args) { return emulated::run(args, {}); }), "");
+  for (const char* dtype : {"bf16", "fp16"})
+    EXPECT_EQ(judge_raw_gates(dtype, [](const gd_backward_args& args) { return emulated::run(args, {}); }), "");
 }
 
 TEST(EmulatedBackward, Betas) {

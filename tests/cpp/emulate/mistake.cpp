@@ -5,12 +5,12 @@
 
 #ifdef GD_BACKWARD
 #include "backward.hpp"
-#include "raw_gates.hpp"
 #else
 #include "forward.hpp"
 #endif
 #include "planted.hpp"
 #include "testing/judge.hpp"
+#include "testing/raw_gates.hpp"
 
 namespace gatedelta::testing {
 namespace {
@@ -51,7 +51,7 @@ std::string run_case(const Args& args, const emulated::Options& options) {
 std::string judge_case(const char* spec, bool eager_copies, unsigned seed) {
   const auto run = [&](const Args& args) { return run_case(args, {1, eager_copies, seed}); };
 #ifdef GD_BACKWARD
-  if (std::string_view(spec) == "raw gates") return emulated::judge_raw_gates(run);
+  if (std::string_view(spec) == "raw gates") return judge_raw_gates("bf16", run);
 #endif
   Judge judge(parse_case(spec));
 #ifdef GD_BACKWARD

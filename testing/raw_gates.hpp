@@ -9,16 +9,17 @@
 #include "testing/contents.hpp"
 #include "testing/generator.hpp"
 
-namespace gatedelta::testing::emulated {
+namespace gatedelta::testing {
 
 // Sequences of one token with k = 0, which write nothing: with S = 1, q = 1 and do = 1 the gradient of g is scale * K *
-// V * alpha, by numbers that 16 bits hold. run(args) and this return "" or what is wrong.
+// V * alpha, by numbers that 16 bits hold. dtype: "fp32", "bf16" or "fp16". run(args) and this return "" or what is
+// wrong.
 template <class Run>
-std::string judge_raw_gates(const Run& run) {
+std::string judge_raw_gates(const std::string& dtype, const Run& run) {
   constexpr double kInputs[] = {-3, 5.5, 12, 19.5, 20.5, HUGE_VAL};
   constexpr double kBias = 0.25, kSum = 16;  // scale * K * V
   const double decay = -std::exp(-3.0);
-  Problem problem(parse_case("B=6 T=1 K=16 V=16 dtype=bf16 gate=raw dht=0 scale=0.0625"));
+  Problem problem(parse_case("B=6 T=1 K=16 V=16 gate=raw dht=0 scale=0.0625 dtype=" + dtype));
   const gd_backward_args& args = problem.backward;
   for (const gd_tensor& t : {args.in.q, args.do_, args.in.initial_state, args.in.beta})
     fill(t, [](int64_t) { return 1; });
@@ -48,4 +49,4 @@ std::string judge_raw_gates(const Run& run) {
   return wrong;
 }
 
-}  // namespace gatedelta::testing::emulated
+}  // namespace gatedelta::testing
