@@ -137,6 +137,30 @@ def test_contexts_of_fla(monkeypatch):
         assert gatedelta.context_parallel.as_context(theirs) is ours
 
 
+def test_a_context_of_fla_that_changes(monkeypatch):
+    """What is cached on a context is made again where any of its fields has changed."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 4)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 1)
+    theirs = SimpleNamespace(
+        group=None, layout="contiguous", cu_seqlens_cpu=torch.tensor([0, 12]), pre_num_ranks=1, post_num_ranks=2,
+        pre_num_conv_tokens=3,
+    )  # fmt: skip
+    piece = {"number": 1, "offsets": (0, 12), "before": 1, "after": 2, "position": 3}
+    for field, value, ours in [
+        ("pre_num_ranks", 0, {"before": 0}),
+        ("post_num_ranks", 1, {"after": 1}),
+        ("pre_num_conv_tokens", 0, {"position": 0}),
+        ("cu_seqlens_cpu", torch.tensor([0, 5, 12]), {"offsets": (0, 5, 12)}),
+    ]:
+        before = gatedelta.context_parallel.as_context(theirs)
+        assert before.mine == (layouts.Piece(**piece),)
+        setattr(theirs, field, value)
+        piece.update(ours)
+        after = gatedelta.context_parallel.as_context(theirs)
+        assert after is not before and after.mine == (layouts.Piece(**piece),)
+        assert gatedelta.context_parallel.as_context(theirs) is after
+
+
 def test_arguments_that_a_context_refuses():
     rows = torch.zeros(1, 4, 1, 16)
     for more in ({"initial_state": torch.zeros(1, 1, 16, 16)}, {"output_final_state": True}, {"out": rows}):

@@ -135,7 +135,7 @@ ROOMS = {
     "tests/cpp/numerics": [PUBLIC, "testing", "cli", "tests/cpp/ops"],
     "tests/cpp/gpu": ["testing", "tests/cpp/ops"],
     "tests/cpp/cuda": [
-        "src/cuda/decode/config.hpp", "src/cuda/conv1d/config.hpp", "src/cuda/gated_norm/config.hpp",
+        "src/cuda/device", "src/cuda/decode/config.hpp", "src/cuda/conv1d/config.hpp", "src/cuda/gated_norm/config.hpp",
         "src/cuda/layer/config.hpp", "src/cuda/fp32/config.hpp", "src/cuda/portable/schedule",
         "src/cuda/portable/backward/config.hpp", "src/cuda/sm90", "src/cuda/sm90/schedule", "src/cuda/sm90/chain",
         "src/cuda/sm90/workspace",

@@ -633,6 +633,35 @@ TEST_F(Cuda, LimitsOfHopperAreNotThoseOfAForward) {
                    "initial_state has 2147483648 slots, must have at most 2147483647 on CUDA"));
 }
 
+// Strides that TMA cannot read are for the portable kernels, whichever tensor has them.
+TYPED_TEST(CudaRules, RowsThatTmaCannotRead) {
+  auto& c = this->c;
+  const auto bytes = [&](gd_kernels kernels) {
+    size_t found = 0;
+    c.exec.kernels = kernels;
+    EXPECT_EQ(query(c, &found), GD_OK) << gd_last_error();
+    return found;
+  };
+  const size_t hoppers = bytes(GD_KERNELS_AUTO), portable = bytes(GD_KERNELS_PORTABLE);
+  ASSERT_GT(hoppers, portable);
+  for (const auto& [name, t] : c.rows()) {
+    const int64_t stride = t->stride[0];
+    t->stride[0] = int64_t{1} << 39;
+    EXPECT_EQ(bytes(GD_KERNELS_AUTO), portable) << name;
+    t->stride[0] = stride;
+  }
+  // With `saved` the layer's own tensors name the kernels, of both passes alike.
+  c.saved_bytes = 1;
+  const size_t saved = bytes(GD_KERNELS_PORTABLE);
+  ASSERT_NE(bytes(GD_KERNELS_AUTO), saved);
+  for (const auto& [name, t] : {std::pair("q", &c.in.q), {"k", &c.in.k}, {"v", &c.in.v}}) {
+    const int64_t stride = t->stride[0];
+    t->stride[0] = int64_t{1} << 39;
+    EXPECT_EQ(bytes(GD_KERNELS_AUTO), saved) << name;
+    t->stride[0] = stride;
+  }
+}
+
 TYPED_TEST(CudaRules, TiledKeyHeads) {
   this->c.in.key_head_order = GD_KEY_HEADS_TILED;
   EXPECT_TRUE(this->c.unsupported("key_head_order is tiled with Hk = " + std::to_string(kHk) +

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cuda/sm90/workspace/backward.hpp"
+#include "cuda/sm90/workspace/summary.hpp"
 
 namespace gatedelta::cuda::sm90 {
 namespace {
@@ -195,6 +196,41 @@ TEST(Layout, OfABackwardHasDisjointRegions) {
   }
   EXPECT_GT(sliced, 500);
   EXPECT_GT(large_boundaries, 20);
+}
+
+// A summary may be of some sequences of a pack: rows of the result are found for all of them.
+template <class Problem>
+void check_summaries(bool has_boundaries, int prepared_bytes) {
+  Random random;
+  int some = 0;
+  for (int round = 0; round < 10000; ++round) {
+    const RandomLayer layer = random.layer();
+    Problem p;
+    p.in = layer.in;
+    p.saved.present = random.one_in(2);
+    p.first = random.one_in(2) ? random.between(0, layer.count()) : 0;
+    p.count = random.one_in(2) ? random.between(0, layer.count() - p.first) : layer.count() - p.first;
+    const ForwardProblem forward = prepared_forward(p);
+    const SummaryWorkspace w = summary_layout(p, has_boundaries, prepared_bytes);
+    EXPECT_EQ(w.forward.boundary_count, 0);
+    const int64_t pairs = p.count * layer.heads();
+    Regions regions = regions_of(w.forward, forward, layer, prepared_bytes);
+    for (const Region& r : Regions{{"schedule of the summary", w.schedule, int64_t{sizeof(Schedule)}},
+                                   {"work of the summary", w.work, pairs * 2 * 64},
+                                   {"faded", w.faded, pairs},
+                                   {"rows", w.rows, layer.count() * 4},
+                                   {"ready", w.ready, has_boundaries ? pairs * 4 : 0},
+                                   {"M and S_loc", w.boundaries, has_boundaries ? pairs * 128 * 128 * (2 + 2 + 4) : 0}})
+      regions.push_back(r);
+    check_workspace(regions, w.bytes);
+    some += p.count > 0 && p.count < layer.count();
+    if (testing::Test::HasFailure()) FAIL() << "in round " << round;
+  }
+  EXPECT_GT(some, 2000);
+}
+TEST(Layout, OfASummaryHasDisjointRegions) { check_summaries<SummaryProblem>(true, kPreparedBytes); }
+TEST(Layout, OfABackwardSummaryHasDisjointRegions) {
+  check_summaries<BackwardSummaryProblem>(false, kBackwardPreparedBytes);
 }
 
 }  // namespace

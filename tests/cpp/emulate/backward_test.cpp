@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "testing/judge.hpp"
+#include "testing/raw_gates.hpp"
 
 namespace gatedelta::testing {
 namespace {
@@ -49,12 +50,18 @@ TEST(EmulatedBackward, Packs) {
 
 TEST(EmulatedBackward, Heads) {
   check({"T=40 Hk=2 Hv=6 K=64 V=32 l2norm dtype=bf16", "T=40 Hk=1 Hv=19 K=16 V=16 dtype=fp16 gate=raw"});
+  check({"T=40 Hk=1 Hv=3 K=144 V=16 l2norm dtype=bf16"});  // whose rows are projected by a kernel of their own
 }
 
 TEST(EmulatedBackward, Gates) {
   check(cross({"T=100 Hk=2 Hv=4 K=32 V=48 dtype=bf16"},
               {"gate=zero", "gate=weak", "gate=strong", "gate=spiky", "gate=inf", "gate=huge", "gate=raw",
                "gate=raw dt_bias=0 gdtype=bf16 beta=logit", "gate=mixed gdtype=fp16"}));
+}
+
+TEST(EmulatedBackward, RawGatesOneByOne) {
+  for (const char* dtype : {"bf16", "fp16"})
+    EXPECT_EQ(judge_raw_gates(dtype, [](const gd_backward_args& args) { return emulated::run(args, {}); }), "");
 }
 
 TEST(EmulatedBackward, Betas) {

@@ -45,6 +45,8 @@ TEST(EmulatedForward, Packs) {
   check(cross({"lengths=0+70+0+1+63+64+65+0 pad=3", "lengths=0", "lengths=3x0 pad=5", "lengths=129 pad=70 i64",
                "lengths=40+0+90 pad=3 h0=0 strided", "lengths=40x1+33 Hk=1 Hv=2"},
               {"K=64 V=64 dtype=bf16", "K=32 V=96 dtype=fp16 gate=raw l2norm"}));
+  check(cross({"lengths=20+0 pad=3", "lengths=2x0 pad=66 Hk=1 Hv=2"},
+              {"K=16 V=144 dtype=bf16", "K=16 V=256 dtype=fp16"}));
 }
 
 TEST(EmulatedForward, Heads) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "testing/judge.hpp"
+#include "testing/raw_gates.hpp"
 
 namespace gatedelta::testing {
 namespace {
@@ -65,6 +66,11 @@ TEST(EmulatedFp32, Gates) {
   check(cross({"T=100 Hk=2 Hv=4 K=32 V=48"},
               {"gate=zero", "gate=weak", "gate=strong", "gate=spiky", "gate=inf", "gate=huge", "gate=raw",
                "gate=raw dt_bias=0 gdtype=bf16", "gate=mixed gdtype=fp16"}));
+}
+
+TEST(EmulatedFp32, RawGatesOneByOne) {
+  EXPECT_EQ(judge_raw_gates("fp32", [](const gd_backward_args& args) { return emulated::fp32::run(args, {}, false); }),
+            "");
 }
 
 TEST(EmulatedFp32, Betas) {

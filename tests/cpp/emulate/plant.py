@@ -61,6 +61,10 @@ FORWARD = {
     "rows_past_the_end_are_written": Mistake(
         "chain/state.cuh", "if (8 * n + g < rows && 16", "if (8 * n + g <= rows && 16"
     ),
+    "padding_is_zeroed_to_column_128": Mistake(
+        "prepare/outputs.cuh", "packets = p.value_dim / kPacketColumns,",
+        "packets = min(p.value_dim, 128) / kPacketColumns,",
+    ),
     # numbers
     "infinite_gates_are_not_clamped": Mistake(
         "../device/gates.cuh", "return g < kLowestGate ? kLowestGate : g;", "return g;"
@@ -202,6 +206,10 @@ BACKWARD = {
         "backward/gradients/loads.cuh", "exp2_approx(step == 0 ? log : log + first_end)", "exp2_approx(log)"
     ),
     "gates_pass_their_own_write": Mistake("backward/gates.cuh", "float sum = shuffle_up(x, 1);", "float sum = x;"),
+    "slope_of_softplus_ends_early": Mistake("../device/gates.cuh", "x > 20.0f ? 1.0f", "x > 5.0f ? 1.0f"),
+    "infinite_gates_are_not_clamped_in_their_gradient": Mistake(
+        "backward/gates.cuh", "clamp_gate(decay * softplus_of(x))", "(decay * softplus_of(x))"
+    ),
     "no_projection": Mistake("backward/gradients/output.cuh", "-r * r * sum_of(which, row(i, h))", "0"),
     "queries_do_not_move_the_gradient": Mistake(
         "backward/grad_chain.cuh", "this->add_to_state(outputs, Q, [](int) {});", ""

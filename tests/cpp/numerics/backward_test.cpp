@@ -1,5 +1,6 @@
 // What the CPU alone offers, or is asked for, in the backward.
 #include "testing/number.hpp"
+#include "testing/raw_gates.hpp"
 #include "tests/cpp/ops/engine.hpp"
 
 namespace gatedelta::testing {
@@ -8,6 +9,13 @@ namespace {
 using Backward = OnEngine;
 
 TEST_F(Backward, PromisedBounds) { check_backward(benchmark_cases()); }
+
+TEST_F(Backward, RawGatesOneByOne) {
+  for (const char* dtype : {"fp32", "bf16", "fp16"})
+    for (const gd_isa isa : usable_isas())
+      EXPECT_EQ(judge_raw_gates(dtype, [&](const gd_backward_args& args) { return run(args, isa); }), "")
+          << dtype << " " << gd_isa_name(isa);
+}
 
 // More chunks than are kept at once, so that states are restored more than one way.
 TEST_F(Backward, ManyChunks) {

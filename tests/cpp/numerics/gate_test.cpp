@@ -76,5 +76,18 @@ TEST(RawGate, SoftplusOfAnyInput) {
   }
 }
 
+// A decay of e^-80 shows an error of g 80 times as large: ln(1 + e^x) is not yet x at x = 10.
+TEST(RawGate, SoftplusUpToItsThreshold) {
+  for (const float a : {-3.0f, 1.0f, 5.0f, 9.0f, 10.5f, 12.0f, 19.5f, 20.5f}) {
+    const auto A_log = static_cast<float>(std::log(80 / std::log1p(std::exp(double{a}))));
+    const double alpha = std::exp(-std::exp(double{A_log}) * std::log1p(std::exp(double{a})));
+    for (const gd_isa isa : usable_isas()) {
+      RawGate gate(a, A_log);
+      EXPECT_NEAR(gate.forward(isa) / alpha, 1, 3e-5) << a << " " << gd_isa_name(isa);
+      EXPECT_NEAR(gate.recurrent(isa) / alpha, 1, 3e-5) << a << " " << gd_isa_name(isa);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace gatedelta::testing

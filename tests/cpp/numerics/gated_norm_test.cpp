@@ -48,6 +48,27 @@ TEST_F(GatedNorm, Roundings) {
   }
 }
 
+// dx is made of the rows before they are rounded. Here they are a little below 1 and are rounded up to it, so that
+// dx = r (1 - n^2) is half as large where rounded rows take part in its sum.
+TEST_F(GatedNorm, GradientOfRoundedRows) {
+  for (const gd_dtype x : {GD_BF16, GD_F16}) {
+    const double n = 1 - 0.4 * (x == GD_BF16 ? 0x1p-8 : 0x1p-11);
+    const auto eps = static_cast<float>(1 / (n * n) - 1);
+    for (const int64_t D : {16, 80, 128}) {
+      NormProblem problem(
+          {.T = 2, .H = 2, .D = D, .x = x, .gate = NormGateKind::none, .has_weight = false, .round = true, .eps = eps});
+      for (const gd_tensor& t : {problem.backward.x, problem.backward.dy})
+        for (int64_t i = 0; i < element_count(t); ++i) store(t.data, x, i, 1);
+      for (const gd_isa isa : engine_isas()) {
+        problem.reset();
+        ASSERT_EQ(run(problem.backward, isa), "");
+        for (const double dx : to_doubles(problem.backward.dx))
+          EXPECT_NEAR(dx, n * (1 - n * n), 0.02 * (1 - n * n)) << gd_isa_name(isa) << " " << problem.spec.text();
+      }
+    }
+  }
+}
+
 TEST_F(GatedNorm, BitsDoNotDependOnThreads) {
   const Pool pool(4);
   for (const gd_dtype x : kNormTypes) {

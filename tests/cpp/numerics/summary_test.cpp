@@ -61,6 +61,24 @@ TEST(Summary, FadedHeadsReadTheirWindowAlone) {
   }
 }
 
+// Where a token may amplify the state, the weight of what is written is unknown, and the head does not count as faded.
+// The heads share their keys; the last one is too long for the first head's beta alone.
+TEST(Summary, HeadsThatMayAmplifyAreNotFaded) {
+  Problem problem(parse_case("T=200 Hk=1 Hv=2 K=16 V=16 gate=strong"));
+  const gd_inputs& in = problem.forward.in;
+  auto *k = static_cast<float*>(in.k.data), *beta = static_cast<float*>(in.beta.data);
+  for (int64_t i = 0; i < 16; ++i) k[199 * 16 + i] *= 2;
+  beta[199 * 2] = 1;          // |1 - beta |k|^2| = 3
+  beta[199 * 2 + 1] = 0.25f;  // 0
+  for (const gd_isa isa : usable_isas()) {
+    Summary summary(in, 0, 1);
+    summary.args.skip_faded = 1;
+    ASSERT_EQ(run_summary(summary.args, {.isa = isa, .pool = nullptr, .threads = 0}), "");
+    EXPECT_TRUE(std::isfinite(summary.fade.data()[0])) << gd_isa_name(isa);
+    EXPECT_TRUE(std::isinf(summary.fade.data()[1])) << gd_isa_name(isa);
+  }
+}
+
 TEST(Summary, RangesAndThreads) {
   for (const char* spec :
        {"lengths=70+0+130+64 pad=3 Hk=2 Hv=4 K=32 V=16 dtype=bf16", "B=4 T=130 Hk=1 Hv=2 K=16 V=32"}) {
