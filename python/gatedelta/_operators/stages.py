@@ -163,6 +163,23 @@ def empty_saved(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, option
     return _aligned(_lib.size_query("gd_forward_saved_size", args), q)[0]
 
 
+def check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, options: Options, summarises: bool) -> None:
+    """Refuses what ``forward`` and, with summarises, ``summary`` would refuse, without running them."""
+    ops.check_devices("q", q=q, k=k, v=v, g=g, beta=beta, A_log=options.A_log, dt_bias=options.dt_bias)
+    args = _forward_args(q, k, v, g, beta, options, q.new_empty(v.shape, device="meta"))
+    _set_exec(args.exec, q)
+    _lib.size_query("gd_forward_workspace", args)
+    if summarises:
+        args = _lib.SummaryArgs()
+        _set_inputs(args.inputs, options, k=k, v=v, g=g, beta=beta)
+        args.inputs.has_scale, args.inputs.scale = 0, 0.0
+        shape = 1, v.shape[2], *matrix_shape(k.shape[3], v.shape[3], options.state_v_first)
+        args.local_state = _tensor(torch.empty(shape, device="meta"), "local_state")
+        args.sequence_count = 1
+        _set_exec(args.exec, k)
+        _lib.size_query("gd_summary_workspace", args)
+
+
 def _forward_args(q, k, v, g, beta, options: Options, o: Tensor) -> _lib.ForwardArgs:
     args = _lib.ForwardArgs()
     _set_inputs(args.inputs, options, q=q, k=k, v=v, g=g, beta=beta)

@@ -110,24 +110,34 @@ def chunk_gated_delta_rule(
         Buffers that are written to have no gradient: with them, no other argument may require one, and neither may
         they.
     """
-    arguments.check_tensors(
-        _CHUNK_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, initial_state_indices, out,
-        final_state, final_state_indices, checkpoints, checkpoint_indices, checkpoint_offsets,
-    )  # fmt: skip
-    if chunk_size is not None and chunk_size != _lib.CHUNK:
-        raise ValueError(f"chunk_size is {chunk_size}, but the kernels work in chunks of {_lib.CHUNK} tokens")
-    if cu_seqlens_cpu is not None or chunk_indices is not None:
-        arguments.check_hints(cu_seqlens, cu_seqlens_cpu, chunk_indices)
-    if transpose_state_layout is not None:
-        state_v_first = arguments.state_layout(state_v_first, transpose_state_layout)
-    if cp_context is not None and getattr(cp_context, "is_inter", True):  # FlashQLA's may be of one card alone
-        _refuse_with_context(
-            initial_state=initial_state, output_final_state=output_final_state or None, out=out,
-            initial_state_indices=initial_state_indices, final_state=final_state,
-            final_state_indices=final_state_indices, checkpoints=checkpoints, checkpoint_indices=checkpoint_indices,
-            checkpoint_every=checkpoint_every or None, checkpoint_offsets=checkpoint_offsets,
-            null_index=None if null_index == -1 else null_index, small_workspace=small_workspace or None,
+    # FlashQLA's contexts may be of one card alone.
+    is_shared = cp_context is not None and getattr(cp_context, "is_inter", True)
+    try:
+        arguments.check_tensors(
+            _CHUNK_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, initial_state_indices, out,
+            final_state, final_state_indices, checkpoints, checkpoint_indices, checkpoint_offsets,
         )  # fmt: skip
+        if chunk_size is not None and chunk_size != _lib.CHUNK:
+            raise ValueError(f"chunk_size is {chunk_size}, but the kernels work in chunks of {_lib.CHUNK} tokens")
+        if cu_seqlens_cpu is not None or chunk_indices is not None:
+            arguments.check_hints(cu_seqlens, cu_seqlens_cpu, chunk_indices)
+        if transpose_state_layout is not None:
+            state_v_first = arguments.state_layout(state_v_first, transpose_state_layout)
+        if is_shared:
+            _refuse_with_context(
+                initial_state=initial_state, output_final_state=output_final_state or None, out=out,
+                initial_state_indices=initial_state_indices, final_state=final_state,
+                final_state_indices=final_state_indices, checkpoints=checkpoints, checkpoint_indices=checkpoint_indices,
+                checkpoint_every=checkpoint_every or None, checkpoint_offsets=checkpoint_offsets,
+                null_index=None if null_index == -1 else null_index, small_workspace=small_workspace or None,
+            )  # fmt: skip
+    except Exception as error:
+        if is_shared:
+            from ..context_parallel.rule import tell_refusal
+
+            tell_refusal(cp_context, error)
+        raise
+    if is_shared:
         from .. import context_parallel  # here, because it imports torch.distributed
 
         o = context_parallel.chunk_gated_delta_rule(
