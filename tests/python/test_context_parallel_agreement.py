@@ -192,3 +192,17 @@ def test_a_rank_outside_the_group_is_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: -1)
     with pytest.raises(ValueError, match="group does not hold this rank"):
         gatedelta.context_parallel.build_context([0, 8], object())
+
+
+@pytest.mark.parametrize(
+    ("backends", "bound", "device"),
+    [
+        ("cpu:gloo,cuda:gloo", None, "cpu"),
+        ("cpu:gloo,cuda:nccl", torch.device("cuda", 3), "cpu"),
+        ("cuda:nccl", None, "cuda"),  # the current one
+        ("cuda:nccl", torch.device("cuda", 3), "cuda:3"),
+    ],
+)
+def test_records_are_where_the_group_takes_tensors(monkeypatch, backends, bound, device):
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
+    assert agreement._device_of(SimpleNamespace(bound_device_id=bound)) == torch.device(device)
