@@ -137,6 +137,15 @@ def build_alone(context: cp.Context, pack: tuple[int, ...]) -> cp.Context:
     return cp.Context(layout, context.group, context.rank, context.size)
 
 
+# What other ranks and rank 1 do: the same in other words.
+ALIKE = [
+    (lambda _: build(), lambda _: build(torch.tensor([0, TOKENS]), [[(0, 32)], [(32, 64)], [(64, TOKENS)]])),
+    (lambda context: rule(context, {"K": 64}),
+     lambda context: rule(context, {"K": 64}, {"scale": torch.tensor(0.125), "state_v_first": 0, "recompute": None})),
+    (convolution, lambda context: convolution(context, activation="swish")),
+]  # fmt: skip
+
+
 def ends(call, *args) -> str:
     """How a call ends on this rank."""
     try:
@@ -156,6 +165,9 @@ def mistakes(rank: int) -> list[str]:
             problems.append(f"{name}: rank {rank} ended with {outcome!r}, not {wanted!r}")
         if not name.startswith("build_context") and (outcome := ends(others, context)) != "no error":
             problems.append(f"{name}: rank {rank} ended with {outcome!r} where all ranks call alike")
+    for others, mine in ALIKE:
+        if (outcome := ends(mine if rank == 1 else others, build())) != "no error":
+            problems.append(f"rank {rank} ended with {outcome!r} where all ranks mean the same")
     return problems
 
 

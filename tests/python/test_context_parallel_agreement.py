@@ -160,7 +160,9 @@ def test_records_hold_the_longest_refusals_and_values(monkeypatch):
     flags = gatedelta.context_parallel.rule._FLAGS
     with ranks.call("the backward of chunk_gated_delta_rule") as call:
         call.fields = {
-            **dict.fromkeys(("cp_context", "Hk", "Hv", "K", "V", "scale", "recompute", *flags), 10**60),
+            **dict.fromkeys(
+                ("cp_context", "Hk", "Hv", "K", "V", "scale", "recompute", "key_head_order", *flags), 10**60
+            ),
             **agreement.tensor_fields(torch.device("cuda"), **tensors),
         }
     assert group.sent[1]["fields"]["the list of inputs that need a gradient"].startswith("['q', 'k', 'v', 'g', ")

@@ -114,8 +114,8 @@ def causal_conv1d(
                 conv1d.forward(x[:, :1], weight, bias, options, None, None, 0)
             _sources(context, weight.shape[-1] - 1)
             call.fields = {
-                "cp_context": context.identity, "D": weight.shape[0], "W": weight.shape[1], "activation": activation,
-                **tensor_fields(x.device, **tensors),
+                "cp_context": context.identity, "D": weight.shape[0], "W": weight.shape[1],
+                "activation": "silu" if options else None, **tensor_fields(x.device, **tensors),
             }  # fmt: skip
     halo = _Halo.apply(context, weight.shape[-1] - 1, x)
     rows = context.entering_rows(x.device)

@@ -18,7 +18,6 @@ from .stages import options_of
 FUNCTION = "chunk_gated_delta_rule"
 _FLAGS = (
     "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first", "use_gate_in_kernel",
-    "key_head_order",
 )  # fmt: skip
 
 
@@ -129,7 +128,8 @@ def chunk_gated_delta_rule(
                 "cp_context": context.identity,
                 **_sizes(k, v),
                 "scale": k.shape[3] ** -0.5 if read.scale is None else float(read.scale),
-                **{name: getattr(read, name) for name in _FLAGS},
+                **{name: bool(getattr(read, name)) for name in _FLAGS},
+                "key_head_order": read.key_head_order,
                 "recompute": bool(recompute),
                 **tensor_fields(q.device, **tensors),
             }
