@@ -23,6 +23,11 @@ NO_VMAP = (
     "torch.vmap over gatedelta's functions is not supported: fold the mapped dimension into the batch, or loop over it"
 )
 
+NO_TRANSFORM = (
+    "context parallelism cannot run in a transform of torch.func (grad, vjp, ...): its gradients are those of "
+    "backward() and torch.autograd.grad"
+)
+
 
 def check_tensors(names: tuple[str, ...], *tensors: Tensor | None) -> None:
     """Every one of them is a tensor or None, and none is one of vmap's or carries a tangent of forward-mode AD."""
@@ -48,6 +53,23 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
         return
     if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise NotImplementedError(NO_FORWARD_MODE)
+
+
+def as_memory(tensor: Tensor | None, dense_dims: int = 0) -> Tensor | None:
+    """The tensor, or a copy where its memory does not hold it as it is read: where torch has only marked it as negated
+    or conjugated, and where its last `dense_dims` dimensions have gaps or another order.
+
+    Operators need this for no argument: the dispatcher resolves the marks, and the binding copies. Whatever reads the
+    memory of a tensor without them has to."""
+    if tensor is None:
+        return None
+    tensor = tensor.resolve_conj().resolve_neg()
+    stride = 1
+    for i in range(tensor.dim() - 1, max(-1, tensor.dim() - 1 - dense_dims), -1):
+        if tensor.shape[i] != 1 and tensor.stride(i) != stride:
+            return tensor.clone(memory_format=torch.contiguous_format)
+        stride *= tensor.shape[i]
+    return tensor
 
 
 def with_gates(
@@ -134,12 +156,20 @@ def check_gradient(initial_state: Tensor | None, initial_state_indices: Tensor |
 
 
 def check_written(names: tuple[str, ...], *tensors: Tensor | None) -> None:
-    """A call overwrites these behind autograd's back: none is a parameter, a view of one, or part of a graph."""
+    """A call overwrites these behind autograd's back: none is a parameter, a view of one, or part of a graph. Their
+    memory must be what they show, too: torch writes none of these operators' results back to a negated view."""
     for i, tensor in enumerate(tensors):
-        if tensor is not None and tensor.requires_grad:  # a view requires it where its base does
+        if tensor is None:
+            continue
+        if tensor.requires_grad:  # a view requires it where its base does
             raise ValueError(
                 f"{names[i]} is written to, but it requires a gradient, or is a view of a tensor that does: pass a "
                 f"buffer of its own, or {names[i]}.detach() to overwrite it all the same"
+            )
+        if not torch.compiler.is_compiling() and tensor.is_neg():
+            raise ValueError(
+                f"{names[i]} is written to, but it is a view that torch has only marked as negated (an imaginary part "
+                "of a conjugate, say): pass a buffer of its own"
             )
 
 

@@ -96,6 +96,8 @@ def causal_conv1d(
     piece come from the ranks that hold them, and their gradients go back. Returns (y, None)."""
     context = as_context(cp_context)
     arguments.check_tensors(("x", "weight", "bias"), x, weight, bias)
+    if arguments.in_transform():
+        raise NotImplementedError(arguments.NO_TRANSFORM)
     options, weight = conv1d.activation_option(activation), conv1d.as_matrix(weight)
     if x.dim() != 3 or x.shape[0] != 1 or x.shape[1] != context.tokens:
         raise ValueError(

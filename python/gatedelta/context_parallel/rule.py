@@ -53,8 +53,7 @@ class _Rule(torch.autograd.Function):
         q, k, v, g, beta, A_log, dt_bias, entering, saved = ctx.saved_tensors
         context, exchange = ctx.context, ctx.exchange
         options = ctx.options._replace(A_log=A_log, dt_bias=dt_bias)
-        if do.stride(-1) != 1:
-            do = do.contiguous()
+        do = arguments.as_memory(do, 1)
         d_local = torch.zeros(
             context.layout.slots, v.shape[2], *stages.matrix_shape(k.shape[3], v.shape[3], options.state_v_first),
             dtype=torch.float32, device=q.device,
@@ -102,6 +101,8 @@ def chunk_gated_delta_rule(
             f"cu_seqlens has {cu_seqlens.shape[0]} offsets, but cp_context has {expected} for this rank: leave it out"
         )
     arguments.check_tensors(("q", "k", "v", "g", "beta", "A_log", "dt_bias"), q, k, v, g, beta, A_log, dt_bias)
+    if arguments.in_transform():
+        raise NotImplementedError(arguments.NO_TRANSFORM)
     if q.dim() != 4 or q.shape[0] != 1 or q.shape[1] != context.tokens:
         raise ValueError(
             f"q is {list(q.shape)}, but with this cp_context rank {context.rank} holds {context.tokens} tokens: "
@@ -111,4 +112,7 @@ def chunk_gated_delta_rule(
         g, beta = arguments.with_gates(
             v, g, beta, options.get("use_gate_in_kernel", False), options.get("use_beta_sigmoid_in_kernel", False)
         )
+    # Copied here where need be: once for all stages, and the gradient finds its way back through the copies.
+    q, k, v = (arguments.as_memory(x, 1) for x in (q, k, v))
+    g, beta, A_log, dt_bias = (arguments.as_memory(x) for x in (g, beta, A_log, dt_bias))
     return _Rule.apply(context, options_of(None, options), recompute, q, k, v, g, beta, A_log, dt_bias)

@@ -88,7 +88,7 @@ def _same(x: Tensor | None, y: Tensor | None) -> bool:
     """Whether both are the same states in the same memory."""
     if x is None or y is None or x is y or torch.compiler.is_compiling():  # a traced tensor has no address
         return x is y and x is not None
-    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
+    return all(f(x) == f(y) for f in (Tensor.data_ptr, Tensor.size, Tensor.stride, Tensor.is_neg, lambda t: t.dtype))
 
 
 def _with_query_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
