@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import _lib
-from . import ops
+from . import ops, queries
 
 NO_GRADIENT = (
     "a call that writes to buffers of yours (out=, final_state=, checkpoints=, step_states=, ...) has no gradient, but "
@@ -64,12 +64,9 @@ def as_memory(tensor: Tensor | None, dense_dims: int = 0) -> Tensor | None:
     if tensor is None:
         return None
     tensor = tensor.resolve_conj().resolve_neg()
-    stride = 1
-    for i in range(tensor.dim() - 1, max(-1, tensor.dim() - 1 - dense_dims), -1):
-        if tensor.shape[i] != 1 and tensor.stride(i) != stride:
-            return tensor.clone(memory_format=torch.contiguous_format)
-        stride *= tensor.shape[i]
-    return tensor
+    if queries.is_dense(tensor.shape, tensor.stride(), dense_dims):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def with_gates(

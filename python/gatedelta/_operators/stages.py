@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _lib
-from . import arguments, ops
+from . import arguments, queries
 
 _ALIGNMENT = 64
 _INPUTS = frozenset(name for name, _ in _lib.Inputs._fields_)
@@ -260,18 +260,9 @@ def _sequences(k: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def _tensor(x: Tensor | None, name: str) -> _lib.Tensor:
-    result = _lib.Tensor()
-    if x is None:
-        return result
-    if x.dtype not in ops.DTYPES:
-        dtype = str(x.dtype).removeprefix("torch.")
-        raise RuntimeError(f"gatedelta: {name}: dtype is {dtype}, must be {_lib.allowed_dtypes(name)}")
-    if x.dim() > _lib.MAX_RANK:
-        raise RuntimeError(f"gatedelta: {name} has rank {x.dim()}, more than any tensor here")
-    data = None if x.device.type == "meta" else x.data_ptr()
-    result.data, result.dtype, result.rank = data or None, ops.DTYPES[x.dtype], x.dim()
-    result.shape[: x.dim()] = x.shape
-    result.stride[: x.dim()] = x.stride()
+    result = queries.describe(x, name)
+    if x is not None and x.device.type != "meta":
+        result.data = x.data_ptr() or None
     return result
 
 
