@@ -144,6 +144,17 @@ def needs_graph(*tensors: Tensor | None) -> bool:
     return in_transform() or any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+def refuse_gradient(name: str, number: float | Tensor | None) -> None:
+    """torch takes a tensor with one element for a number; one that is differentiated would get no gradient."""
+    if not isinstance(number, Tensor) or not torch.is_grad_enabled():
+        return
+    if number.requires_grad or (in_transform() and torch._C._functorch.is_gradtrackingtensor(number)):
+        instead = ", or scale=1.0 and multiply o by it" if name == "scale" else ""
+        raise ValueError(
+            f"{name} requires a gradient, but it is a number, which gets none: pass float({name}){instead}"
+        )
+
+
 def check_gradient(initial_state: Tensor | None, initial_state_indices: Tensor | None) -> None:
     if initial_state_indices is not None and initial_state is not None and initial_state.requires_grad:
         raise ValueError(

@@ -101,6 +101,7 @@ def chunk_gated_delta_rule(
             f"cu_seqlens has {cu_seqlens.shape[0]} offsets, but cp_context has {expected} for this rank: leave it out"
         )
     arguments.check_tensors(("q", "k", "v", "g", "beta", "A_log", "dt_bias"), q, k, v, g, beta, A_log, dt_bias)
+    arguments.refuse_gradient("scale", options.get("scale"))
     if arguments.in_transform():
         raise NotImplementedError(arguments.NO_TRANSFORM)
     if q.dim() != 4 or q.shape[0] != 1 or q.shape[1] != context.tokens:

@@ -114,6 +114,8 @@ def chunk_gated_delta_rule(
         _CHUNK_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, initial_state_indices, out,
         final_state, final_state_indices, checkpoints, checkpoint_indices, checkpoint_offsets,
     )  # fmt: skip
+    if scale is not None:
+        arguments.refuse_gradient("scale", scale)
     if chunk_size is not None and chunk_size != _lib.CHUNK:
         raise ValueError(f"chunk_size is {chunk_size}, but the kernels work in chunks of {_lib.CHUNK} tokens")
     if cu_seqlens_cpu is not None or chunk_indices is not None:
@@ -274,6 +276,8 @@ def fused_recurrent_gated_delta_rule(
         _RECURRENT_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, initial_state_indices, out,
         final_state, final_state_indices, accept_lengths, step_states, step_indices, previous_accept_lengths,
     )  # fmt: skip
+    if scale is not None:
+        arguments.refuse_gradient("scale", scale)
     if gk is not None or gv is not None:
         raise NotImplementedError("gk and gv (decays per key or value channel) are not supported: GDN has one per head")
     if g is None or beta is None:

@@ -76,6 +76,8 @@ def gated_delta_layer_step(
         _TENSORS, mixed_qkv, z, a, b, conv_weight, conv_bias, conv_state, A_log, dt_bias, state, norm_weight,
         state_indices, final_state_indices, cu_seqlens, previous_accept_lengths, step_states, step_indices, out,
     )  # fmt: skip
+    arguments.refuse_gradient("scale", scale)
+    arguments.refuse_gradient("norm_eps", norm_eps)
     options = arguments.pack_options(
         False, True, allow_neg_eigval, state_v_first, use_qk_l2norm_in_kernel, key_head_order=key_head_order
     )
