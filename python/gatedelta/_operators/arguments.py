@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from .. import _lib
 from . import ops, queries
 
+_NONE = "builtins.NoneType"
 NO_GRADIENT = (
     "a call that writes to buffers of yours (out=, final_state=, checkpoints=, step_states=, ...) has no gradient, but "
     "an input requires one: call it under torch.no_grad(), or without the buffers"
@@ -29,16 +30,24 @@ NO_TRANSFORM = (
 )
 
 
-def check_tensors(names: tuple[str, ...], *tensors: Tensor | None) -> None:
-    """Every one of them is a tensor or None, and none is one of vmap's or carries a tangent of forward-mode AD."""
-    for tensor in tensors:
+def check_tensors(names: tuple[str, ...], *tensors: Tensor | None, required: int = 0) -> None:
+    """The first `required` of them are tensors, and the others tensors or None. None is one of vmap's or carries a
+    tangent of forward-mode AD."""
+    for tensor in tensors[:required]:
+        if not isinstance(tensor, Tensor):
+            raise _no_tensor(names, tensors, tensor)
+    for tensor in tensors[required:]:
         if tensor is not None and not isinstance(tensor, Tensor):
-            name = next(name for name, x in zip(names, tensors) if x is tensor)
-            kind = type(tensor)
-            raise TypeError(f"{name} must be a torch.Tensor, not {kind.__module__}.{kind.__qualname__}")
+            raise _no_tensor(names, tensors, tensor)
     if in_transform() and any(x is not None and torch._C._functorch.is_batchedtensor(x) for x in tensors):
         raise NotImplementedError(NO_VMAP)
     refuse_tangents(*tensors)
+
+
+def _no_tensor(names: tuple[str, ...], tensors: tuple[object, ...], found: object) -> TypeError:
+    name = next(name for name, x in zip(names, tensors) if x is found)
+    kind = type(found)
+    return TypeError(f"{name} must be a torch.Tensor, not {kind.__module__}.{kind.__qualname__}".replace(_NONE, "None"))
 
 
 def in_transform() -> bool:

@@ -77,7 +77,7 @@ def summary(
     saved: of ``empty_saved``, with q: a GPU leaves there what it prepares, for ``forward`` and for another summary of
         the same inputs (prepared).
     """
-    count = sequence_count or _sequences(k, options.cu_seqlens) - first_sequence
+    count = _count(first_sequence, sequence_count, k, options.cu_seqlens)
     Hv, K, V = v.shape[2], k.shape[3], v.shape[3]
     if local_state is None:
         local_state = k.new_empty(count, Hv, *matrix_shape(K, V, options.state_v_first), dtype=torch.float32)
@@ -116,6 +116,7 @@ def merge(
     integers ``[R]`` on the same device. transposed: gradients, with transposed transitions, from the last i to the
     first. Returns ``[R, Hv, K, V]``.
     """
+    check_tensors(4, values=values, transitions=transitions, first=first, count=count, out=out)
     arguments.check_written(("out",), out)
     if out is None:
         out = values.new_empty(first.shape[0], *values.shape[1:], dtype=torch.float32)
@@ -190,7 +191,7 @@ def backward_summary(
 
     exact: of all tokens; otherwise tokens behind which 2^-48 of a gradient is left at most are not read.
     """
-    count = sequence_count or _sequences(k, options.cu_seqlens) - first_sequence
+    count = _count(first_sequence, sequence_count, k, options.cu_seqlens)
     if out is None:
         matrix = matrix_shape(k.shape[3], do.shape[3], options.state_v_first)
         out = k.new_empty(count, do.shape[2], *matrix, dtype=torch.float32)
@@ -255,8 +256,28 @@ def backward(
     return Gradients(*results)
 
 
-def _sequences(k: Tensor, cu_seqlens: Tensor | None) -> int:
-    return k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+def check_tensors(required: int, **tensors: Tensor | None) -> None:
+    """Those that a stage gets: the first `required` of them are tensors, and none is one of a transform's."""
+    arguments.check_tensors(tuple(tensors), *tensors.values(), required=required)
+    if arguments.in_transform():
+        for tensor in tensors.values():
+            if tensor is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                raise NotImplementedError(arguments.NO_TRANSFORM)
+
+
+def _count(first_sequence: int, sequence_count: int, k: Tensor, cu_seqlens: Tensor | None) -> int:
+    """How many sequences a summary is of: the library's own rule, for results that are made before it is asked."""
+    _lib.check_integer("first_sequence", first_sequence)
+    _lib.check_integer("sequence_count", sequence_count)
+    total = queries.sequence_count(k.shape[0], cu_seqlens)
+    if not 0 <= first_sequence <= total:
+        raise ValueError(f"first_sequence is {first_sequence}, but there are {total} sequences")
+    if not 0 <= sequence_count <= total - first_sequence:
+        raise ValueError(
+            f"sequence_count is {sequence_count}, but {total - first_sequence} sequences follow "
+            f"first_sequence = {first_sequence}"
+        )
+    return sequence_count or total - first_sequence
 
 
 def _tensor(x: Tensor | None, name: str) -> _lib.Tensor:

@@ -95,7 +95,7 @@ def causal_conv1d(
     """``gatedelta.causal_conv1d`` of this rank's tokens, x ``[1, T of this rank, D]``: the W - 1 inputs before each
     piece come from the ranks that hold them, and their gradients go back. Returns (y, None)."""
     context = as_context(cp_context)
-    arguments.check_tensors(("x", "weight", "bias"), x, weight, bias)
+    arguments.check_tensors(("x", "weight", "bias"), x, weight, bias, required=2)
     if arguments.in_transform():
         raise NotImplementedError(arguments.NO_TRANSFORM)
     options, weight = conv1d.activation_option(activation), conv1d.as_matrix(weight)

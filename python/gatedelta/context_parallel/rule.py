@@ -100,7 +100,9 @@ def chunk_gated_delta_rule(
         raise ValueError(
             f"cu_seqlens has {cu_seqlens.shape[0]} offsets, but cp_context has {expected} for this rank: leave it out"
         )
-    arguments.check_tensors(("q", "k", "v", "g", "beta", "A_log", "dt_bias"), q, k, v, g, beta, A_log, dt_bias)
+    arguments.check_tensors(
+        ("q", "k", "v", "g", "beta", "A_log", "dt_bias"), q, k, v, g, beta, A_log, dt_bias, required=3
+    )
     arguments.refuse_gradient("scale", options.get("scale"))
     if arguments.in_transform():
         raise NotImplementedError(arguments.NO_TRANSFORM)
@@ -113,7 +115,8 @@ def chunk_gated_delta_rule(
         g, beta = arguments.with_gates(
             v, g, beta, options.get("use_gate_in_kernel", False), options.get("use_beta_sigmoid_in_kernel", False)
         )
+    how = options_of("chunk_gated_delta_rule", None, options)
     # Copied here where need be: once for all stages, and the gradient finds its way back through the copies.
     q, k, v = (arguments.as_memory(x, 1) for x in (q, k, v))
     g, beta, A_log, dt_bias = (arguments.as_memory(x) for x in (g, beta, A_log, dt_bias))
-    return _Rule.apply(context, options_of(None, options), recompute, q, k, v, g, beta, A_log, dt_bias)
+    return _Rule.apply(context, how, recompute, q, k, v, g, beta, A_log, dt_bias)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _lib
 from .. import torch as gatedelta_torch
-from .states import States, check_backend, check_states
+from .states import States, check_backend, check_given, check_states
 
 
 @torch.no_grad()
@@ -51,6 +51,7 @@ def chunk_gated_delta_rule(
     if use_cp not in ("auto", True, False):
         raise ValueError(f"use_cp must be 'auto', True or False, not {use_cp!r}")
     _check_checkpoint_arguments(checkpoint_every_n_tokens, state_checkpoints, checkpoint_cu_starts)
+    check_given(q=q, k=k, v=v)
     if cu_seqlens is None:
         raise ValueError("cu_seqlens is required: the tokens of all sequences lie one after the other")
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
