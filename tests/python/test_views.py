@@ -298,3 +298,11 @@ def test_transforms_are_refused_with_a_context(group):
             torch.func.grad(function)(x)
         with pytest.raises(NotImplementedError, match=r"^context parallelism cannot run in a transform of torch.func"):
             torch.func.vjp(function, x)
+
+
+def test_the_negated_pool_is_another_one_for_flashinfer():
+    pool = states().mT.contiguous()
+    arguments = prefill() | {"initial_state": pool, "output_final_state": True}
+    with pytest.raises(ValueError, match="is written to, but it is a view that torch has only marked as neg"):
+        flashinfer.chunk_gated_delta_rule(**arguments, output_state=torch._neg_view(pool))
+    assert torch.equal(pool, states().mT)
