@@ -103,7 +103,9 @@ def causal_conv1d(
     context = as_context(cp_context)
     with context.agreement.call(FUNCTION) as call:
         tensors = {"x": x, "weight": weight, "bias": bias}
-        arguments.check_tensors(tuple(tensors), *tensors.values())
+        arguments.check_tensors(tuple(tensors), *tensors.values(), required=2)
+        if arguments.in_transform():
+            raise NotImplementedError(arguments.NO_TRANSFORM)
         options, weight = conv1d.activation_option(activation), conv1d.as_matrix(weight)
         if x.dim() != 3 or x.shape[0] != 1 or x.shape[1] != context.tokens:
             raise ValueError(

@@ -64,8 +64,7 @@ class _Rule(torch.autograd.Function):
             if call.is_first:
                 call.fields = {"cp_context": context.identity, **_sizes(k, v)}
         options = ctx.options._replace(A_log=A_log, dt_bias=dt_bias)
-        if do.stride(-1) != 1:
-            do = do.contiguous()
+        do = arguments.as_memory(do, 1)
         d_local = torch.zeros(
             context.layout.slots, v.shape[2], *stages.matrix_shape(k.shape[3], v.shape[3], options.state_v_first),
             dtype=torch.float32, device=q.device,
@@ -110,7 +109,10 @@ def chunk_gated_delta_rule(
     with context.agreement.call(FUNCTION) as call:
         _check_offsets(cu_seqlens, cp_context, call.is_first)
         tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
-        arguments.check_tensors(tuple(tensors), *tensors.values())
+        arguments.check_tensors(tuple(tensors), *tensors.values(), required=3)
+        arguments.refuse_gradient("scale", options.get("scale"))
+        if arguments.in_transform():
+            raise NotImplementedError(arguments.NO_TRANSFORM)
         if q.dim() != 4 or q.shape[0] != 1 or q.shape[1] != context.tokens:
             raise ValueError(
                 f"q is {list(q.shape)}, but with this cp_context rank {context.rank} holds {context.tokens} tokens: "
@@ -120,7 +122,10 @@ def chunk_gated_delta_rule(
             g, beta = arguments.with_gates(
                 v, g, beta, options.get("use_gate_in_kernel", False), options.get("use_beta_sigmoid_in_kernel", False)
             )
-        read = options_of(None, options)
+        read = options_of(FUNCTION, None, options)
+        # Copied here where need be: once for all stages, and the gradient finds its way back through the copies.
+        q, k, v = (arguments.as_memory(x, 1) for x in (q, k, v))
+        g, beta, A_log, dt_bias = (arguments.as_memory(x) for x in (g, beta, A_log, dt_bias))
         if call.is_first:
             whole = read._replace(A_log=A_log, dt_bias=dt_bias, cu_seqlens=context.offsets_on(q.device))
             stages.check(q, k, v, g, beta, whole, any(piece.before or piece.after for piece in context.mine))
