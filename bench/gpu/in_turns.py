@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from gatedelta import _lib
-from gatedelta._operators import ops as _ops
+from gatedelta._operators import queries as _queries
 
 from bench import peers
 from bench.gpu import chunked as gpu
@@ -37,7 +37,7 @@ PEERS = ("flashinfer", "fla")
 
 
 def describe(tensor: torch.Tensor, name: str) -> _lib.Tensor:
-    result = _ops._describe(tensor, name)
+    result = _queries.describe(tensor, name)
     result.data = tensor.data_ptr()
     result.stride[: tensor.dim()] = tensor.stride()
     return result

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from gatedelta import _lib
-from gatedelta._operators import ops as _ops
+from gatedelta._operators import queries as _queries
 
 from bench.gpu import chunked as gpu
 from bench.lib import regret
@@ -34,7 +34,7 @@ CUDA = 1  # GD_CUDA of gatedelta.h
 
 
 def describe(tensor: torch.Tensor, name: str) -> _lib.Tensor:
-    result = _ops._describe(tensor, name)
+    result = _queries.describe(tensor, name)
     result.data = tensor.data_ptr()
     result.stride[: tensor.dim()] = tensor.stride()
     return result

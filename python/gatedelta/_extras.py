@@ -12,7 +12,7 @@ def explain(error: ModuleNotFoundError) -> NoReturn:
     if error.name not in _EXTRAS:
         raise error
     raise ModuleNotFoundError(
-        f"this part of gatedelta needs {error.name}, which is not installed: pip install '.[{error.name}]' in a clone "
-        f"of the repository, or pip install {error.name}",
+        f"this part of gatedelta needs {error.name}, which is not installed: gatedelta[{error.name}] brings it (pip "
+        f"install '.[{error.name}]' in a clone of the repository), or pip install {error.name}",
         name=error.name,
     ) from error

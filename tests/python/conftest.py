@@ -45,3 +45,27 @@ def run_python():
         return result
 
     return run
+
+
+@pytest.fixture
+def run_ranks(tmp_path):
+    """Runs a script as the ranks of a group, each with <rank> <ranks> <rendezvous file> <report file> and `more`.
+    Returns the report's path, and what the ranks have written."""
+
+    def run(script: Path, ranks: int, *more: str, seconds: float = 300) -> tuple[Path, str]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        report = tmp_path / "report.json"
+        started = [
+            subprocess.Popen(
+                [sys.executable, str(script), str(rank), str(ranks), str(tmp_path / "meet"), str(report), *more],
+                env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        try:
+            return report, "\n".join(process.communicate(timeout=seconds)[0] for process in started)
+        finally:
+            for process in started:
+                process.kill()
+
+    return run

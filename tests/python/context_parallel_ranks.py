@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from gatedelta import _lib
 from gatedelta import context_parallel as cp
+from gatedelta.context_parallel import agreement, schemes
 from gatedelta.context_parallel import layout as layouts
-from gatedelta.context_parallel import schemes
 
 from testing import truth
 
@@ -187,7 +187,7 @@ def check_convolution(rank: int, ranks: int, layout, lengths: str, dtype: torch.
 
 
 def check_bytes(rank: int, ranks: int) -> None:
-    """What travels is what is said: counted at the collectives."""
+    """What travels is what is said, and after the first call nothing besides: counted at the collectives."""
     received = 0
     kept = dist.all_gather_into_tensor, dist.all_to_all_single, dist.batch_isend_irecv
 
@@ -210,23 +210,34 @@ def check_bytes(rank: int, ranks: int) -> None:
     try:
         heads, K, V = 12, 32, 16  # divisible by 2, 3 and 4
         case = truth.Case(f"lengths=384 Hk=1 Hv={heads} K={K} V={V} gate=strong h0=0 ht=0 dht=0")
+        record = (ranks - 1) * agreement.RECORD_BYTES  # of the first call of each function with a context
         for scheme, layout in itertools.product(("gather", "scatter", "neighbour"), ("contiguous", "zigzag")):
+            received = 0
             context = cp.build_context([0, TOKENS], layout=layout, scheme=scheme)
+            assert received == record
             slots = context.layout.slots
             tokens = my_tokens(context, [0, TOKENS], layout, ranks)
             q, k, v, g, beta = (
                 getattr(case, name)[:, tokens].contiguous().requires_grad_() for name in ("q", "k", "v", "g", "beta")
             )
-            received = 0
-            o, _ = gatedelta.chunk_gated_delta_rule(q, k, v, g, beta, cp_context=context)
-            forward, received = received, 0
-            o.sum().backward()
-            for back, count in ((False, forward), (True, received)):
-                bound = schemes.bytes_received(scheme, ranks, slots, heads, K, V, back)
-                if scheme == "neighbour":
-                    assert count <= bound, (scheme, layout, back, count, bound)
-                else:
-                    assert count == bound, (scheme, layout, back, count, bound)
+            for first in (record, 0, 0):
+                received = 0
+                o, _ = gatedelta.chunk_gated_delta_rule(q, k, v, g, beta, cp_context=context)
+                forward, received = received, 0
+                o.sum().backward()
+                for back, count in ((False, forward), (True, received)):
+                    bound = first + schemes.bytes_received(scheme, ranks, slots, heads, K, V, back)
+                    if scheme == "neighbour":
+                        assert first <= count <= bound, (scheme, layout, back, count, bound)
+                    else:
+                        assert count == bound, (scheme, layout, back, count, bound)
+            x, weight = torch.ones(1, len(tokens), 6, requires_grad=True), torch.ones(6, 4)
+            for first in (record, 0, 0):
+                received = 0
+                y, _ = cp.causal_conv1d(x, weight, cp_context=context)
+                forward, received = received, 0
+                y.sum().backward()
+                assert forward == received == first + (ranks - 1) * slots * 3 * 6 * 4
     finally:
         dist.all_gather_into_tensor, dist.all_to_all_single, dist.batch_isend_irecv = kept
 

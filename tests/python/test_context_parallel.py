@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,20 +22,11 @@ RANKS_SCRIPT = Path(__file__).with_name("context_parallel_ranks.py")
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ranks_of_gloo_are_one_process(ranks, tmp_path):
+def test_ranks_of_gloo_are_one_process(ranks, run_ranks):
     if not torch.distributed.is_available():
         pytest.skip("this torch has no torch.distributed")
-    report = tmp_path / "report.json"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(RANKS_SCRIPT), str(rank), str(ranks), str(tmp_path / "meet"), str(report)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=300)[0] for process in started]
-    assert report.exists(), "\n".join(outputs)
+    report, outputs = run_ranks(RANKS_SCRIPT, ranks)
+    assert report.exists(), outputs
     result = json.loads(report.read_text())
     assert not result["problems"], "\n".join(result["problems"][:5])
     assert result["ran"] > 45

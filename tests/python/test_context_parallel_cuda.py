@@ -157,7 +157,7 @@ def test_rows_of_gradients_by_index():
 
     def run(final, final_rows, initial, initial_rows):
         args = _lib.BackwardArgs()
-        stages._set_inputs(args.inputs, options, **{name: gpu[name] for name in NAMES[:5]})
+        stages._set_inputs(args, options, **{name: gpu[name] for name in NAMES[:5]})
         for name, x in (
             ("do", gpu["do"]), ("dht", final), ("dht_indices", final_rows), ("d_initial_state", initial),
             ("d_initial_state_indices", initial_rows),

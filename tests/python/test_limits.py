@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gatedelta import _lib  # noqa: E402
-from gatedelta._operators import ops  # noqa: E402
+from gatedelta._operators import queries  # noqa: E402
 from gatedelta._plugins import limits  # noqa: E402
 
 KINDS = (_lib.ForwardArgs, _lib.BackwardArgs, _lib.RecurrentArgs)
@@ -42,13 +42,13 @@ def library_takes(kind, device, dtype, K, V, Hk=1, Hv=2):
     q, v = (torch.empty(1, 70, heads, size, dtype=dtype) for heads, size in ((Hk, K), (Hv, V)))
     gates = torch.empty(1, 70, Hv)
     for field, tensor in {"q": q, "k": q, "v": v, "g": gates, "beta": gates}.items():
-        setattr(args.inputs, field, ops._describe(tensor, field))
+        setattr(args.inputs, field, queries.describe(tensor, field))
     if name == "Summary":
-        args.local_state = ops._describe(torch.empty(1, Hv, K, V), "local_state")
+        args.local_state = queries.describe(torch.empty(1, Hv, K, V), "local_state")
     elif name == "Backward":
-        args.do = args.dv = ops._describe(v, "do")
+        args.do = args.dv = queries.describe(v, "do")
     else:
-        args.out = ops._describe(v, "out")
+        args.out = queries.describe(v, "out")
     try:
         _lib.size_query(f"gd_{name.lower()}_workspace", args)
     except (_lib.UnsupportedError, ValueError):

@@ -48,7 +48,10 @@ def test_works_without_torch_and_numpy(run_python):
 def test_a_missing_package_is_explained(run_python, code, extra):
     result = run_python("-c", BLOCK_HEAVY + code, check=False)
     assert result.returncode != 0
-    assert f"needs {extra}, which is not installed: pip install '.[{extra}]' in a clone" in result.stderr
+    assert (
+        f"needs {extra}, which is not installed: gatedelta[{extra}] brings it (pip install '.[{extra}]' in a clone"
+        in (result.stderr)
+    )
 
 
 def test_numpy_path_needs_no_torch(run_python):

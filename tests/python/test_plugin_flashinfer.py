@@ -3,6 +3,7 @@ registration."""
 
 from __future__ import annotations
 
+import re
 import sys
 from types import ModuleType
 
@@ -357,6 +358,16 @@ REFUSED = [
         {"state_indices": SLOT, "output_final_state": True},
         ValueError,
         "state_indices needs an explicit output_state pool",
+    ),
+    (RULE, {"state_indices": SLOT}, ValueError, "state_indices is given, but neither initial_state nor output_state"),
+    *(
+        (
+            RULE,
+            {"checkpoint_every_n_tokens": 64, "state_checkpoints": STATE, "checkpoint_cu_starts": torch.tensor(starts)},
+            ValueError,
+            rf"checkpoint_cu_starts is {re.escape(str(starts))}, but sequences .* from \[0, 0\] on",
+        )
+        for starts in ([9, 5], [-3, 100], [0, 1])
     ),
     (
         RULE,

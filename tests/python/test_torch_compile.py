@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from gatedelta import _lib  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
-from gatedelta._operators import ops  # noqa: E402
+from gatedelta._operators import ops, queries  # noqa: E402
 from test_torch_calls import make  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
@@ -116,8 +116,8 @@ def test_fake_saved_size_is_the_librarys():
         args = _lib.ForwardArgs()
         args.exec.device = _lib.CUDA
         for name, tensor in {"q": q, "k": q, "v": v, "g": gates, "beta": gates, "cu_seqlens": offsets}.items():
-            setattr(args.inputs, name, ops._describe(tensor, name))
-        args.out = ops._describe(v, "out")
+            setattr(args.inputs, name, queries.describe(tensor, name))
+        args.out = queries.describe(v, "out")
         assert saved.shape == (_lib.size_query("gd_forward_saved_size", args),)
 
 

@@ -116,3 +116,21 @@ def test_a_transform_of_another_tensor_changes_nothing():
         return (o * factor).sum()
 
     assert torch.equal(torch.func.grad(scaled)(torch.tensor(2.0)), want.sum())
+
+
+def test_numbers_that_require_a_gradient_are_refused():
+    q, k, v, g, beta, _ = make(T=3)
+    scale, pattern = torch.tensor(0.5, requires_grad=True), r"^scale requires a gradient, .* scale=1\.0 and multiply o"
+    for call in (
+        lambda scale: gd.chunk_gated_delta_rule(q, k, v, g, beta, scale)[0],
+        lambda scale: gd.fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, scale=scale)[0],
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            call(scale)
+        with pytest.raises(ValueError, match=pattern):
+            torch.func.grad(lambda scale, call=call: call(scale).sum())(scale.detach())
+        with torch.no_grad():
+            assert torch.equal(call(scale), call(0.5))
+        assert torch.equal(call(scale.detach()), call(0.5))
+    with pytest.raises(ValueError, match=r"^eps requires a gradient, but it is a number, which gets none: pass float"):
+        gd.rms_norm_gated(v, None, None, eps=torch.tensor(1e-6, requires_grad=True))

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 import gatedelta  # noqa: E402
 from gatedelta import _lib  # noqa: E402
 from gatedelta import torch as gd  # noqa: E402
-from gatedelta._operators import ops  # noqa: E402
+from gatedelta._operators import ops, queries  # noqa: E402
 from test_torch_calls import make  # noqa: E402
 
 from tools.dev_paths import ROOT  # noqa: E402
@@ -156,22 +156,22 @@ def test_messages_about_cuda():
     def refusal(args, query):
         args.exec.device = _lib.CUDA
         for name, tensor in {"q": q, "k": k, "v": v, "g": g, "beta": beta}.items():
-            setattr(args.inputs, name, ops._describe(tensor, name))
-        args.out = ops._describe(v, "out")
+            setattr(args.inputs, name, queries.describe(tensor, name))
+        args.out = queries.describe(v, "out")
         with pytest.raises(_lib.UnsupportedError) as caught:
             _lib.size_query(query, args)
         return str(caught.value)
 
     args = _lib.RecurrentArgs()
-    args.inputs.cu_seqlens = ops._describe(torch.empty(1 << 27, dtype=torch.int32, device="meta"), "cu_seqlens")
+    args.inputs.cu_seqlens = queries.describe(torch.empty(1 << 27, dtype=torch.int32, device="meta"), "cu_seqlens")
     message = refusal(args, "gd_recurrent_workspace")
     assert message.startswith("N * Hv is 134217727 * 2, must be at most") and not C_NAMES.search(message)
     args = _lib.ForwardArgs()
     args.saved_bytes = 1
-    args.inputs.initial_state_indices = args.final_state_indices = ops._describe(
+    args.inputs.initial_state_indices = args.final_state_indices = queries.describe(
         torch.tensor([0]), "initial_state_indices"
     )
-    args.inputs.initial_state = args.final_state = ops._describe(state(1, 2, 128, 128), "initial_state")
+    args.inputs.initial_state = args.final_state = queries.describe(state(1, 2, 128, 128), "initial_state")
     text = refusal(args, "gd_forward_workspace")
     assert "initial_state_indices and final_state_indices" in text and not C_NAMES.search(text)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .arguments import (
     RuleOptions,
     allowed_dtypes,
+    check_integer,
     check_neg_eigval,
     check_null_index,
     key_head_order,
@@ -81,7 +82,7 @@ __all__ = [
     "NORM_SIGMOID", "NORM_SILU", "OK", "STATE_KV", "STATE_VK", "UNSUPPORTED", "BackwardArgs", "BackwardSummaryArgs",
     "Conv1dArgs", "Conv1dBackwardArgs", "Conv1dInputs", "Exec", "ForwardArgs", "GatedNormArgs", "GatedNormBackwardArgs",
     "Info", "Inputs", "LayerStepArgs", "MergeArgs", "RecurrentArgs", "RuleOptions", "SummaryArgs", "Tensor", "Tuning",
-    "UnsupportedError", "allowed_dtypes", "check", "check_neg_eigval", "check_null_index", "forced_isa",
-    "forced_kernels", "get_info", "isa_name", "key_head_order", "library", "library_directory", "library_path",
-    "set_options", "set_threads", "size_query", "thread_pool",
+    "UnsupportedError", "allowed_dtypes", "check", "check_integer", "check_neg_eigval", "check_null_index",
+    "forced_isa", "forced_kernels", "get_info", "isa_name", "key_head_order", "library", "library_directory",
+    "library_path", "set_options", "set_threads", "size_query", "thread_pool",
 ]  # fmt: skip

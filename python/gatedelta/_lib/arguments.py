@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 from . import structs
@@ -45,8 +46,19 @@ def allowed_dtypes(name: str) -> str:
     return "int32 or int64" if is_index else "float32, bfloat16 or float16"
 
 
+def check_integer(name: str, value: Any) -> None:
+    """An int, or what stands for one (numpy's integers)."""
+    if isinstance(value, int):
+        return
+    try:
+        operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}, must be an integer") from None
+
+
 def check_null_index(null_index: int, *indices: Any) -> None:
     """The library gets first_slot = null_index + 1, so its own messages would name another number."""
+    check_integer("null_index", null_index)
     if not -1 <= null_index < structs.MAX_SLOTS:
         raise ValueError(f"null_index is {null_index}, must be from -1 to {structs.MAX_SLOTS - 1}")
     if null_index != -1 and all(array is None for array in indices):

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import _lib
-from . import ops
+from . import ops, queries
 
+_NONE = "builtins.NoneType"
 NO_GRADIENT = (
     "a call that writes to buffers of yours (out=, final_state=, checkpoints=, step_states=, ...) has no gradient, but "
     "an input requires one: call it under torch.no_grad(), or without the buffers"
@@ -23,17 +24,30 @@ NO_VMAP = (
     "torch.vmap over gatedelta's functions is not supported: fold the mapped dimension into the batch, or loop over it"
 )
 
+NO_TRANSFORM = (
+    "context parallelism cannot run in a transform of torch.func (grad, vjp, ...): its gradients are those of "
+    "backward() and torch.autograd.grad"
+)
 
-def check_tensors(names: tuple[str, ...], *tensors: Tensor | None) -> None:
-    """Every one of them is a tensor or None, and none is one of vmap's or carries a tangent of forward-mode AD."""
-    for tensor in tensors:
+
+def check_tensors(names: tuple[str, ...], *tensors: Tensor | None, required: int = 0) -> None:
+    """The first `required` of them are tensors, and the others tensors or None. None is one of vmap's or carries a
+    tangent of forward-mode AD."""
+    for tensor in tensors[:required]:
+        if not isinstance(tensor, Tensor):
+            raise _no_tensor(names, tensors, tensor)
+    for tensor in tensors[required:]:
         if tensor is not None and not isinstance(tensor, Tensor):
-            name = next(name for name, x in zip(names, tensors) if x is tensor)
-            kind = type(tensor)
-            raise TypeError(f"{name} must be a torch.Tensor, not {kind.__module__}.{kind.__qualname__}")
+            raise _no_tensor(names, tensors, tensor)
     if in_transform() and any(x is not None and torch._C._functorch.is_batchedtensor(x) for x in tensors):
         raise NotImplementedError(NO_VMAP)
     refuse_tangents(*tensors)
+
+
+def _no_tensor(names: tuple[str, ...], tensors: tuple[object, ...], found: object) -> TypeError:
+    name = next(name for name, x in zip(names, tensors) if x is found)
+    kind = type(found)
+    return TypeError(f"{name} must be a torch.Tensor, not {kind.__module__}.{kind.__qualname__}".replace(_NONE, "None"))
 
 
 def in_transform() -> bool:
@@ -48,6 +62,20 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
         return
     if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise NotImplementedError(NO_FORWARD_MODE)
+
+
+def as_memory(tensor: Tensor | None, dense_dims: int = 0) -> Tensor | None:
+    """The tensor, or a copy where its memory does not hold it as it is read: where torch has only marked it as negated
+    or conjugated, and where its last `dense_dims` dimensions have gaps or another order.
+
+    Operators need this for no argument: the dispatcher resolves the marks, and the binding copies. Whatever reads the
+    memory of a tensor without them has to."""
+    if tensor is None:
+        return None
+    tensor = tensor.resolve_conj().resolve_neg()
+    if queries.is_dense(tensor.shape, tensor.stride(), dense_dims):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def with_gates(
@@ -125,6 +153,17 @@ def needs_graph(*tensors: Tensor | None) -> bool:
     return in_transform() or any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+def refuse_gradient(name: str, number: float | Tensor | None) -> None:
+    """torch takes a tensor with one element for a number; one that is differentiated would get no gradient."""
+    if not isinstance(number, Tensor) or not torch.is_grad_enabled():
+        return
+    if number.requires_grad or (in_transform() and torch._C._functorch.is_gradtrackingtensor(number)):
+        instead = ", or scale=1.0 and multiply o by it" if name == "scale" else ""
+        raise ValueError(
+            f"{name} requires a gradient, but it is a number, which gets none: pass float({name}){instead}"
+        )
+
+
 def check_gradient(initial_state: Tensor | None, initial_state_indices: Tensor | None) -> None:
     if initial_state_indices is not None and initial_state is not None and initial_state.requires_grad:
         raise ValueError(
@@ -134,12 +173,20 @@ def check_gradient(initial_state: Tensor | None, initial_state_indices: Tensor |
 
 
 def check_written(names: tuple[str, ...], *tensors: Tensor | None) -> None:
-    """A call overwrites these behind autograd's back: none is a parameter, a view of one, or part of a graph."""
+    """A call overwrites these behind autograd's back: none is a parameter, a view of one, or part of a graph. Their
+    memory must be what they show, too: torch writes none of these operators' results back to a negated view."""
     for i, tensor in enumerate(tensors):
-        if tensor is not None and tensor.requires_grad:  # a view requires it where its base does
+        if tensor is None:
+            continue
+        if tensor.requires_grad:  # a view requires it where its base does
             raise ValueError(
                 f"{names[i]} is written to, but it requires a gradient, or is a view of a tensor that does: pass a "
                 f"buffer of its own, or {names[i]}.detach() to overwrite it all the same"
+            )
+        if not torch.compiler.is_compiling() and tensor.is_neg():
+            raise ValueError(
+                f"{names[i]} is written to, but it is a view that torch has only marked as negated (an imaginary part "
+                "of a conjugate, say): pass a buffer of its own"
             )
 
 

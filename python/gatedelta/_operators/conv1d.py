@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from . import arguments, autograd, ops  # ops loads the binding
+from .. import _lib
+from . import arguments, autograd, ops, queries  # ops loads the binding
 
 forward = torch.ops.gatedelta.conv1d.default
 forward_out = torch.ops.gatedelta.conv1d_out.default
@@ -77,15 +80,33 @@ def empty_rows(x: Tensor) -> Tensor:
 
 
 def empty_states(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, size: int) -> Tensor:
-    count = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return x.new_empty((count, x.shape[2], size))
+    return x.new_empty((queries.sequence_count(x.shape[0], cu_seqlens), x.shape[2], size))
+
+
+def _describe_inputs(args: _lib.Conv1dArgs | _lib.Conv1dBackwardArgs, given: dict[str, Any]) -> None:
+    """As bindings/torch/conv1d.cpp describes them."""
+    for name in ("x", "weight", "bias"):
+        setattr(args.inputs, name, queries.describe(given[name], name))
+    args.inputs.cu_seqlens = queries.describe(given["cu_seqlens"], "cu_seqlens", 1)
+    start = given["final_state" if given.get("in_place") else "initial_state"]
+    args.inputs.initial_state = queries.describe(start, "initial_state")
+    args.inputs.activation = _lib.CONV1D_SILU if given["options"] & SILU else _lib.CONV1D_LINEAR
 
 
 @torch.library.register_fake("gatedelta::conv1d")
 def _(x, weight, bias, options, cu_seqlens, initial_state, state_size):
-    ops.check_devices("x", x=x, weight=weight, bias=bias, cu_seqlens=cu_seqlens, initial_state=initial_state)
+    given = locals()
+    ops.check_devices("x", **given)
+    y = empty_rows(x)
     states = empty_states(x, weight, cu_seqlens, state_size) if options & FINAL_STATE else ops.nothing(x)
-    return empty_rows(x), states
+    if queries.is_concrete(given):
+        args = _lib.Conv1dArgs()
+        _describe_inputs(args, given)
+        args.out = queries.describe(y, "out")
+        if options & FINAL_STATE:
+            args.final_state = queries.describe(states, "final_state")
+        queries.ask("gd_conv1d_workspace", args, x)
+    return y, states
 
 
 @torch.library.register_fake("gatedelta::conv1d_out")
@@ -93,16 +114,37 @@ def _(
     x, weight, bias, options, cu_seqlens, initial_state, initial_state_indices, first_slot, out, final_state,
     final_state_indices, in_place, previous_accept_lengths, step_states,
 ):  # fmt: skip
-    ops.check_devices("x", **locals())
+    given = locals()
+    ops.check_devices("x", **given)
+    if not queries.is_concrete(given):
+        return
+    args = _lib.Conv1dArgs()
+    _describe_inputs(args, given)
+    args.inputs.initial_state_indices = queries.describe_indices(initial_state_indices, "initial_state_indices")
+    args.inputs.first_slot = first_slot
+    for name in ("out", "final_state", "step_states"):
+        setattr(args, name, queries.describe(given[name], name))
+    for name in ("final_state_indices", "previous_accept_lengths"):
+        setattr(args, name, queries.describe_indices(given[name], name))
+    queries.ask("gd_conv1d_workspace", args, x)
 
 
 @torch.library.register_fake("gatedelta::conv1d_bwd")
 def _(x, weight, bias, options, cu_seqlens, initial_state, dy, dht, wanted):
-    ops.check_devices("x", **locals())
+    given = locals()
+    ops.check_devices("x", **given)
     results = [ops.nothing(x)] * 4
     if wanted & 1:
         results[0] = empty_rows(x)
     for i, tensor in ((1, weight), (2, bias), (3, initial_state)):
         if wanted >> i & 1:
             results[i] = tensor.new_empty(tensor.shape)
+    if queries.is_concrete(given):
+        args = _lib.Conv1dBackwardArgs()
+        _describe_inputs(args, given)
+        args.dy, args.dht = queries.describe(dy, "dy"), queries.describe(dht, "dht")
+        for i, name in enumerate(("dx", "dweight", "dbias", "d_initial_state")):
+            if wanted >> i & 1:
+                setattr(args, name, queries.describe(results[i], name))
+        queries.ask("gd_conv1d_backward_workspace", args, x)
     return tuple(results)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from . import arguments, autograd, ops  # ops loads the binding
+import torch
+from torch import Tensor
+
+from .. import _lib
+from . import arguments, autograd, ops, queries  # ops loads the binding
 
 forward = torch.ops.gatedelta.rms_norm_gated.default
 forward_out = torch.ops.gatedelta.rms_norm_gated_out.default
@@ -47,18 +51,54 @@ class RmsNormGated(torch.autograd.Function):
         raise NotImplementedError(arguments.NO_VMAP)
 
 
+def _describe_inputs(args: _lib.GatedNormArgs | _lib.GatedNormBackwardArgs, given: dict[str, Any]) -> None:
+    """As bindings/torch/gated_norm.cpp describes them."""
+    args.x = queries.describe_rows(given["x"], "x", 1)
+    args.gate = queries.describe_rows(given["gate"], "gate", 1)
+    args.weight = queries.describe(given["weight"], "weight", 1)
+    args.activation = _lib.NORM_SIGMOID if given["options"] & SIGMOID else _lib.NORM_SILU
+    args.round_before_gate = bool(given["options"] & ROUND_BEFORE_GATE)
+    args.has_eps, args.eps = given["eps"] is not None, 0.0 if given["eps"] is None else given["eps"]
+
+
+def _ask(given: dict[str, Any], out: Tensor) -> None:
+    if queries.is_concrete(given):
+        args = _lib.GatedNormArgs()
+        _describe_inputs(args, given)
+        args.out = queries.describe_rows(out, "out")
+        queries.ask("gd_gated_norm_workspace", args, out)
+
+
 @torch.library.register_fake("gatedelta::rms_norm_gated")
 def _(x, gate, weight, eps, options):
-    ops.check_devices("x", x=x, gate=gate, weight=weight)
-    return x.new_empty(x.shape)
+    given = locals()
+    ops.check_devices("x", **given)
+    y = x.new_empty(x.shape)
+    _ask(given, y)
+    return y
 
 
 @torch.library.register_fake("gatedelta::rms_norm_gated_out")
 def _(x, gate, weight, eps, options, out):
-    ops.check_devices("x", x=x, gate=gate, weight=weight, out=out)
+    given = locals()
+    ops.check_devices("x", **given)
+    _ask(given, out)
 
 
 @torch.library.register_fake("gatedelta::rms_norm_gated_bwd")
 def _(x, gate, weight, eps, options, dy, wanted):
-    ops.check_devices("x", x=x, gate=gate, weight=weight, dy=dy)
-    return tuple(t.new_empty(t.shape) if wanted >> i & 1 else ops.nothing(x) for i, t in enumerate((x, gate, weight)))
+    given = locals()
+    ops.check_devices("x", **given)
+    inputs = (x, gate, weight)
+    results = tuple(t.new_empty(t.shape) if wanted >> i & 1 else ops.nothing(x) for i, t in enumerate(inputs))
+    if queries.is_concrete(given):
+        args = _lib.GatedNormBackwardArgs()
+        _describe_inputs(args, given)
+        args.dy = queries.describe_rows(dy, "dy", 1)
+        for i, (name, describe) in enumerate(
+            (("dx", queries.describe_rows), ("dgate", queries.describe_rows), ("dweight", queries.describe))
+        ):
+            if wanted >> i & 1:
+                setattr(args, name, describe(results[i], name))
+        queries.ask("gd_gated_norm_backward_workspace", args, x)
+    return results

@@ -14,9 +14,14 @@ import torch
 from torch import Tensor
 
 from .. import _lib
-from . import ops
+from . import arguments, ops, queries
 
 _ALIGNMENT = 64
+_INPUTS = frozenset(name for name, _ in _lib.Inputs._fields_)
+# How many of an argument's last dimensions the kernels need contiguous: others are copied, as the operators do.
+_DENSE_DIMS = {
+    "q": 1, "k": 1, "v": 1, "do": 1, "cu_seqlens": 1, "initial_state": 2, "dht": 2, "values": 2, "transitions": 2,
+}  # fmt: skip
 
 
 class Options(NamedTuple):
@@ -72,7 +77,7 @@ def summary(
     saved: of ``empty_saved``, with q: a GPU leaves there what it prepares, for ``forward`` and for another summary of
         the same inputs (prepared).
     """
-    count = sequence_count or _sequences(k, options.cu_seqlens) - first_sequence
+    count = _count(first_sequence, sequence_count, k, options.cu_seqlens)
     Hv, K, V = v.shape[2], k.shape[3], v.shape[3]
     if local_state is None:
         local_state = k.new_empty(count, Hv, *matrix_shape(K, V, options.state_v_first), dtype=torch.float32)
@@ -80,16 +85,14 @@ def summary(
         transition = k.new_empty(count, Hv, K, K, dtype=torch.float32)
     fade = k.new_empty(count, Hv, dtype=torch.float32)
     args = _lib.SummaryArgs()
-    _set_inputs(args.inputs, options, k=k, v=v, g=g, beta=beta)
+    _set_inputs(args, options, k=k, v=v, g=g, beta=beta)
     if saved is not None and saved.numel():
-        args.inputs.q = _tensor(q, "q")
+        _set(args, q=q)
         _set_saved(args, saved)
         args.prepared = prepared
     else:
         args.inputs.has_scale, args.inputs.scale = 0, 0.0
-    args.local_state = _tensor(local_state, "local_state")
-    args.transition = _tensor(transition, "transition")
-    args.fade = _tensor(fade, "fade")
+    _set_results(args, local_state=local_state, transition=transition, fade=fade)
     args.first_sequence, args.sequence_count = first_sequence, count
     args.skip_faded = not exact
     if count > 0:
@@ -113,14 +116,13 @@ def merge(
     integers ``[R]`` on the same device. transposed: gradients, with transposed transitions, from the last i to the
     first. Returns ``[R, Hv, K, V]``.
     """
+    check_tensors(4, values=values, transitions=transitions, first=first, count=count, out=out)
+    arguments.check_written(("out",), out)
     if out is None:
         out = values.new_empty(first.shape[0], *values.shape[1:], dtype=torch.float32)
     args = _lib.MergeArgs()
-    args.values = _tensor(values, "values")
-    args.transitions = _tensor(transitions, "transitions")
-    args.first = _tensor(first, "first")
-    args.count = _tensor(count, "count")
-    args.state = _tensor(out, "state")
+    _set(args, values=values, transitions=transitions, first=first, count=count)
+    _set_results(args, state=out)
     args.transposed = transposed
     args.state_layout = _lib.STATE_VK if state_v_first else _lib.STATE_KV
     if first.shape[0]:
@@ -148,8 +150,7 @@ def forward(
     if save and saved is None:
         saved = empty_saved(q, k, v, g, beta, options)
     args = _forward_args(q, k, v, g, beta, options, o)
-    args.inputs.initial_state = _tensor(initial_state, "initial_state")
-    args.inputs.initial_state_indices = _tensor(initial_state_indices, "initial_state_indices")
+    _set(args, initial_state=initial_state, initial_state_indices=initial_state_indices)
     _set_saved(args, saved)
     args.prepared = prepared and bool(args.saved)
     _run("gd_forward", args, q)
@@ -163,10 +164,27 @@ def empty_saved(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, option
     return _aligned(_lib.size_query("gd_forward_saved_size", args), q)[0]
 
 
+def check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, options: Options, summarises: bool) -> None:
+    """Refuses what ``forward`` and, with summarises, ``summary`` would refuse, without running them."""
+    ops.check_devices("q", q=q, k=k, v=v, g=g, beta=beta, A_log=options.A_log, dt_bias=options.dt_bias)
+    args = _forward_args(q, k, v, g, beta, options, q.new_empty(v.shape, device="meta"))
+    _set_exec(args.exec, q)
+    _lib.size_query("gd_forward_workspace", args)
+    if summarises:
+        args = _lib.SummaryArgs()
+        _set_inputs(args, options, k=k, v=v, g=g, beta=beta)
+        args.inputs.has_scale, args.inputs.scale = 0, 0.0
+        shape = 1, v.shape[2], *matrix_shape(k.shape[3], v.shape[3], options.state_v_first)
+        _set_results(args, local_state=torch.empty(shape, device="meta"))
+        args.sequence_count = 1
+        _set_exec(args.exec, k)
+        _lib.size_query("gd_summary_workspace", args)
+
+
 def _forward_args(q, k, v, g, beta, options: Options, o: Tensor) -> _lib.ForwardArgs:
     args = _lib.ForwardArgs()
-    _set_inputs(args.inputs, options, q=q, k=k, v=v, g=g, beta=beta)
-    args.out = _tensor(o, "out")
+    _set_inputs(args, options, q=q, k=k, v=v, g=g, beta=beta)
+    _set_results(args, out=o)
     args.context_parallel = _lib.CP_AUTO if options.auto_cp else _lib.CP_OFF
     args.batch_invariant = options.batch_invariant
     return args
@@ -190,14 +208,14 @@ def backward_summary(
 
     exact: of all tokens; otherwise tokens behind which 2^-48 of a gradient is left at most are not read.
     """
-    count = sequence_count or _sequences(k, options.cu_seqlens) - first_sequence
+    count = _count(first_sequence, sequence_count, k, options.cu_seqlens)
     if out is None:
         matrix = matrix_shape(k.shape[3], do.shape[3], options.state_v_first)
         out = k.new_empty(count, do.shape[2], *matrix, dtype=torch.float32)
     args = _lib.BackwardSummaryArgs()
-    _set_inputs(args.inputs, options, q=q, k=k, g=g, beta=beta)
-    args.do = _tensor(do, "do")
-    args.d_local = _tensor(out, "d_local")
+    _set_inputs(args, options, q=q, k=k, g=g, beta=beta)
+    _set(args, do=do)
+    _set_results(args, d_local=out)
     _set_saved(args, saved)
     args.first_sequence, args.sequence_count = first_sequence, count
     args.skip_faded = not exact
@@ -242,50 +260,75 @@ def backward(
     if all(result is None for result in results):
         return Gradients(*results)
     args = _lib.BackwardArgs()
-    _set_inputs(args.inputs, options, q=q, k=k, v=v, g=g, beta=beta)
-    args.inputs.initial_state = _tensor(initial_state, "initial_state")
-    args.inputs.initial_state_indices = _tensor(initial_state_indices, "initial_state_indices")
-    args.do = _tensor(do, "do")
-    args.dht = _tensor(dht, "dht")
-    args.dht_indices = _tensor(dht_indices, "dht_indices")
+    _set_inputs(args, options, q=q, k=k, v=v, g=g, beta=beta)
+    _set(
+        args, initial_state=initial_state, initial_state_indices=initial_state_indices, do=do, dht=dht,
+        dht_indices=dht_indices,
+    )  # fmt: skip
     _set_saved(args, saved)
-    for name, result in zip(Gradients._fields, results):
-        setattr(args, name, _tensor(result, name))
+    _set_results(args, **dict(zip(Gradients._fields, results)))
     args.context_parallel = _lib.CP_AUTO if options.auto_cp else _lib.CP_OFF
     args.batch_invariant = options.batch_invariant
     _run("gd_backward", args, q)
     return Gradients(*results)
 
 
-def _sequences(k: Tensor, cu_seqlens: Tensor | None) -> int:
-    return k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+def check_tensors(required: int, **tensors: Tensor | None) -> None:
+    """Those that a stage gets: the first `required` of them are tensors, and none is one of a transform's."""
+    arguments.check_tensors(tuple(tensors), *tensors.values(), required=required)
+    if arguments.in_transform():
+        for tensor in tensors.values():
+            if tensor is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                raise NotImplementedError(arguments.NO_TRANSFORM)
+
+
+def _count(first_sequence: int, sequence_count: int, k: Tensor, cu_seqlens: Tensor | None) -> int:
+    """How many sequences a summary is of: the library's own rule, for results that are made before it is asked."""
+    _lib.check_integer("first_sequence", first_sequence)
+    _lib.check_integer("sequence_count", sequence_count)
+    total = queries.sequence_count(k.shape[0], cu_seqlens)
+    if not 0 <= first_sequence <= total:
+        raise ValueError(f"first_sequence is {first_sequence}, but there are {total} sequences")
+    if not 0 <= sequence_count <= total - first_sequence:
+        raise ValueError(
+            f"sequence_count is {sequence_count}, but {total - first_sequence} sequences follow "
+            f"first_sequence = {first_sequence}"
+        )
+    return sequence_count or total - first_sequence
 
 
 def _tensor(x: Tensor | None, name: str) -> _lib.Tensor:
-    result = _lib.Tensor()
-    if x is None:
-        return result
-    if x.dtype not in ops.DTYPES:
-        dtype = str(x.dtype).removeprefix("torch.")
-        raise RuntimeError(f"gatedelta: {name}: dtype is {dtype}, must be {_lib.allowed_dtypes(name)}")
-    if x.dim() > _lib.MAX_RANK:
-        raise RuntimeError(f"gatedelta: {name} has rank {x.dim()}, more than any tensor here")
-    data = None if x.device.type == "meta" else x.data_ptr()
-    result.data, result.dtype, result.rank = data or None, ops.DTYPES[x.dtype], x.dim()
-    result.shape[: x.dim()] = x.shape
-    result.stride[: x.dim()] = x.stride()
+    result = queries.describe(x, name)
+    if x is not None and x.device.type != "meta":
+        result.data = x.data_ptr() or None
     return result
 
 
-def _set_inputs(inputs: _lib.Inputs, options: Options, **tensors: Tensor) -> None:
-    for name, x in {**tensors, "A_log": options.A_log, "dt_bias": options.dt_bias}.items():
-        setattr(inputs, name, _tensor(x, name))
-    inputs.cu_seqlens = _tensor(options.cu_seqlens, "cu_seqlens")
-    _lib.set_options(inputs, options)
+def _set(args: ctypes.Structure, **tensors: Tensor | None) -> None:
+    """Arguments that a call reads. It keeps the copies of those that had to be copied."""
+    for name, x in tensors.items():
+        x = arguments.as_memory(x, _DENSE_DIMS.get(name, 0))
+        args.kept = (*getattr(args, "kept", ()), x)
+        setattr(args.inputs if name in _INPUTS else args, name, _tensor(x, name))
+
+
+def _set_results(args: ctypes.Structure, **tensors: Tensor | None) -> None:
+    arguments.check_written(tuple(tensors), *tensors.values())
+    for name, x in tensors.items():
+        setattr(args, name, _tensor(x, name))
+
+
+def _set_inputs(args: ctypes.Structure, options: Options, **tensors: Tensor) -> None:
+    _set(args, **tensors, A_log=options.A_log, dt_bias=options.dt_bias, cu_seqlens=options.cu_seqlens)
+    _lib.set_options(args.inputs, options)
 
 
 def _set_saved(args: ctypes.Structure, saved: Tensor | None) -> None:
-    if saved is not None and saved.numel():
+    if saved is None:
+        return
+    if saved.dtype != torch.uint8 or saved.dim() != 1 or not saved.is_contiguous() or saved.is_neg():
+        raise ValueError("saved is not what empty_saved or a forward returned")
+    if saved.numel():
         args.saved, args.saved_bytes = saved.data_ptr(), saved.numel()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from . import layout as layouts
 from . import schemes
+from .agreement import Agreement
 from .layout import Layout, Piece
 
 if TYPE_CHECKING:
@@ -30,12 +32,20 @@ class Context:
         self.mine: tuple[Piece, ...] = layout.pieces[rank]
         self.offsets = layouts.local_offsets(self.mine)
         self.first_sequences, self.last_sequences = layouts.border_sequences(self.mine)
+        self.agreement = Agreement(group, size)
         self._on_device: dict[Any, Tensor] = {}
 
     @property
     def tokens(self) -> int:
         """How many tokens this rank holds."""
         return self.offsets[-1]
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """The same on every rank of the group, and another for another pack."""
+        known = self.layout.pieces if self.layout.complete else [[p.number for p in row] for row in self.layout.pieces]
+        tokens = sum(p.length for row in self.layout.pieces for p in row) if self.layout.complete else self.tokens
+        return f"{tokens} tokens, scheme={self.scheme!r}, exact={self.exact}, {known}"
 
     def device_indices(self, name: Any, values: Sequence[int], device: torch.device) -> Tensor:
         """Integers as a tensor on a device, copied there once."""
@@ -92,7 +102,8 @@ def build_context(
     scheme: str = "auto",
     exact: bool = False,
 ) -> Context:
-    """The context of a pack, the same arguments on every rank.
+    """The context of a pack. Every rank of the group calls it, with the same arguments: ranks compare them, and where
+    they differ, or one rank refuses its own, all of them raise.
 
     cu_seqlens: offsets of the whole pack (all ranks' tokens), on the host. One sequence: ``[0, tokens]``.
     group: of torch.distributed; None means all ranks.
@@ -105,13 +116,21 @@ def build_context(
         leaves out less than fp32 resolves (docs/context_parallel.md).
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    offsets = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else [int(x) for x in cu_seqlens]
-    if not offsets:
-        raise ValueError("cu_seqlens is empty, must hold N + 1 offsets")
-    if isinstance(layout, str):
-        ranges = layouts.token_ranges(layout, offsets[-1], size)
-    else:
-        ranges = [[(int(a), int(b)) for a, b in row] for row in layout]
-        if len(ranges) != size:
-            raise ValueError(f"layout has ranges of {len(ranges)} ranks, but the group has {size}")
-    return Context(layouts.make_layout(offsets, ranges), group, rank, size, scheme, exact)
+    if rank < 0:
+        raise ValueError("group does not hold this rank")
+    with Agreement(group, size).call("build_context") as call:
+        offsets = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else [int(x) for x in cu_seqlens]
+        if not offsets:
+            raise ValueError("cu_seqlens is empty, must hold N + 1 offsets")
+        if isinstance(layout, str):
+            ranges = layouts.token_ranges(layout, offsets[-1], size)
+        else:
+            ranges = [[(int(a), int(b)) for a, b in row] for row in layout]
+            if len(ranges) != size:
+                raise ValueError(f"layout has ranges of {len(ranges)} ranks, but the group has {size}")
+        context = Context(layouts.make_layout(offsets, ranges), group, rank, size, scheme, exact)
+        call.fields = {
+            "the number of tokens": offsets[-1], "cu_seqlens": offsets, "layout": ranges,
+            "scheme": scheme, "exact": bool(exact),
+        }  # fmt: skip
+    return context

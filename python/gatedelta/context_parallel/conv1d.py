@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from .._operators import arguments, conv1d
+from .agreement import tensor_fields
+from .collectives import all_gather
 from .context import Context
-from .exchange import all_gather
 from .foreign import as_context
 from .layout import Layout, Piece, halo_sources
+
+FUNCTION = "causal_conv1d"
 
 
 class _Halo(torch.autograd.Function):
@@ -35,6 +38,9 @@ class _Halo(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_halo):
         context, taps = ctx.context, ctx.taps
+        with context.agreement.call(f"the backward of {FUNCTION}") as call:
+            if call.is_first:
+                call.fields = {"cp_context": context.identity, "W": taps + 1, "D": d_halo.shape[2]}
         padded = d_halo.new_zeros(context.layout.slots, *d_halo.shape[1:])
         mine = _sources(context, taps)[context.rank]
         for i, sources in enumerate(mine):
@@ -95,12 +101,24 @@ def causal_conv1d(
     """``gatedelta.causal_conv1d`` of this rank's tokens, x ``[1, T of this rank, D]``: the W - 1 inputs before each
     piece come from the ranks that hold them, and their gradients go back. Returns (y, None)."""
     context = as_context(cp_context)
-    arguments.check_tensors(("x", "weight", "bias"), x, weight, bias)
-    options, weight = conv1d.activation_option(activation), conv1d.as_matrix(weight)
-    if x.dim() != 3 or x.shape[0] != 1 or x.shape[1] != context.tokens:
-        raise ValueError(
-            f"x is {list(x.shape)}, but with this cp_context rank {context.rank} holds {context.tokens} tokens"
-        )
+    with context.agreement.call(FUNCTION) as call:
+        tensors = {"x": x, "weight": weight, "bias": bias}
+        arguments.check_tensors(tuple(tensors), *tensors.values(), required=2)
+        if arguments.in_transform():
+            raise NotImplementedError(arguments.NO_TRANSFORM)
+        options, weight = conv1d.activation_option(activation), conv1d.as_matrix(weight)
+        if x.dim() != 3 or x.shape[0] != 1 or x.shape[1] != context.tokens:
+            raise ValueError(
+                f"x is {list(x.shape)}, but with this cp_context rank {context.rank} holds {context.tokens} tokens"
+            )
+        if call.is_first:
+            with torch.no_grad():  # one token, for the operator's refusals
+                conv1d.forward(x[:, :1], weight, bias, options, None, None, 0)
+            _sources(context, weight.shape[-1] - 1)
+            call.fields = {
+                "cp_context": context.identity, "D": weight.shape[0], "W": weight.shape[1],
+                "activation": "silu" if options else None, **tensor_fields(x.device, **tensors),
+            }  # fmt: skip
     halo = _Halo.apply(context, weight.shape[-1] - 1, x)
     rows = context.entering_rows(x.device)
     # One more row, of zeros, for the sequences that begin here.

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._operators import stages
+from .collectives import all_gather, waiting
 from .context import Context
 
 
@@ -39,7 +40,8 @@ class Exchange:
         for fade in fades:
             flag = flag * torch.isneginf(fade).all()
         flag = flag.to(torch.int32)
-        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.context.group)
+        with waiting:
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.context.group)
         return bool(flag.item())
 
     def forward(self) -> Tensor:
@@ -108,11 +110,9 @@ class Exchange:
         # By destination, then by slot: rows of values and transitions.
         outbox = torch.cat([torch.cat(pair, dim=1).flatten() for pair in zip(parts[::2], parts[1::2])])
         inbox = rows.new_empty(self.context.size * slots * mine * per_head)
-        dist.all_to_all_single(
-            inbox, outbox,
-            [slots * mine * per_head] * self.context.size, [slots * share * per_head for share in heads],
-            group=self.context.group,
-        )  # fmt: skip
+        self._all_to_all(
+            inbox, outbox, [slots * mine * per_head] * self.context.size, [slots * share * per_head for share in heads]
+        )
         return inbox.view(self.context.size * slots, mine * per_head)
 
     def _hand_back(self, states: Tensor) -> Tensor:
@@ -120,15 +120,20 @@ class Exchange:
         heads, slots, size = self._shares(), self.context.layout.slots, self.K * self.V
         mine = heads[self.context.rank]
         inbox = states.new_empty(slots * self.heads * size)
-        dist.all_to_all_single(
-            inbox, states.flatten(),
-            [slots * share * size for share in heads], [slots * mine * size] * self.context.size,
-            group=self.context.group,
-        )  # fmt: skip
+        self._all_to_all(
+            inbox,
+            states.flatten(),
+            [slots * share * size for share in heads],
+            [slots * mine * size] * self.context.size,
+        )
         parts = inbox.split([slots * share * size for share in heads])
         matrix = states.shape[2:]
         joined = torch.cat([part.view(slots, share, *matrix) for part, share in zip(parts, heads)], dim=1)
         return joined[: len(self.context.mine)]
+
+    def _all_to_all(self, inbox: Tensor, outbox: Tensor, received: list[int], sent: list[int]) -> None:
+        with waiting:
+            dist.all_to_all_single(inbox, outbox, received, sent, group=self.context.group)
 
     # ---- neighbours ------------------------------------------------------------------------------------------------
 
@@ -153,13 +158,7 @@ class Exchange:
             elif to_rank == context.rank:
                 peer = dist.get_global_rank(context.group, from_rank) if context.group is not None else from_rank
                 operations.append(dist.P2POp(dist.irecv, entering[j], peer, context.group))
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+        with waiting:
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
         return entering
-
-
-def all_gather(x: Tensor, group) -> Tensor:
-    """[W * x.shape[0], ...]: concatenated, because gloo refuses a stack."""
-    result = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(result, x.contiguous(), group=group)
-    return result

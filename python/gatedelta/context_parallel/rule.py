@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._operators import arguments, stages
+from .agreement import tensor_fields
+from .context import Context
 from .exchange import Exchange
 from .foreign import as_context
 from .stages import options_of
+
+FUNCTION = "chunk_gated_delta_rule"
+_FLAGS = (
+    "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first", "use_gate_in_kernel",
+)  # fmt: skip
 
 
 class _Rule(torch.autograd.Function):
@@ -52,9 +60,11 @@ class _Rule(torch.autograd.Function):
     def backward(ctx, do):
         q, k, v, g, beta, A_log, dt_bias, entering, saved = ctx.saved_tensors
         context, exchange = ctx.context, ctx.exchange
+        with context.agreement.call(f"the backward of {FUNCTION}") as call:
+            if call.is_first:
+                call.fields = {"cp_context": context.identity, **_sizes(k, v)}
         options = ctx.options._replace(A_log=A_log, dt_bias=dt_bias)
-        if do.stride(-1) != 1:
-            do = do.contiguous()
+        do = arguments.as_memory(do, 1)
         d_local = torch.zeros(
             context.layout.slots, v.shape[2], *stages.matrix_shape(k.shape[3], v.shape[3], options.state_v_first),
             dtype=torch.float32, device=q.device,
@@ -92,23 +102,71 @@ def chunk_gated_delta_rule(
     **options: Any,
 ) -> Tensor:
     """o of this rank's tokens, ``[1, T of this rank, Hv, V]``: what ``gatedelta.chunk_gated_delta_rule`` does with
-    ``cp_context=``. options: its keywords that say how inputs are meant. cu_seqlens: the context's are used; FLA's
-    callers pass those of the same rank, and others would be a mistake. Every rank of the group has to call it."""
+    ``cp_context=``. options: its keywords that say how inputs are meant. cu_seqlens: the context's are used, and are
+    refused beside one of ours; FLA's callers pass those of FLA's context once more. Every rank of the group has to call
+    it: in the first call with a context ranks compare all but the contents of tensors (docs/context_parallel.md)."""
     context = as_context(cp_context)
+    with context.agreement.call(FUNCTION) as call:
+        _check_offsets(cu_seqlens, cp_context, call.is_first)
+        tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
+        arguments.check_tensors(tuple(tensors), *tensors.values(), required=3)
+        arguments.refuse_gradient("scale", options.get("scale"))
+        if arguments.in_transform():
+            raise NotImplementedError(arguments.NO_TRANSFORM)
+        if q.dim() != 4 or q.shape[0] != 1 or q.shape[1] != context.tokens:
+            raise ValueError(
+                f"q is {list(q.shape)}, but with this cp_context rank {context.rank} holds {context.tokens} tokens: "
+                f"[1, {context.tokens}, Hk, K]"
+            )
+        if g is None or beta is None:
+            g, beta = arguments.with_gates(
+                v, g, beta, options.get("use_gate_in_kernel", False), options.get("use_beta_sigmoid_in_kernel", False)
+            )
+        read = options_of(FUNCTION, None, options)
+        # Copied here where need be: once for all stages, and the gradient finds its way back through the copies.
+        q, k, v = (arguments.as_memory(x, 1) for x in (q, k, v))
+        g, beta, A_log, dt_bias = (arguments.as_memory(x) for x in (g, beta, A_log, dt_bias))
+        if call.is_first:
+            whole = read._replace(A_log=A_log, dt_bias=dt_bias, cu_seqlens=context.offsets_on(q.device))
+            stages.check(q, k, v, g, beta, whole, any(piece.before or piece.after for piece in context.mine))
+            call.fields = {
+                "cp_context": context.identity,
+                **_sizes(k, v),
+                "scale": k.shape[3] ** -0.5 if read.scale is None else float(read.scale),
+                **{name: bool(getattr(read, name)) for name in _FLAGS},
+                "key_head_order": read.key_head_order,
+                "recompute": bool(recompute),
+                **tensor_fields(q.device, **tensors),
+            }
+    return _Rule.apply(context, read, recompute, q, k, v, g, beta, A_log, dt_bias)
+
+
+def _sizes(k: Tensor, v: Tensor) -> dict[str, int]:
+    return {"Hk": k.shape[2], "Hv": v.shape[2], "K": k.shape[3], "V": v.shape[3]}
+
+
+def _check_offsets(cu_seqlens: Tensor | None, cp_context: Any, is_first: bool) -> None:
+    """cu_seqlens beside FLA's context are that context's: FLA's callers pass both."""
+    if cu_seqlens is None:
+        return
+    if isinstance(cp_context, Context):
+        raise ValueError("cu_seqlens is given with cp_context, which holds the offsets of this rank: leave it out")
     theirs = getattr(cp_context, "cu_seqlens", None)
-    expected = len(context.offsets) if theirs is None else theirs.shape[0]
-    if cu_seqlens is not None and cu_seqlens.shape[0] != expected:
+    if theirs is None:
+        theirs = cp_context.cu_seqlens_cpu
+    if cu_seqlens is theirs:
+        return
+    if cu_seqlens.shape != theirs.shape:
         raise ValueError(
-            f"cu_seqlens has {cu_seqlens.shape[0]} offsets, but cp_context has {expected} for this rank: leave it out"
+            f"cu_seqlens has {cu_seqlens.shape[0]} offsets, but cp_context has {theirs.shape[0]} for this rank: "
+            "leave it out"
         )
-    arguments.check_tensors(("q", "k", "v", "g", "beta", "A_log", "dt_bias"), q, k, v, g, beta, A_log, dt_bias)
-    if q.dim() != 4 or q.shape[0] != 1 or q.shape[1] != context.tokens:
-        raise ValueError(
-            f"q is {list(q.shape)}, but with this cp_context rank {context.rank} holds {context.tokens} tokens: "
-            f"[1, {context.tokens}, Hk, K]"
-        )
-    if g is None or beta is None:
-        g, beta = arguments.with_gates(
-            v, g, beta, options.get("use_gate_in_kernel", False), options.get("use_beta_sigmoid_in_kernel", False)
-        )
-    return _Rule.apply(context, options_of(None, options), recompute, q, k, v, g, beta, A_log, dt_bias)
+    if (is_first or not cu_seqlens.is_cuda) and cu_seqlens.tolist() != theirs.tolist():
+        raise ValueError("cu_seqlens differs from the offsets that cp_context has for this rank: leave it out")
+
+
+def tell_refusal(cp_context: Any, error: Exception) -> None:
+    """The other ranks learn of a refusal that came before this module was called, if it is of the first call."""
+    with contextlib.suppress(TypeError, ValueError):  # cp_context itself may be no context
+        call = as_context(cp_context).agreement.call(FUNCTION)
+        call.__exit__(type(error), error, None)

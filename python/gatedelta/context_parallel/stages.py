@@ -12,11 +12,12 @@ from .._operators import stages
 from .._operators.stages import Gradients, Options, Summary
 
 
-def options_of(cu_seqlens: Tensor | None, options: dict[str, Any]) -> Options:
+def options_of(function: str, cu_seqlens: Tensor | None, options: dict[str, Any]) -> Options:
     known = {name: options.pop(name) for name in list(options) if name in Options._fields}
-    if options:
-        raise TypeError(f"unknown options: {', '.join(sorted(options))}")
+    for name in options:
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
     result = Options(**known, cu_seqlens=cu_seqlens)
+    stages.check_tensors(0, A_log=result.A_log, dt_bias=result.dt_bias)
     _lib.check_neg_eigval(result.allow_neg_eigval, result.use_beta_sigmoid_in_kernel)
     return result
 
@@ -43,10 +44,11 @@ def forward_prepare(
         same inputs take it with prepared=True.
     options: keywords of ``chunk_gated_delta_rule`` that say how inputs are meant.
     """
+    stages.check_tensors(4, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens, q=q, saved=saved)
     with torch.no_grad():
         return stages.summary(
-            k, v, g, beta, options_of(cu_seqlens, options), first_sequence, sequence_count, exact=exact, q=q,
-            saved=saved, prepared=prepared,
+            k, v, g, beta, options_of("forward_prepare", cu_seqlens, options), first_sequence, sequence_count,
+            exact=exact, q=q, saved=saved, prepared=prepared,
         )  # fmt: skip
 
 
@@ -54,7 +56,8 @@ def empty_saved(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, cu_seqlens: Tensor | None = None, **options: Any
 ) -> Tensor:
     """Room for what a forward saves for its backward, and for what a summary prepares for a forward."""
-    return stages.empty_saved(q, k, v, g, beta, options_of(cu_seqlens, options))
+    stages.check_tensors(5, q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens)
+    return stages.empty_saved(q, k, v, g, beta, options_of("empty_saved", cu_seqlens, options))
 
 
 def forward_apply(
@@ -74,10 +77,14 @@ def forward_apply(
 ) -> tuple[Tensor, Tensor | None]:
     """(o, saved) from the states that sequences begin with: ``entering[entering_indices[n]]``, of -1 zero; without
     indices one row for each sequence. ``merge`` makes them of the summaries before."""
+    stages.check_tensors(
+        5, q=q, k=k, v=v, g=g, beta=beta, entering=entering, entering_indices=entering_indices, cu_seqlens=cu_seqlens,
+        saved=saved,
+    )  # fmt: skip
     with torch.no_grad():
         return stages.forward(
-            q, k, v, g, beta, options_of(cu_seqlens, options), entering, entering_indices, save=save, saved=saved,
-            prepared=prepared,
+            q, k, v, g, beta, options_of("forward_apply", cu_seqlens, options), entering, entering_indices, save=save,
+            saved=saved, prepared=prepared,
         )  # fmt: skip
 
 
@@ -97,10 +104,12 @@ def backward_prepare(
 ) -> Tensor:
     """Gradients of the states that sequences begin with as if nothing followed, for the ranks that hold the pieces
     before: of the first sequence of each piece, unless it begins there. Transitions are those of the forward."""
+    stages.check_tensors(5, q=q, k=k, g=g, beta=beta, do=do, cu_seqlens=cu_seqlens, saved=saved)
     with torch.no_grad():
         return stages.backward_summary(
-            q, k, g, beta, do, options_of(cu_seqlens, options), first_sequence, sequence_count, exact=exact, saved=saved
-        )
+            q, k, g, beta, do, options_of("backward_prepare", cu_seqlens, options), first_sequence, sequence_count,
+            exact=exact, saved=saved,
+        )  # fmt: skip
 
 
 def backward_apply(
@@ -121,8 +130,12 @@ def backward_apply(
 ) -> Gradients:
     """Gradients of all inputs. leaving: those of the states that sequences end with, ``merge(..., transposed=True)`` of
     what ``backward_prepare`` gave behind them."""
+    stages.check_tensors(
+        6, q=q, k=k, v=v, g=g, beta=beta, do=do, entering=entering, entering_indices=entering_indices, leaving=leaving,
+        leaving_indices=leaving_indices, cu_seqlens=cu_seqlens, saved=saved,
+    )  # fmt: skip
     with torch.no_grad():
         return stages.backward(
-            q, k, v, g, beta, do, options_of(cu_seqlens, options), entering, entering_indices, leaving, leaving_indices,
-            saved=saved,
+            q, k, v, g, beta, do, options_of("backward_apply", cu_seqlens, options), entering, entering_indices,
+            leaving, leaving_indices, saved=saved,
         )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import torch as gatedelta_torch
-from .states import States, check_backend, check_states, has_whole_matrices
+from .states import States, check_backend, check_given, check_states, has_whole_matrices
 
 
 @torch.no_grad()
@@ -40,6 +40,7 @@ def gated_delta_rule_decode_pretranspose(
     float16 inputs become bfloat16 first, as in FlashInfer.
     """
     check_backend(backend, ("auto", "flashinfer"), ("cake_gdn", "rubin"))
+    check_given(q=q)
     if (initial_state is None) != (initial_state_indices is None):
         raise ValueError("initial_state and initial_state_indices must be given together")
     if (state is None) == (initial_state is None):
@@ -79,6 +80,7 @@ def gated_delta_rule_decode(
     Returns (o, state). float16 inputs become bfloat16 first, as in FlashInfer.
     """
     check_backend(backend, ("auto", "flashinfer"), ("cake_gdn",))
+    check_given(q=q)
     if q.shape[1] != 1:
         raise ValueError(f"decode takes one token a row, not {q.shape[1]}: gated_delta_rule_mtp takes more")
     o = _step(q, k, v, A_log, a, dt_bias, b, scale, output, use_qk_l2norm, state, None, None, True, None, v_first=False)
@@ -148,6 +150,7 @@ def _step(
     v_first=True, keep_padding=False,
 ) -> Tensor:  # fmt: skip
     """One call of the recurrence; `slots [B, T]` of the pool, or the dense `buffer`, take the states after tokens."""
+    check_given(q=q, k=k, v=v, state=pool, A_log=A_log, a=a, b=b)
     check_states(state=pool, intermediate_states_buffer=buffer)
     dtype = q.dtype
     if dtype == torch.float16:

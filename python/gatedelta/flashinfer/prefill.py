@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _lib
 from .. import torch as gatedelta_torch
-from .states import States, check_backend, check_states
+from .states import States, check_backend, check_given, check_states
 
 
 @torch.no_grad()
@@ -43,13 +43,15 @@ def chunk_gated_delta_rule(
     output_state: written whenever it is given. An empty sequence leaves its state there untouched.
     state_indices: where the final state is stored, a negative entry is a padded row: its o is 0, nothing is stored.
     use_cp: False keeps sequences whole; otherwise the library may cut them (CUDA).
-    checkpoint_cu_starts, max_seqlen, _cp_chunk_len: checked, and without effect: the library needs none of them.
+    checkpoint_cu_starts, max_seqlen, _cp_chunk_len: checked (the contents of the first on the CPU alone), and without
+        effect: the library needs none of them.
     States of 8 bits and the backends cake_gdn and cudnn are refused.
     """
     check_backend(backend, ("auto", "flashinfer"), ("cake_gdn", "cudnn"))
     if use_cp not in ("auto", True, False):
         raise ValueError(f"use_cp must be 'auto', True or False, not {use_cp!r}")
     _check_checkpoint_arguments(checkpoint_every_n_tokens, state_checkpoints, checkpoint_cu_starts)
+    check_given(q=q, k=k, v=v)
     if cu_seqlens is None:
         raise ValueError("cu_seqlens is required: the tokens of all sequences lie one after the other")
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
@@ -59,8 +61,14 @@ def chunk_gated_delta_rule(
     check_states(initial_state=initial_state, output_state=output_state, state_checkpoints=state_checkpoints)
     if checkpoint_every_n_tokens and checkpoint_cu_starts.shape != (count + 1,):
         raise ValueError(f"checkpoint_cu_starts must have {count + 1} elements, not {list(checkpoint_cu_starts.shape)}")
+    if checkpoint_every_n_tokens:
+        _check_starts(checkpoint_cu_starts, cu_seqlens, checkpoint_every_n_tokens)
     if state_indices is not None and output_final_state and output_state is None:
         raise ValueError("state_indices needs an explicit output_state pool: its entries are slots of that pool")
+    if state_indices is not None and initial_state is None and output_state is None:
+        raise ValueError(
+            "state_indices is given, but neither initial_state nor output_state: there is no pool to index"
+        )
 
     k, v = _with_query_heads(q, k, v)
     write = state_indices
@@ -88,7 +96,7 @@ def _same(x: Tensor | None, y: Tensor | None) -> bool:
     """Whether both are the same states in the same memory."""
     if x is None or y is None or x is y or torch.compiler.is_compiling():  # a traced tensor has no address
         return x is y and x is not None
-    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
+    return all(f(x) == f(y) for f in (Tensor.data_ptr, Tensor.size, Tensor.stride, Tensor.is_neg, lambda t: t.dtype))
 
 
 def _with_query_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,6 +123,20 @@ def _check_checkpoint_arguments(every: int, checkpoints: Tensor | None, starts: 
         )
     if not every and (checkpoints is not None or starts is not None):
         raise ValueError("without checkpoint_every_n_tokens, state_checkpoints and checkpoint_cu_starts must be None")
+
+
+def _check_starts(starts: Tensor, cu_seqlens: Tensor, every: int) -> None:
+    """The library packs checkpoints in one way alone. Reading a GPU's tensor would wait for it."""
+    if torch.compiler.is_compiling() or type(starts) is not Tensor or type(cu_seqlens) is not Tensor:
+        return
+    if starts.device.type == "cpu" and cu_seqlens.device.type == "cpu":
+        counts = torch.div(cu_seqlens.diff(), every, rounding_mode="floor")
+        expected = [0, *counts.cumsum(0).tolist()]
+        if starts.tolist() != expected:
+            raise ValueError(
+                f"checkpoint_cu_starts is {starts.tolist()}, but sequences of these lengths have a checkpoint every "
+                f"{every} tokens from {expected} on"
+            )
 
 
 def _check_hints(tokens: int, count: int, max_seqlen: int | None, cp_chunk_len: int | None) -> None:

@@ -57,6 +57,13 @@ def has_whole_matrices(states: Tensor) -> bool:
     return (states.stride(-1) == 1 or columns == 1) and (states.stride(-2) == columns or rows == 1)
 
 
+def check_given(**tensors: Tensor) -> None:
+    """Those a call cannot do without."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {'None' if tensor is None else type(tensor).__name__}")
+
+
 def check_states(**states: Tensor | None) -> None:
     for name, tensor in states.items():
         if tensor is None or tensor.dtype in _STATE_DTYPES:

@@ -46,12 +46,22 @@ def tensor(array: np.ndarray | None, name: str, written: bool = False) -> _lib.T
     return result
 
 
+def check_given(**arrays: np.ndarray) -> None:
+    """Those a call cannot do without."""
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):
+            kind = "None" if array is None else type(array).__name__
+            raise TypeError(f"{name} must be a numpy array, not {kind}")
+
+
 def set_null_index(args, null_index: int, *indices: np.ndarray | None) -> None:
     _lib.check_null_index(null_index, *indices)
     args.inputs.first_slot = null_index + 1
 
 
 def set_threads(args, num_threads: int | None) -> None:
+    if num_threads is not None:
+        _lib.check_integer("num_threads", num_threads)
     if num_threads is not None and not 1 <= num_threads <= _lib.MAX_THREADS:
         raise ValueError(
             f"num_threads is {num_threads}; it must be from 1 to {_lib.MAX_THREADS}, or None for every CPU of the "

@@ -50,6 +50,7 @@ def causal_conv1d(
 
     Arguments mean what they mean in ``gatedelta.torch.causal_conv1d``.
     """
+    arrays.check_given(x=x, weight=weight)
     args = _lib.Conv1dArgs()
     _set_inputs(args, x, weight, bias, activation, cu_seqlens, initial_state)
     _lib.check_null_index(null_index, initial_state_indices, final_state_indices)
@@ -62,6 +63,8 @@ def causal_conv1d(
         out = np.empty_like(x)
     if state_size is not None and not output_final_state:
         raise ValueError("state_size is given, but no final state is asked for: output_final_state is False")
+    if state_size is not None:
+        _lib.check_integer("state_size", state_size)
     if final_state is None and output_final_state:
         count = x.shape[0] if cu_seqlens is None else cu_seqlens.size - 1
         if state_size is None:
@@ -90,6 +93,7 @@ def causal_conv1d_backward(
     num_threads: int | None = None,
 ) -> Conv1dGradients:
     """Gradients of ``causal_conv1d`` from those of y and of the final state. Each has the dtype of its input."""
+    arrays.check_given(x=x, weight=weight, dy=dy)
     args = _lib.Conv1dBackwardArgs()
     _set_inputs(args, x, weight, bias, activation, cu_seqlens, initial_state)
     args.dy = arrays.tensor(dy, "dy")

@@ -45,6 +45,10 @@ def layer_step(
     num_threads: int | None = None,
 ) -> np.ndarray:
     """As ``gatedelta.torch.gated_delta_layer_step``: both states are updated in place, out is returned."""
+    arrays.check_given(
+        mixed_qkv=mixed_qkv, a=a, b=b, conv_weight=conv_weight, conv_state=conv_state, A_log=A_log, state=state
+    )
+    _lib.check_integer("key_heads", key_heads)
     if conv_activation not in _CONV_ACTIVATIONS:
         raise ValueError(f"conv_activation is {conv_activation!r}, must be 'silu', 'swish' or None")
     if norm_activation not in _NORM_ACTIVATIONS:

@@ -33,6 +33,7 @@ def rms_norm_gated(
     num_threads: int | None = None,
 ) -> np.ndarray:
     """``weight * x / sqrt(mean(x ** 2) + eps) * act(gate)`` over the last dimension, for up to four dimensions."""
+    arrays.check_given(x=x)
     args = _lib.GatedNormArgs()
     _set_inputs(args, x, gate, weight, eps, activation, round_before_gate)
     if out is None:
@@ -55,6 +56,7 @@ def rms_norm_gated_backward(
     num_threads: int | None = None,
 ) -> NormGradients:
     """Gradients of ``rms_norm_gated`` from that of its result. Each has the dtype of what it is the gradient of."""
+    arrays.check_given(x=x, dy=dy)
     args = _lib.GatedNormBackwardArgs()
     _set_inputs(args, x, gate, weight, eps, activation, round_before_gate)
     args.dy = _rows(dy, "dy", x)

@@ -80,6 +80,8 @@ def forward(
 
     save: the result holds what ``backward`` takes as ``saved``.
     """
+    _check_keywords("forward", layer)
+    arrays.check_given(q=q, k=k, v=v)
     args = _lib.ForwardArgs()
     _set_inputs(args, q, k, v, g, beta, **layer)
     out, final_state = _set_outputs(
@@ -87,6 +89,7 @@ def forward(
     )
     args.checkpoints = arrays.tensor(checkpoints, "checkpoints", written=True)
     args.checkpoint_indices = arrays.tensor(checkpoint_indices, "checkpoint_indices")
+    _lib.check_integer("checkpoint_every", checkpoint_every)
     if not 0 <= checkpoint_every < 1 << 63:
         raise ValueError(f"checkpoint_every is {checkpoint_every}, must be a positive multiple of {_lib.CHUNK}")
     args.checkpoint_every = checkpoint_every
@@ -116,6 +119,8 @@ def backward(
     **layer: Unpack[Layer],
 ) -> Gradients:
     """Chunked backward, from what ``forward(..., save=True)`` of the same inputs saved, or recomputing it."""
+    _check_keywords("backward", layer)
+    arrays.check_given(q=q, k=k, v=v, do=do)
     args = _lib.BackwardArgs()
     _set_inputs(args, q, k, v, g, beta, **layer)
     args.do = arrays.tensor(do, "do")
@@ -155,6 +160,8 @@ def recurrent(
     **layer: Unpack[Layer],
 ) -> Recurrent:
     """Token by token: decode and draft verification. ``final_state`` as in ``forward``."""
+    _check_keywords("recurrent", layer)
+    arrays.check_given(q=q, k=k, v=v)
     args = _lib.RecurrentArgs()
     _set_inputs(args, q, k, v, g, beta, **layer)
     out, final_state = _set_outputs(
@@ -169,6 +176,12 @@ def recurrent(
     arrays.set_threads(args, num_threads)
     arrays.run("gd_recurrent", args)
     return Recurrent(out, final_state)
+
+
+def _check_keywords(function: str, layer: Layer) -> None:
+    for name in layer:
+        if name not in Layer.__annotations__:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 def _set_inputs(

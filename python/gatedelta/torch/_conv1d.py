@@ -60,7 +60,7 @@ def causal_conv1d(
     """
     arguments.check_tensors(
         _TENSORS, x, weight, bias, cu_seqlens, initial_state, out, initial_state_indices, final_state,
-        final_state_indices, previous_accept_lengths, step_states,
+        final_state_indices, previous_accept_lengths, step_states, required=2,
     )  # fmt: skip
     options = conv1d.activation_option(activation)
     weight = conv1d.as_matrix(weight)

@@ -18,7 +18,7 @@ _RECURRENT_TENSORS = (
     *_CHUNK_TENSORS[:13], "accept_lengths", "step_states", "step_indices", "previous_accept_lengths",
 )  # fmt: skip
 _FWD_TENSORS = _CHUNK_TENSORS[:7]
-_BWD_TENSORS = (*_FWD_TENSORS, "saved", "do", "dht")
+_BWD_TENSORS = ("q", "k", "v", "do", "g", "beta", "initial_state", "cu_seqlens", "saved", "dht")
 
 
 def chunk_gated_delta_rule(
@@ -110,24 +110,36 @@ def chunk_gated_delta_rule(
         Buffers that are written to have no gradient: with them, no other argument may require one, and neither may
         they.
     """
-    arguments.check_tensors(
-        _CHUNK_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, initial_state_indices, out,
-        final_state, final_state_indices, checkpoints, checkpoint_indices, checkpoint_offsets,
-    )  # fmt: skip
-    if chunk_size is not None and chunk_size != _lib.CHUNK:
-        raise ValueError(f"chunk_size is {chunk_size}, but the kernels work in chunks of {_lib.CHUNK} tokens")
-    if cu_seqlens_cpu is not None or chunk_indices is not None:
-        arguments.check_hints(cu_seqlens, cu_seqlens_cpu, chunk_indices)
-    if transpose_state_layout is not None:
-        state_v_first = arguments.state_layout(state_v_first, transpose_state_layout)
-    if cp_context is not None and getattr(cp_context, "is_inter", True):  # FlashQLA's may be of one card alone
-        _refuse_with_context(
-            initial_state=initial_state, output_final_state=output_final_state or None, out=out,
-            initial_state_indices=initial_state_indices, final_state=final_state,
-            final_state_indices=final_state_indices, checkpoints=checkpoints, checkpoint_indices=checkpoint_indices,
-            checkpoint_every=checkpoint_every or None, checkpoint_offsets=checkpoint_offsets,
-            null_index=None if null_index == -1 else null_index, small_workspace=small_workspace or None,
+    # FlashQLA's contexts may be of one card alone.
+    is_shared = cp_context is not None and getattr(cp_context, "is_inter", True)
+    try:
+        arguments.check_tensors(
+            _CHUNK_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, initial_state_indices, out,
+            final_state, final_state_indices, checkpoints, checkpoint_indices, checkpoint_offsets, required=3,
         )  # fmt: skip
+        if scale is not None:
+            arguments.refuse_gradient("scale", scale)
+        if chunk_size is not None and chunk_size != _lib.CHUNK:
+            raise ValueError(f"chunk_size is {chunk_size}, but the kernels work in chunks of {_lib.CHUNK} tokens")
+        if cu_seqlens_cpu is not None or chunk_indices is not None:
+            arguments.check_hints(cu_seqlens, cu_seqlens_cpu, chunk_indices)
+        if transpose_state_layout is not None:
+            state_v_first = arguments.state_layout(state_v_first, transpose_state_layout)
+        if is_shared:
+            _refuse_with_context(
+                initial_state=initial_state, output_final_state=output_final_state or None, out=out,
+                initial_state_indices=initial_state_indices, final_state=final_state,
+                final_state_indices=final_state_indices, checkpoints=checkpoints, checkpoint_indices=checkpoint_indices,
+                checkpoint_every=checkpoint_every or None, checkpoint_offsets=checkpoint_offsets,
+                null_index=None if null_index == -1 else null_index, small_workspace=small_workspace or None,
+            )  # fmt: skip
+    except Exception as error:
+        if is_shared:
+            from ..context_parallel.rule import tell_refusal
+
+            tell_refusal(cp_context, error)
+        raise
+    if is_shared:
         from .. import context_parallel  # here, because it imports torch.distributed
 
         o = context_parallel.chunk_gated_delta_rule(
@@ -273,7 +285,10 @@ def fused_recurrent_gated_delta_rule(
     arguments.check_tensors(
         _RECURRENT_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, initial_state_indices, out,
         final_state, final_state_indices, accept_lengths, step_states, step_indices, previous_accept_lengths,
+        required=3,
     )  # fmt: skip
+    if scale is not None:
+        arguments.refuse_gradient("scale", scale)
     if gk is not None or gv is not None:
         raise NotImplementedError("gk and gv (decays per key or value channel) are not supported: GDN has one per head")
     if g is None or beta is None:
@@ -361,7 +376,7 @@ def chunk_gated_delta_rule_fwd(
     Arguments are those of ``chunk_gated_delta_rule``. No gradient is recorded. ``gatedelta.flash_qla`` has the function
     with FlashQLA's arguments and results.
     """
-    arguments.check_tensors(_FWD_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens)
+    arguments.check_tensors(_FWD_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, required=3)
     g, beta = arguments.with_gates(v, g, beta, False, False)
     options = arguments.pack_options(state_v_first=state_v_first, auto_cp=auto_cp)
     if output_final_state:
@@ -394,7 +409,7 @@ def chunk_gated_delta_rule_bwd(
     Each gradient has the dtype of its input, and is None where dbeta's, dg's or dh0's input is None. small_workspace:
     less memory, more time, the same bits (CUDA, with ``saved``).
     """
-    arguments.check_tensors(_BWD_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, saved, do, dht)
+    arguments.check_tensors(_BWD_TENSORS, q, k, v, do, g, beta, initial_state, cu_seqlens, saved, dht, required=4)
     if small_workspace and saved is None and q.is_cuda:
         raise ValueError("small_workspace needs what the forward saves, but saved is None")
     # Bits in the order of chunk_bwd's results: q, k, v, g, beta, A_log, dt_bias, initial_state.
@@ -419,6 +434,7 @@ def cu_seqlens_from_positions(position_ids: Tensor) -> Tensor:
     training without these offsets leaks the state of one sample into the next. The number of sequences depends on the
     data, so on a GPU this waits for it.
     """
+    arguments.check_tensors(("position_ids",), position_ids, required=1)
     if position_ids.dim() not in (1, 2):
         raise ValueError(
             f"position_ids must be [T] or [B, T], not {list(position_ids.shape)}; of multi-axis positions pass the one "

@@ -7,7 +7,7 @@ from torch import Tensor
 from .._operators import arguments, layer_step
 
 _TENSORS = (
-    "mixed_qkv", "z", "a", "b", "conv_weight", "conv_bias", "conv_state", "A_log", "dt_bias", "state", "norm_weight",
+    "mixed_qkv", "a", "b", "conv_weight", "conv_state", "A_log", "state", "z", "conv_bias", "dt_bias", "norm_weight",
     "state_indices", "final_state_indices", "cu_seqlens", "previous_accept_lengths", "step_states", "step_indices",
     "out",
 )  # fmt: skip
@@ -73,9 +73,12 @@ def gated_delta_layer_step(
     There is no gradient: no argument may require one.
     """
     arguments.check_tensors(
-        _TENSORS, mixed_qkv, z, a, b, conv_weight, conv_bias, conv_state, A_log, dt_bias, state, norm_weight,
+        _TENSORS, mixed_qkv, a, b, conv_weight, conv_state, A_log, state, z, conv_bias, dt_bias, norm_weight,
         state_indices, final_state_indices, cu_seqlens, previous_accept_lengths, step_states, step_indices, out,
+        required=7,
     )  # fmt: skip
+    arguments.refuse_gradient("scale", scale)
+    arguments.refuse_gradient("norm_eps", norm_eps)
     options = arguments.pack_options(
         False, True, allow_neg_eigval, state_v_first, use_qk_l2norm_in_kernel, key_head_order=key_head_order
     )

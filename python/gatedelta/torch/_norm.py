@@ -34,7 +34,8 @@ def rms_norm_gated(
 
     Gradients reach x, gate and weight; they pass the roundings unchanged. Nothing but the inputs is saved for them.
     """
-    arguments.check_tensors(_TENSORS, x, gate, weight, out)
+    arguments.check_tensors(_TENSORS, x, gate, weight, out, required=1)
+    arguments.refuse_gradient("eps", eps)
     options = norm.activation_option(activation)
     if gate is None and options:
         raise ValueError(f"activation is {activation!r}, but gate is None: there is nothing it would act on")
