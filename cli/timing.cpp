@@ -69,6 +69,7 @@ Stopwatch::Stopwatch(testing::Problem& problem, Op op, const testing::Exec& exec
     forward_.final_state = forward_.final_state_indices = {};
     size_t bytes = 0;
     must(gd_forward_saved_size(&forward_, &bytes));
+    must(gd_forward_saved_call(&forward_, &backward_.saved_call));
     saved_ = testing::Buffer(bytes);
     forward_.saved = saved_.data();
     backward_.saved = saved_.data();

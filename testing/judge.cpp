@@ -34,24 +34,27 @@ std::string run(const char* name, Args& args, const Exec& exec, gd_status (*work
 
 }  // namespace
 
-std::string run_forward(gd_forward_args args, const Exec& exec, Buffer* saved) {
+std::string run_forward(gd_forward_args args, const Exec& exec, Saved* saved) {
   if (saved) {
     args.exec.isa = exec.isa;
     size_t bytes = 0;
     if (const gd_status status = gd_forward_saved_size(&args, &bytes)) return failure("gd_forward_saved_size", status);
-    *saved = Buffer(bytes);
-    args.saved = saved->data();
+    if (const gd_status status = gd_forward_saved_call(&args, &saved->call))
+      return failure("gd_forward_saved_call", status);
+    saved->memory = Buffer(bytes);
+    args.saved = saved->memory.data();
     args.saved_bytes = bytes;
   }
   std::string error = run("gd_forward", args, exec, gd_forward_workspace, gd_forward);
-  if (error.empty() && saved && !saved->guards_intact()) error = "gd_forward wrote outside of its saved buffer";
+  if (error.empty() && saved && !saved->memory.guards_intact()) error = "gd_forward wrote outside of its saved buffer";
   return error;
 }
 
-std::string run_backward(gd_backward_args args, const Exec& exec, const Buffer* saved) {
+std::string run_backward(gd_backward_args args, const Exec& exec, const Saved* saved) {
   if (saved) {
-    args.saved = saved->data();
-    args.saved_bytes = saved->size();
+    args.saved = saved->memory.data();
+    args.saved_bytes = saved->memory.size();
+    args.saved_call = saved->call;
   }
   return run("gd_backward", args, exec, gd_backward_workspace, gd_backward);
 }
@@ -203,7 +206,7 @@ Judgement Judge::forward(Compute compute, const std::function<std::string(const 
 
 Judgement Judge::backward(const Exec& exec, bool from_saved) {
   return backward(chunk_compute(problem_.spec.dtype, exec.isa), [&](const gd_backward_args& args) {
-    Buffer saved;
+    Saved saved;
     gd_forward_args training = problem_.forward;  // without write slots, so no sequence is a padded row
     training.final_state = training.final_state_indices = {};
     std::string error = from_saved ? run_forward(training, exec, &saved) : "";

@@ -21,10 +21,16 @@ struct Exec {
   int threads = 0;                 // 0 = all of the pool
 };
 
-// Calls the library with a workspace of exactly the size it asks for, full of NaN. `saved`, if given, becomes what the
-// forward keeps for the backward. Returns "" or what went wrong.
-std::string run_forward(gd_forward_args args, const Exec& exec, Buffer* saved = nullptr);
-std::string run_backward(gd_backward_args args, const Exec& exec, const Buffer* saved = nullptr);
+// What a forward keeps for its backward.
+struct Saved {
+  Buffer memory;
+  gd_saved_call call{};
+};
+
+// Calls the library with a workspace of exactly the size it asks for, full of NaN. The forward fills `saved`, if given.
+// Returns "" or what went wrong.
+std::string run_forward(gd_forward_args args, const Exec& exec, Saved* saved = nullptr);
+std::string run_backward(gd_backward_args args, const Exec& exec, const Saved* saved = nullptr);
 std::string run_recurrent(gd_recurrent_args args, const Exec& exec);
 std::string run_summary(gd_summary_args args, const Exec& exec);
 std::string run_backward_summary(gd_backward_summary_args args, const Exec& exec);

@@ -77,8 +77,8 @@ def part_times(tokens: int, hk: int, hv: int, fading: bool, parts: int) -> dict[
     rule, do = {name: x[name] for name in ("q", "k", "v", "g", "beta")}, x["do"]
     options = _stages.Options()
     exact = not fading
-    saved = _stages.empty_saved(**rule, options=options)
     state = torch.zeros(1, hv, DIM, DIM, device=DEVICE)
+    _, saved = _stages.forward(**rule, options=options, initial_state=state)
     values = torch.randn(parts, hv, DIM, DIM, device=DEVICE)
     transitions = torch.randn(parts, hv, DIM, DIM, device=DEVICE) / DIM
     first, count = (torch.tensor([i], dtype=torch.int32, device=DEVICE) for i in (0, parts - 1))
@@ -106,7 +106,7 @@ def whole_times(tokens: int, hk: int, hv: int, fading: bool) -> dict[str, float]
     x = make_inputs(tokens, hk, hv, fading)
     do = x.pop("do")
     options = _stages.Options()
-    saved = _stages.empty_saved(**x, options=options)
+    _, saved = _stages.forward(**x, options=options)
     forward = milliseconds(lambda: _stages.forward(**x, options=options, saved=saved))
     backward = milliseconds(lambda: _stages.backward(**x, do=do, options=options, saved=saved))
     return {"forward": round(forward, 4), "backward": round(backward, 4)}

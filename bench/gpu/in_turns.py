@@ -100,6 +100,9 @@ class Library:
         args = self.arguments(_lib.BackwardArgs, inputs)
         args.do, args.dht = describe(gradients["do"], "do"), describe(gradients["dht"], "dht")
         args.saved, args.saved_bytes = saved.data_ptr(), saved.nbytes
+        saving = self.arguments(_lib.ForwardArgs, inputs)
+        saving.out = describe(gradients["do"], "out")
+        self.check(self.lib.gd_forward_saved_call(ctypes.byref(saving), ctypes.byref(args.saved_call)))
         results = [torch.empty_like(inputs[name]) for name in gpu.LEAVES]
         for name, tensor in zip(("dq", "dk", "dv", "dg", "dbeta", "d_initial_state"), results):
             setattr(args, name, describe(tensor, name))

@@ -87,6 +87,24 @@ void chunk_fwd_out(StableIValue* stack, uint64_t, uint64_t) {
   run_with_workspace(args, device, gd_forward_workspace, gd_forward);
 }
 
+// `saved` is of a call with these very inputs. The operator cannot tell: autograd keeps both together, and
+// chunk_gated_delta_rule_bwd has compared what the caller gave it.
+gd_saved_call own_saved_call(const gd_backward_args& args, const Device& device) {
+  auto forward = new_args<gd_forward_args>();
+  if (device.is_cuda()) forward.exec = cuda_exec(device.index);
+  forward.in = args.in;
+  forward.batch_invariant = args.batch_invariant;
+  gd_tensor& out = forward.out = args.in.v;  // its shape is all that counts
+  int64_t stride = 1;
+  for (int32_t d = out.rank - 1; d >= 0; --d) {
+    out.stride[d] = stride;
+    stride *= out.shape[d];
+  }
+  gd_saved_call call{};
+  check(gd_forward_saved_call(&forward, &call));
+  return call;
+}
+
 // wanted: bit i set = the i-th result is computed; the others come back empty.
 constexpr char kChunkBwd[] = "chunk_bwd(" GD_INPUT_SCHEMA("")
                              ", Tensor do, Tensor? dht, Tensor? saved, int wanted) -> (Tensor dq, "
@@ -113,6 +131,7 @@ void chunk_bwd(StableIValue* stack, uint64_t, uint64_t) {
     if (saved.dtype() != codes.u8 || saved.rank() != 1) fail("saved is not what a forward returned");
     args.saved_bytes = static_cast<size_t>(saved.sizes()[0]);
     if (args.saved_bytes > 0) GD_TORCH(torch_get_const_data_ptr(saved.get(), &args.saved));
+    args.saved_call = own_saved_call(args, device);
   }
 
   const Gradient gradients[] = {

@@ -65,6 +65,7 @@ int main() try {
   backward.in = forward.in;
   backward.saved = saved.data();
   backward.saved_bytes = saved.size();
+  backward.saved_call = gatedelta::saved_call(forward);  // the backward refuses what another call saved
   backward.do_ = tensor(weight.data(), {1, kTokens, kValueHeads, kValueDim});  // the gradient of loss = <o, weight>
   backward.dq = tensor(dq.data(), {1, kTokens, kKeyHeads, kKeyDim});
   backward.dk = tensor(dk.data(), {1, kTokens, kKeyHeads, kKeyDim});

@@ -168,6 +168,25 @@ typedef struct gd_inputs {
   uint64_t reserved[2];
 } gd_inputs;
 
+/* The call that `saved` is of: all that its contents depend on but the contents of the tensors. The memory itself may
+ * be a GPU's, which the host cannot read without waiting for it, so this travels beside it: gd_forward_saved_call()
+ * fills it in from a forward's arguments, and a call that reads `saved` takes both and refuses those of another call.
+ * All zero: absent. */
+typedef struct gd_saved_call {
+  int64_t batch, tokens, sequences;                   /* B, T, N */
+  int64_t key_heads, value_heads, key_dim, value_dim; /* Hk, Hv, K, V */
+  int32_t device;                                     /* gd_device */
+  int32_t kernels;                                    /* gd_kernels. Any isa reads what another one saved */
+  int32_t dtype;                                      /* gd_dtype of q, k and v */
+  int32_t gate, beta_kind, state_layout, l2norm;      /* as in gd_inputs */
+  int32_t key_head_order;                             /* grouped where the two are the same */
+  int32_t cu_seqlens, dt_bias, initial_state;         /* nonzero: given */
+  int32_t batch_invariant;                            /* as in gd_forward_args */
+  float scale;                                        /* the one used, also where none was given */
+  int32_t reserved_flags;
+  uint64_t reserved[2];
+} gd_saved_call;
+
 /* Chunked forward. */
 typedef struct gd_forward_args {
   size_t struct_size;
@@ -190,11 +209,13 @@ typedef struct gd_forward_args {
   size_t saved_bytes;
   int32_t context_parallel; /* gd_context_parallel */
   int32_t batch_invariant;  /* nonzero: a sequence's bits do not depend on its neighbours */
-  int32_t prepared;         /* nonzero: gd_summary of the same inputs wrote into this `saved`; not with a padded row */
+  int32_t prepared;         /* nonzero: gd_summary of the same inputs wrote into this `saved`, of which saved_call says
+                               the call; not with a padded row */
   int32_t reserved_flags;
   gd_tensor checkpoint_offsets; /* [N]            optional int32 or int64, instead of checkpoint_every: one state of
                                    each sequence, after this many of its tokens, a multiple of GD_CHUNK; 0 or less =
                                    none. checkpoints are [N, Hv, ., .], or a pool with checkpoint_indices [N] */
+  gd_saved_call saved_call;     /* with prepared: of any forward of the summary's inputs, gd_forward_saved_call() */
   uint64_t reserved[4];
 } gd_forward_args;
 
@@ -205,7 +226,8 @@ typedef struct gd_backward_args {
   gd_inputs in;
   gd_tensor do_;     /* [B, T, Hv, V]  gradient of out; "do" in messages, but that is a keyword of C */
   gd_tensor dht;     /* [N, Hv, ., .]  optional: gradient of the final state (absent = 0); see dht_indices */
-  const void* saved; /* what the forward of the same inputs, isa and kernels saved; null: the backward recomputes it */
+  const void* saved; /* what the forward of the same inputs and kernels saved, with its saved_call; null: the backward
+                        recomputes it */
   size_t saved_bytes;
   gd_tensor dq, dk;          /* [B, T, Hk, K]  summed over the value heads of a group */
   gd_tensor dv;              /* [B, T, Hv, V] */
@@ -224,6 +246,7 @@ typedef struct gd_backward_args {
                                         first_slot = its gradient is 0. Several sequences may read one row */
   gd_tensor d_initial_state_indices; /* [N]     optional: row of d_initial_state, then [rows, Hv, ., .], that each
                                         sequence's gradient goes to; below first_slot = not stored */
+  gd_saved_call saved_call; /* of the forward that wrote `saved`: gd_forward_saved_call(). A query goes without */
   uint64_t reserved[4];
 } gd_backward_args;
 
@@ -247,10 +270,12 @@ typedef struct gd_summary_args {
   int32_t skip_faded;     /* nonzero: of heads that fade, only the last chunks that matter are read, and M is 0. What
                              that leaves out of S_loc is below 2^-24 of the older state and of what was written since,
                              as where a sequence is cut on one GPU; M is below 2^-48. Needs transition or fade */
-  int32_t prepared;       /* nonzero: an earlier call with the same inputs and `saved` has prepared it */
+  int32_t prepared;       /* nonzero: an earlier call with the same inputs and `saved` has prepared it; needs its
+                             saved_call */
   void* saved;            /* optional: gd_forward_saved_size() bytes that gd_forward of the same inputs will take with
                              `prepared`, so that a GPU prepares the inputs once; the CPU neither reads nor writes it */
   size_t saved_bytes;
+  gd_saved_call saved_call; /* with prepared, as in gd_forward_args */
   uint64_t reserved[2];
 } gd_summary_args;
 
@@ -268,6 +293,7 @@ typedef struct gd_backward_summary_args {
   int64_t sequence_count;
   int32_t skip_faded; /* nonzero: tokens behind which 2^-48 of a gradient is left at most are not read */
   int32_t reserved_flags;
+  gd_saved_call saved_call; /* with saved, as in gd_backward_args; its initial_state is not compared */
   uint64_t reserved[4];
 } gd_backward_summary_args;
 
@@ -390,7 +416,9 @@ GD_API gd_status gd_conv1d_backward_workspace(const gd_conv1d_backward_args* arg
 
 GD_API gd_status gd_forward(const gd_forward_args* args);
 GD_API gd_status gd_forward_workspace(const gd_forward_args* args, size_t* bytes);
+/* What a forward that saves has to hand on to its backward: how many bytes, and which call they are of. */
 GD_API gd_status gd_forward_saved_size(const gd_forward_args* args, size_t* bytes);
+GD_API gd_status gd_forward_saved_call(const gd_forward_args* args, gd_saved_call* saved_call);
 GD_API gd_status gd_backward(const gd_backward_args* args);
 GD_API gd_status gd_backward_workspace(const gd_backward_args* args, size_t* bytes);
 GD_API gd_status gd_recurrent(const gd_recurrent_args* args);

@@ -165,6 +165,12 @@ inline std::size_t workspace_size(const gd_layer_step_args& args) {
 }
 // Bytes of `saved` that let the backward skip recomputing the forward.
 inline std::size_t saved_size(const gd_forward_args& args) { return detail::size_from(gd_forward_saved_size, args); }
+// Which call they are of; the backward takes it as saved_call.
+inline gd_saved_call saved_call(const gd_forward_args& args) {
+  gd_saved_call call{};
+  check(gd_forward_saved_call(&args, &call));
+  return call;
+}
 
 inline void forward(const gd_forward_args& args) { check(gd_forward(&args)); }
 inline void backward(const gd_backward_args& args) { check(gd_backward(&args)); }

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .torch import (
+        Saved,
         causal_conv1d,
         chunk_gated_delta_rule,
         chunk_gated_delta_rule_bwd,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _TORCH_NAMES = (
+    "Saved",
     "causal_conv1d",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",
@@ -41,6 +43,7 @@ _TORCH_NAMES = (
 _MODULES = ("context_parallel", "numpy", "torch")  # imported at first use
 
 __all__ = [
+    "Saved",
     "__version__",
     "causal_conv1d",
     "chunk_gated_delta_rule",

@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include "api/operation.hpp"
+#include "api/validate/saved.hpp"
 #include "core/thread_pool.hpp"
 #include "cpu/backend.hpp"
 #include "cuda/backend.hpp"
@@ -117,15 +118,35 @@ gd_status gd_gated_norm_backward_workspace(const gd_gated_norm_backward_args* ar
   return query_workspace(kGatedNormBackward, args, bytes);
 }
 
+namespace {
+
+// Judges a call as one that saves, which some kernels refuse.
+gd_status prepare_saving(const gd_forward_args* args, Call<ForwardProblem>& call) {
+  GD_TRY(check_struct(args, kForward.args_type));
+  gd_forward_args saving = *args;
+  saving.struct_size = sizeof saving;
+  if (saving.saved_bytes == 0) saving.saved_bytes = 1;
+  saving.saved_call = {};  // the answer to come
+  return prepare(kForward, &saving, Stage::query, call);
+}
+
+}  // namespace
+
 gd_status gd_forward_saved_size(const gd_forward_args* args, size_t* bytes) {
   return guarded([&] {
-    GD_TRY(check_struct(args, kForward.args_type));
-    gd_forward_args saving = *args;  // judged as a call that saves, which some kernels refuse
-    saving.struct_size = sizeof saving;
-    if (saving.saved_bytes == 0) saving.saved_bytes = 1;
     Call<ForwardProblem> call;
-    GD_TRY(prepare(kForward, &saving, Stage::query, call));
+    GD_TRY(prepare_saving(args, call));
     return answer(call.backend->saved_bytes(call.problem, args->exec), bytes);
+  });
+}
+
+gd_status gd_forward_saved_call(const gd_forward_args* args, gd_saved_call* saved_call) {
+  return guarded([&] {
+    Call<ForwardProblem> call;
+    GD_TRY(prepare_saving(args, call));
+    if (!saved_call) return invalid("saved_call is null: there is nowhere to put the answer");
+    *saved_call = saved_call_of(call.problem.in, args->exec, call.problem.batch_invariant);
+    return GD_OK;
   });
 }
 

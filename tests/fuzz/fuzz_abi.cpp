@@ -145,11 +145,26 @@ class Caller {
     if (bytes_.rarely()) args.dht_indices = slots({sequences_});
     const bool by_index = bytes_.rarely();
     if (by_index) args.d_initial_state_indices = slots({sequences_});
+    if (bytes_.sometimes()) saved(args);
     call(args, gd_backward_workspace, gd_backward);
     if (!accepted_) return;
     for (const gd_tensor* t : {&args.dq, &args.dk, &args.dv, &args.dg, &args.dbeta, &args.dA_log, &args.d_dt_bias})
       check_filled(*t);
     if (!by_index) check_filled(args.d_initial_state);
+  }
+
+  // Memory of the right size, and the call that it is of: this one's, or one of other sizes or flags.
+  void saved(gd_backward_args& args) {
+    gatedelta::ForwardArgs forward;
+    forward.exec = args.exec;
+    forward.in = args.in;
+    forward.out = args.do_;
+    size_t size = 0;
+    if (gd_forward_saved_size(&forward, &size) != GD_OK) return;
+    args.saved_bytes = size;
+    args.saved = block(size, Kind::input).memory.data();
+    if (gd_forward_saved_call(&forward, &args.saved_call) != GD_OK || !bytes_.rarely()) return;
+    reinterpret_cast<uint8_t*>(&args.saved_call)[bytes_.next() % sizeof args.saved_call] ^= bytes_.next();
   }
 
   template <class Args>

@@ -31,7 +31,7 @@ PARTS = {
     # plug-ins: what they share, and one part each
     "_plugins": ["_lib"],
     "fla": ["_operators", "_plugins", "torch"],
-    "flash_qla": ["_extras", "_lib", "_plugins", "torch"],
+    "flash_qla": ["_extras", "_lib", "_operators", "_plugins", "torch"],
     "flashinfer": ["_extras", "_lib", "_plugins", "torch"],
     "sglang": ["_plugins", "torch"],
     "transformers": ["_plugins", "torch"],

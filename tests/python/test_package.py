@@ -101,6 +101,7 @@ def test_structs_are_those_of_the_header(root):
         "gd_exec": _lib.Exec,
         "gd_tuning": _lib.Tuning,
         "gd_inputs": _lib.Inputs,
+        "gd_saved_call": _lib.SavedCallStruct,
         "gd_forward_args": _lib.ForwardArgs,
         "gd_backward_args": _lib.BackwardArgs,
         "gd_recurrent_args": _lib.RecurrentArgs,

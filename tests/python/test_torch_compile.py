@@ -255,7 +255,7 @@ def test_fake_tensors_without_gates():
         o, state = gd.chunk_gated_delta_rule(q, k, v, None, None, output_final_state=True)
         _, _, saved = gd.chunk_gated_delta_rule_fwd(q, k, v, None, None)
         gradients = gd.chunk_gated_delta_rule_bwd(q, k, v, None, None, saved, v)
-    assert o.is_cuda and o.shape == v.shape and state.shape == (2, 2, 128, 128) and saved.is_cuda
+    assert o.is_cuda and o.shape == v.shape and state.shape == (2, 2, 128, 128) and saved.data.is_cuda
     assert [x if x is None else x.shape for x in gradients] == [q.shape, k.shape, v.shape, None, None, None]
 
 

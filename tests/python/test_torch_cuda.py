@@ -289,7 +289,7 @@ def test_low_level():
     inputs, initial = [tensors[name] for name in ("q", "k", "v", "g", "beta")], tensors["initial_state"]
     o, final_state, saved = gd.chunk_gated_delta_rule_fwd(*inputs, initial_state=initial)
     check(case, o, final_state)
-    assert saved.is_cuda and saved.numel() > 0
+    assert saved.data.is_cuda and saved.data.numel() > 0
     truth = case.backward_truth()
     for kept in (saved, None):
         results = gd.chunk_gated_delta_rule_bwd(*inputs, kept, case.do.cuda(), case.dht.cuda(), initial_state=initial)
@@ -452,7 +452,8 @@ def test_what_is_missing_is_refused():
     d_o = torch.zeros_like(tensors["v"])
     with pytest.raises(RuntimeError, match="gatedelta: do: dtype is float16, must be bfloat16 as that of q on CUDA"):
         gd.chunk_gated_delta_rule_bwd(*inputs, None, d_o.half())
+    saved = gd.chunk_gated_delta_rule_fwd(*inputs)[-1]
     with pytest.raises(RuntimeError, match="saved has 64 bytes, needs"):
-        gd.chunk_gated_delta_rule_bwd(*inputs, torch.zeros(64, dtype=torch.uint8, device="cuda"), d_o)
+        gd.chunk_gated_delta_rule_bwd(*inputs, saved._replace(data=saved.data[:64]), d_o)
     with pytest.raises(RuntimeError, match="g is not on the device q is on"):
         gd.chunk_gated_delta_rule(*inputs[:3], inputs[3].cpu(), inputs[4])

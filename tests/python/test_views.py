@@ -194,7 +194,8 @@ def results(function, arguments, written):
                  for name, x in arguments.items()}  # fmt: skip
     found = function(**arguments)
     found = found if isinstance(found, tuple | list) else (found,)
-    return [x for x in found if x is not None] + [arguments[name] for name in written]
+    found = [x.data if isinstance(x, gd.Saved) else x for x in found if x is not None]
+    return found + [arguments[name] for name in written]
 
 
 def dense(x):

@@ -25,6 +25,7 @@ from .load import (
     size_query,
     thread_pool,
 )
+from .saved import NOT_WRITTEN, Saved, SavedCall, saved_call, set_saved_call
 from .structs import (
     BETA_LOGIT,
     BETA_LOGIT_DOUBLED,
@@ -70,6 +71,7 @@ from .structs import (
     LayerStepArgs,
     MergeArgs,
     RecurrentArgs,
+    SavedCallStruct,
     SummaryArgs,
     Tensor,
     Tuning,
@@ -79,10 +81,11 @@ __all__ = [
     "BETA_LOGIT", "BETA_LOGIT_DOUBLED", "BETA_VALUE", "CHUNK", "CONV1D_LINEAR", "CONV1D_SILU", "CPU", "CP_AUTO",
     "CP_OFF", "CUDA", "DTYPE_BF16", "DTYPE_F16", "DTYPE_F32", "DTYPE_I32", "DTYPE_I64", "GATE_LOG", "GATE_RAW",
     "INVALID_ARGUMENT", "ISA_COUNT", "KERNELS", "KEY_HEAD_ORDERS", "MAX_RANK", "MAX_SLOTS", "MAX_THREADS",
-    "NORM_SIGMOID", "NORM_SILU", "OK", "STATE_KV", "STATE_VK", "UNSUPPORTED", "BackwardArgs", "BackwardSummaryArgs",
-    "Conv1dArgs", "Conv1dBackwardArgs", "Conv1dInputs", "Exec", "ForwardArgs", "GatedNormArgs", "GatedNormBackwardArgs",
-    "Info", "Inputs", "LayerStepArgs", "MergeArgs", "RecurrentArgs", "RuleOptions", "SummaryArgs", "Tensor", "Tuning",
-    "UnsupportedError", "allowed_dtypes", "check", "check_integer", "check_neg_eigval", "check_null_index",
-    "forced_isa", "forced_kernels", "get_info", "isa_name", "key_head_order", "library", "library_directory",
-    "library_path", "set_options", "set_threads", "size_query", "thread_pool",
+    "NORM_SIGMOID", "NORM_SILU", "NOT_WRITTEN", "OK", "STATE_KV", "STATE_VK", "UNSUPPORTED", "BackwardArgs",
+    "BackwardSummaryArgs", "Conv1dArgs", "Conv1dBackwardArgs", "Conv1dInputs", "Exec", "ForwardArgs",
+    "GatedNormArgs", "GatedNormBackwardArgs", "Info", "Inputs", "LayerStepArgs", "MergeArgs", "RecurrentArgs",
+    "RuleOptions", "Saved", "SavedCall", "SavedCallStruct", "SummaryArgs", "Tensor", "Tuning", "UnsupportedError",
+    "allowed_dtypes", "check", "check_integer", "check_neg_eigval", "check_null_index", "forced_isa",
+    "forced_kernels", "get_info", "isa_name", "key_head_order", "library", "library_directory", "library_path",
+    "saved_call", "set_options", "set_saved_call", "set_threads", "size_query", "thread_pool",
 ]  # fmt: skip

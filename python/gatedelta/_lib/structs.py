@@ -98,6 +98,33 @@ class Inputs(ctypes.Structure):
     ]
 
 
+class SavedCallStruct(ctypes.Structure):
+    _fields_ = [
+        ("batch", c_int64),
+        ("tokens", c_int64),
+        ("sequences", c_int64),
+        ("key_heads", c_int64),
+        ("value_heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("device", c_int32),
+        ("kernels", c_int32),
+        ("dtype", c_int32),
+        ("gate", c_int32),
+        ("beta_kind", c_int32),
+        ("state_layout", c_int32),
+        ("l2norm", c_int32),
+        ("key_head_order", c_int32),
+        ("cu_seqlens", c_int32),
+        ("dt_bias", c_int32),
+        ("initial_state", c_int32),
+        ("batch_invariant", c_int32),
+        ("scale", c_float),
+        ("reserved_flags", c_int32),
+        ("reserved", c_uint64 * 2),
+    ]
+
+
 class _Args(ctypes.Structure):
     def __init__(self) -> None:
         super().__init__(struct_size=ctypes.sizeof(self))
@@ -121,6 +148,7 @@ class ForwardArgs(_Args):
         ("prepared", c_int32),
         ("reserved_flags", c_int32),
         ("checkpoint_offsets", Tensor),
+        ("saved_call", SavedCallStruct),
         _RESERVED,
     ]
 
@@ -148,6 +176,7 @@ class BackwardArgs(_Args):
         ("reserved_flags", c_int32),
         ("dht_indices", Tensor),
         ("d_initial_state_indices", Tensor),
+        ("saved_call", SavedCallStruct),
         _RESERVED,
     ]
 
@@ -166,6 +195,7 @@ class SummaryArgs(_Args):
         ("prepared", c_int32),
         ("saved", c_void_p),
         ("saved_bytes", c_size_t),
+        ("saved_call", SavedCallStruct),
         ("reserved", c_uint64 * 2),
     ]
 
@@ -183,6 +213,7 @@ class BackwardSummaryArgs(_Args):
         ("sequence_count", c_int64),
         ("skip_faded", c_int32),
         ("reserved_flags", c_int32),
+        ("saved_call", SavedCallStruct),
         _RESERVED,
     ]
 
@@ -332,6 +363,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gd_forward": (c_int32, [POINTER(ForwardArgs)]),
     "gd_forward_workspace": (c_int32, [POINTER(ForwardArgs), POINTER(c_size_t)]),
     "gd_forward_saved_size": (c_int32, [POINTER(ForwardArgs), POINTER(c_size_t)]),
+    "gd_forward_saved_call": (c_int32, [POINTER(ForwardArgs), POINTER(SavedCallStruct)]),
     "gd_backward": (c_int32, [POINTER(BackwardArgs)]),
     "gd_backward_workspace": (c_int32, [POINTER(BackwardArgs), POINTER(c_size_t)]),
     "gd_summary": (c_int32, [POINTER(SummaryArgs)]),

@@ -18,7 +18,7 @@ if torch.__version__ < (2, 10):
     raise ImportError(f"gatedelta.torch needs torch 2.10 or newer; this is torch {torch.__version__}")
 
 _lib.forced_isa()  # a wrong GATEDELTA_ISA fails here, not in the first call
-_lib.forced_kernels()  # likewise GATEDELTA_KERNELS
+KERNELS = _lib.forced_kernels()  # likewise GATEDELTA_KERNELS
 torch.ops.load_library(str(_lib.library_path("gatedelta_torch")))
 
 chunk_fwd = torch.ops.gatedelta.chunk_fwd.default

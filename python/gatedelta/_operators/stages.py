@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _lib
+from .._lib import Saved
 from . import arguments, ops, queries
 
 _ALIGNMENT = 64
@@ -66,7 +67,7 @@ def summary(
     local_state: Tensor | None = None,
     transition: Tensor | None = None,
     q: Tensor | None = None,
-    saved: Tensor | None = None,
+    saved: Saved | None = None,
     prepared: bool = False,
 ) -> Summary:
     """Summaries of sequences first_sequence ... first_sequence + sequence_count - 1 (0: all that follow).
@@ -86,9 +87,9 @@ def summary(
     fade = k.new_empty(count, Hv, dtype=torch.float32)
     args = _lib.SummaryArgs()
     _set_inputs(args, options, k=k, v=v, g=g, beta=beta)
-    if saved is not None and saved.numel():
+    if saved is not None and _bytes_of(saved, k).numel():
         _set(args, q=q)
-        _set_saved(args, saved)
+        _set_saved(args, saved, k, reads=prepared)
         args.prepared = prepared
     else:
         args.inputs.has_scale, args.inputs.scale = 0, 0.0
@@ -141,27 +142,30 @@ def forward(
     initial_state_indices: Tensor | None = None,
     *,
     save: bool = True,
-    saved: Tensor | None = None,
+    saved: Saved | None = None,
     prepared: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Saved | None]:
     """(o, what ``backward`` takes as saved). initial_state_indices: the row of initial_state each sequence begins
-    with, -1 for none. saved: of ``empty_saved``; prepared: a summary has left there what it prepared."""
+    with, -1 for none. saved: of ``empty_saved``; prepared: a summary has left there what it prepared. Its bytes are
+    those of the result, which says that it is of this call."""
     o = q.new_empty(v.shape)
     if save and saved is None:
         saved = empty_saved(q, k, v, g, beta, options)
     args = _forward_args(q, k, v, g, beta, options, o)
     _set(args, initial_state=initial_state, initial_state_indices=initial_state_indices)
-    _set_saved(args, saved)
-    args.prepared = prepared and bool(args.saved)
+    if saved is not None:
+        _set_saved(args, saved, q, reads=prepared)
+        args.prepared = prepared and bool(args.saved)
     _run("gd_forward", args, q)
-    return o, saved
+    return o, None if saved is None else Saved(saved.data, _lib.saved_call(args))
 
 
-def empty_saved(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, options: Options) -> Tensor:
+def empty_saved(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, options: Options) -> Saved:
     """Room for what a forward saves for its backward."""
     args = _forward_args(q, k, v, g, beta, options, q.new_empty(v.shape, device="meta"))
     _set_exec(args.exec, q)
-    return _aligned(_lib.size_query("gd_forward_saved_size", args), q)[0]
+    data, _ = _aligned(_lib.size_query("gd_forward_saved_size", args), q)
+    return Saved(data, _lib.saved_call(args), written=False)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, options: Options, summarises: bool) -> None:
@@ -201,7 +205,7 @@ def backward_summary(
     sequence_count: int = 0,
     *,
     exact: bool = False,
-    saved: Tensor | None = None,
+    saved: Saved | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Gradients of the states that sequences begin with, as if nothing followed them: G_loc ``[n, Hv, K, V]``.
@@ -216,7 +220,7 @@ def backward_summary(
     _set_inputs(args, options, q=q, k=k, g=g, beta=beta)
     _set(args, do=do)
     _set_results(args, d_local=out)
-    _set_saved(args, saved)
+    _set_written(args, saved, q)
     args.first_sequence, args.sequence_count = first_sequence, count
     args.skip_faded = not exact
     if count > 0:
@@ -247,7 +251,7 @@ def backward(
     dht: Tensor | None = None,
     dht_indices: Tensor | None = None,
     *,
-    saved: Tensor | None = None,
+    saved: Saved | None = None,
     wanted: tuple[bool, ...] = (True,) * 7,
 ) -> Gradients:
     """Every gradient but that of the initial state. dht: gradients of final states, and dht_indices: the row of each
@@ -265,7 +269,7 @@ def backward(
         args, initial_state=initial_state, initial_state_indices=initial_state_indices, do=do, dht=dht,
         dht_indices=dht_indices,
     )  # fmt: skip
-    _set_saved(args, saved)
+    _set_written(args, saved, q)
     _set_results(args, **dict(zip(Gradients._fields, results)))
     args.context_parallel = _lib.CP_AUTO if options.auto_cp else _lib.CP_OFF
     args.batch_invariant = options.batch_invariant
@@ -323,13 +327,30 @@ def _set_inputs(args: ctypes.Structure, options: Options, **tensors: Tensor) -> 
     _lib.set_options(args.inputs, options)
 
 
-def _set_saved(args: ctypes.Structure, saved: Tensor | None) -> None:
+def _bytes_of(saved: Saved, like: Tensor) -> Tensor:
+    data = saved.data if isinstance(saved, Saved) else None
+    if not isinstance(data, Tensor) or data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
+        raise ValueError("saved is not what empty_saved or a forward returned")
+    if data.device != like.device:
+        raise ValueError(f"saved is on {data.device}, but the inputs are on {like.device}")
+    return data
+
+
+def _set_saved(args: ctypes.Structure, saved: Saved, like: Tensor, reads: bool) -> None:
+    data = _bytes_of(saved, like)
+    if data.numel():
+        args.saved, args.saved_bytes = data.data_ptr(), data.numel()
+    if reads:
+        _lib.set_saved_call(args, saved)
+
+
+def _set_written(args: ctypes.Structure, saved: Saved | None, like: Tensor) -> None:
+    """What a forward has left for this call."""
     if saved is None:
         return
-    if saved.dtype != torch.uint8 or saved.dim() != 1 or not saved.is_contiguous() or saved.is_neg():
-        raise ValueError("saved is not what empty_saved or a forward returned")
-    if saved.numel():
-        args.saved, args.saved_bytes = saved.data_ptr(), saved.numel()
+    _set_saved(args, saved, like, reads=True)
+    if not saved.written:
+        raise ValueError(_lib.NOT_WRITTEN)
 
 
 def _aligned(size: int, like: Tensor) -> tuple[Tensor, int | None]:

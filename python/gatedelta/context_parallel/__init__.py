@@ -14,6 +14,7 @@ group, for frameworks that have their own (docs/context_parallel.md).
 from __future__ import annotations
 
 from .._extras import explain
+from .._lib import Saved
 
 try:
     from .._operators.stages import Gradients, Summary, merge
@@ -28,6 +29,7 @@ except ModuleNotFoundError as error:
 __all__ = [
     "Context",
     "Gradients",
+    "Saved",
     "Summary",
     "as_context",
     "backward_apply",

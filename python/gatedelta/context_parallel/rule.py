@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._lib import Saved
 from .._operators import arguments, stages
 from .agreement import tensor_fields
 from .context import Context
@@ -52,13 +53,16 @@ class _Rule(torch.autograd.Function):
             exchange.rows = None
             exchange.keep_transitions()
             ctx.context, ctx.options, ctx.exchange = context, options._replace(A_log=None, dt_bias=None), exchange
-            ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, entering, None if recompute else saved)
+            keeps = not recompute and saved is not None
+            ctx.saved_call = saved.call if keeps else None
+            ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, entering, saved.data if keeps else None)
         return o
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do):
-        q, k, v, g, beta, A_log, dt_bias, entering, saved = ctx.saved_tensors
+        q, k, v, g, beta, A_log, dt_bias, entering, data = ctx.saved_tensors
+        saved = None if data is None else Saved(data, ctx.saved_call)
         context, exchange = ctx.context, ctx.exchange
         with context.agreement.call(f"the backward of {FUNCTION}") as call:
             if call.is_first:

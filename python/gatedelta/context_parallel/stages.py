@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _lib
+from .._lib import Saved
 from .._operators import stages
 from .._operators.stages import Gradients, Options, Summary
 
@@ -33,7 +34,7 @@ def forward_prepare(
     sequence_count: int = 0,
     exact: bool = False,
     q: Tensor | None = None,
-    saved: Tensor | None = None,
+    saved: Saved | None = None,
     prepared: bool = False,
     **options: Any,
 ) -> Summary:
@@ -44,7 +45,7 @@ def forward_prepare(
         same inputs take it with prepared=True.
     options: keywords of ``chunk_gated_delta_rule`` that say how inputs are meant.
     """
-    stages.check_tensors(4, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens, q=q, saved=saved)
+    stages.check_tensors(4, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens, q=q)
     with torch.no_grad():
         return stages.summary(
             k, v, g, beta, options_of("forward_prepare", cu_seqlens, options), first_sequence, sequence_count,
@@ -54,7 +55,7 @@ def forward_prepare(
 
 def empty_saved(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, cu_seqlens: Tensor | None = None, **options: Any
-) -> Tensor:
+) -> Saved:
     """Room for what a forward saves for its backward, and for what a summary prepares for a forward."""
     stages.check_tensors(5, q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens)
     return stages.empty_saved(q, k, v, g, beta, options_of("empty_saved", cu_seqlens, options))
@@ -71,15 +72,15 @@ def forward_apply(
     *,
     cu_seqlens: Tensor | None = None,
     save: bool = True,
-    saved: Tensor | None = None,
+    saved: Saved | None = None,
     prepared: bool = False,
     **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Saved | None]:
     """(o, saved) from the states that sequences begin with: ``entering[entering_indices[n]]``, of -1 zero; without
-    indices one row for each sequence. ``merge`` makes them of the summaries before."""
+    indices one row for each sequence. ``merge`` makes them of the summaries before. The backward's stages take the
+    saved that is returned: it says that it is of this call."""
     stages.check_tensors(
         5, q=q, k=k, v=v, g=g, beta=beta, entering=entering, entering_indices=entering_indices, cu_seqlens=cu_seqlens,
-        saved=saved,
     )  # fmt: skip
     with torch.no_grad():
         return stages.forward(
@@ -99,12 +100,12 @@ def backward_prepare(
     first_sequence: int = 0,
     sequence_count: int = 0,
     exact: bool = False,
-    saved: Tensor | None = None,
+    saved: Saved | None = None,
     **options: Any,
 ) -> Tensor:
     """Gradients of the states that sequences begin with as if nothing followed, for the ranks that hold the pieces
     before: of the first sequence of each piece, unless it begins there. Transitions are those of the forward."""
-    stages.check_tensors(5, q=q, k=k, g=g, beta=beta, do=do, cu_seqlens=cu_seqlens, saved=saved)
+    stages.check_tensors(5, q=q, k=k, g=g, beta=beta, do=do, cu_seqlens=cu_seqlens)
     with torch.no_grad():
         return stages.backward_summary(
             q, k, g, beta, do, options_of("backward_prepare", cu_seqlens, options), first_sequence, sequence_count,
@@ -125,14 +126,14 @@ def backward_apply(
     leaving_indices: Tensor | None = None,
     *,
     cu_seqlens: Tensor | None = None,
-    saved: Tensor | None = None,
+    saved: Saved | None = None,
     **options: Any,
 ) -> Gradients:
     """Gradients of all inputs. leaving: those of the states that sequences end with, ``merge(..., transposed=True)`` of
     what ``backward_prepare`` gave behind them."""
     stages.check_tensors(
         6, q=q, k=k, v=v, g=g, beta=beta, do=do, entering=entering, entering_indices=entering_indices, leaving=leaving,
-        leaving_indices=leaving_indices, cu_seqlens=cu_seqlens, saved=saved,
+        leaving_indices=leaving_indices, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     with torch.no_grad():
         return stages.backward(

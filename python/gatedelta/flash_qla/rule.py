@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .. import _lib
 from .. import torch as gatedelta_torch
+from .._operators import arguments
+from .._operators.saved import call_of
 
 
 def chunk_gated_delta_rule(
@@ -68,10 +70,11 @@ def chunk_gated_delta_rule_fwd(
     cp_context=None,
     is_train: bool | None = None,
 ):
-    """``flash_qla.chunk_gated_delta_rule_fwd``. Returns (g, A, o, h or None, final_state or None, None).
+    """``flash_qla.chunk_gated_delta_rule_fwd``. Returns (g, A, o, h or None, final_state or None, cp_cache or None).
 
-    The first two are for ``chunk_gated_delta_rule_bwd`` and nothing else: g as it came, where FlashQLA returns its sums
-    over chunks, and what the forward saves, where FlashQLA returns an inverse. There is no cp_cache.
+    The first two and the last are for ``chunk_gated_delta_rule_bwd`` and nothing else: g as it came, where FlashQLA
+    returns its sums over chunks; what the forward saves, where FlashQLA returns an inverse; and which call that is of,
+    a tuple of numbers, where FlashQLA returns what it knows of its cuts.
 
     output_h: the state before every chunk of 64 tokens, ``[B, chunks, Hv, K, V]`` in k's dtype, chunks of packed
         sequences one after the other (the host then waits for cu_seqlens, as FlashQLA's does). Such a forward saves
@@ -84,7 +87,7 @@ def chunk_gated_delta_rule_fwd(
             q, k, v, g, beta, scale or None, initial_state, cu_seqlens, output_final_state, auto_cp,
             state_v_first,
         )  # fmt: skip
-        return g, saved, o, None, final_state, None
+        return g, saved.data, o, None, final_state, saved.call
 
     h, slots = _states_before_chunks(k, v, initial_state, cu_seqlens, state_v_first)
     places = {}
@@ -122,12 +125,18 @@ def chunk_gated_delta_rule_bwd(
     """``flash_qla.chunk_gated_delta_rule_bwd``. Returns (dq, dk, dv, dbeta, dg, dh0 or None).
 
     g and A are what ``chunk_gated_delta_rule_fwd`` of this module returned first: FlashQLA's own are something else.
+    cp_cache: the last of its results, by which A of another call is refused. Without it, only A's size can tell.
     """
     _refuse_cp_context(cp_context)
-    if cp_cache is not None:
-        raise NotImplementedError("cp_cache: only FlashQLA's own forward returns one; pass None")
+    saved = None
+    if cp_cache is not None and (A is None or not isinstance(cp_cache, _lib.SavedCall)):
+        raise ValueError("cp_cache is not what chunk_gated_delta_rule_fwd returned beside A: pass that, or None")
+    if A is not None:
+        options = arguments.pack_options(state_v_first=state_v_first)
+        own = cp_cache or call_of(q, v, options, cu_seqlens, initial_state, scale or None)
+        saved = _lib.Saved(A, own)
     return gatedelta_torch.chunk_gated_delta_rule_bwd(
-        q, k, v, g, beta, A, do, dht, scale or None, initial_state, cu_seqlens, state_v_first, auto_cp
+        q, k, v, g, beta, saved, do, dht, scale or None, initial_state, cu_seqlens, state_v_first, auto_cp
     )
 
 

@@ -9,7 +9,7 @@ TypeError or ValueError, or UnsupportedError where this build or machine lacks s
 from __future__ import annotations
 
 from .._extras import explain
-from .._lib import UnsupportedError
+from .._lib import Saved, UnsupportedError
 
 try:
     from .conv1d import Conv1d, Conv1dGradients, causal_conv1d, causal_conv1d_backward
@@ -20,7 +20,8 @@ except ModuleNotFoundError as error:
     explain(error)
 
 __all__ = [
-    "Conv1d", "Conv1dGradients", "Forward", "Gradients", "Layer", "NormGradients", "Recurrent", "UnsupportedError",
+    "Conv1d", "Conv1dGradients", "Forward", "Gradients", "Layer", "NormGradients", "Recurrent", "Saved",
+    "UnsupportedError",
     "backward", "causal_conv1d", "causal_conv1d_backward", "forward", "layer_step", "recurrent", "rms_norm_gated",
     "rms_norm_gated_backward",
 ]  # fmt: skip

@@ -76,6 +76,12 @@ def aligned_bytes(size: int) -> np.ndarray:
     return memory[start : start + size]
 
 
+def are_bytes(memory: object) -> bool:
+    return (
+        isinstance(memory, np.ndarray) and memory.dtype == np.uint8 and memory.ndim == 1 and memory.flags.c_contiguous
+    )
+
+
 def address(memory: np.ndarray) -> int | None:
     """None without bytes: numpy gives an empty array any address."""
     return memory.ctypes.data if memory.size else None

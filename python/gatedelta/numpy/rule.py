@@ -34,7 +34,7 @@ class Layer(TypedDict, total=False):
 class Forward(NamedTuple):
     o: np.ndarray
     final_state: np.ndarray | None
-    saved: np.ndarray | None  # what `backward` takes; None without save=True
+    saved: _lib.Saved | None  # what `backward` takes; None without save=True
 
 
 class Gradients(NamedTuple):
@@ -99,8 +99,8 @@ def forward(
     arrays.set_threads(args, num_threads)
     if save:
         args.saved_bytes = _lib.size_query("gd_forward_saved_size", args)
-        saved = arrays.aligned_bytes(args.saved_bytes)
-        args.saved = arrays.address(saved)
+        saved = _lib.Saved(arrays.aligned_bytes(args.saved_bytes), _lib.saved_call(args))
+        args.saved = arrays.address(saved.data)
     arrays.run("gd_forward", args)
     return Forward(out, final_state, saved)
 
@@ -114,11 +114,12 @@ def backward(
     do: np.ndarray,
     dht: np.ndarray | None = None,
     *,
-    saved: np.ndarray | None = None,
+    saved: _lib.Saved | None = None,
     num_threads: int | None = None,
     **layer: Unpack[Layer],
 ) -> Gradients:
-    """Chunked backward, from what ``forward(..., save=True)`` of the same inputs saved, or recomputing it."""
+    """Chunked backward, from what ``forward(..., save=True)`` of the same inputs saved, or recomputing it. What a
+    forward of other shapes or options saved is refused; other contents of the same shapes cannot be told."""
     _check_keywords("backward", layer)
     arrays.check_given(q=q, k=k, v=v, do=do)
     args = _lib.BackwardArgs()
@@ -126,9 +127,10 @@ def backward(
     args.do = arrays.tensor(do, "do")
     args.dht = arrays.tensor(dht, "dht")
     if saved is not None:
-        if saved.dtype != np.uint8 or saved.ndim != 1 or not saved.flags.c_contiguous:
+        if not isinstance(saved, _lib.Saved) or not arrays.are_bytes(saved.data):
             raise ValueError("saved is not what forward(..., save=True) returned")
-        args.saved, args.saved_bytes = arrays.address(saved), saved.size
+        args.saved, args.saved_bytes = arrays.address(saved.data), saved.data.size
+        _lib.set_saved_call(args, saved)
     inputs = (q, k, v, g, beta, *(layer.get(name) for name in ("A_log", "dt_bias", "initial_state")))
     gradients = Gradients(*(None if x is None else np.empty(x.shape, x.dtype) for x in inputs))
     for name, array in gradients._asdict().items():

@@ -18,6 +18,7 @@ per token and value head for the backward on Hopper (docs/api.md has the others)
 from __future__ import annotations
 
 from .._extras import explain
+from .._lib import Saved
 
 try:
     from ._conv1d import causal_conv1d
@@ -35,6 +36,7 @@ except ModuleNotFoundError as error:
     explain(error)
 
 __all__ = [
+    "Saved",
     "causal_conv1d",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from .. import _lib
+from .._lib import Saved
 from .._operators import arguments, ops
+from .._operators import saved as saved_calls
 from .._operators.autograd import GatedDeltaRule
 from . import _direct
 
@@ -370,7 +372,7 @@ def chunk_gated_delta_rule_fwd(
     output_final_state: bool = True,
     auto_cp: bool = True,
     state_v_first: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor | None, Saved]:
     """The forward alone. Returns (o, final_state or None, saved), saved being for ``chunk_gated_delta_rule_bwd``.
 
     Arguments are those of ``chunk_gated_delta_rule``. No gradient is recorded. ``gatedelta.flash_qla`` has the function
@@ -382,8 +384,9 @@ def chunk_gated_delta_rule_fwd(
     if output_final_state:
         options |= ops.FINAL_STATE
     with torch.no_grad():
-        o, states, saved = ops.chunk_fwd_save(q, k, v, g, beta, options, cu_seqlens, initial_state, scale)
-    return o, states if output_final_state else None, saved
+        o, states, data = ops.chunk_fwd_save(q, k, v, g, beta, options, cu_seqlens, initial_state, scale)
+    call = saved_calls.call_of(q, v, options, cu_seqlens, initial_state, scale)
+    return o, states if output_final_state else None, Saved(data, call)
 
 
 def chunk_gated_delta_rule_bwd(
@@ -392,7 +395,7 @@ def chunk_gated_delta_rule_bwd(
     v: Tensor,
     g: Tensor | None,
     beta: Tensor | None,
-    saved: Tensor | None,
+    saved: Saved | None,
     do: Tensor,
     dht: Tensor | None = None,
     scale: float | None = None,
@@ -406,10 +409,12 @@ def chunk_gated_delta_rule_bwd(
     """The backward alone, with FlashQLA's results. Returns (dq, dk, dv, dbeta, dg, dh0).
 
     Where FlashQLA takes g_cumsum and A, this takes g itself and ``saved`` of the forward; saved None computes it again.
+    What a forward of other shapes or options saved is refused; other contents of the same shapes cannot be told.
     Each gradient has the dtype of its input, and is None where dbeta's, dg's or dh0's input is None. small_workspace:
     less memory, more time, the same bits (CUDA, with ``saved``).
     """
-    arguments.check_tensors(_BWD_TENSORS, q, k, v, do, g, beta, initial_state, cu_seqlens, saved, dht, required=4)
+    data = saved.data if isinstance(saved, Saved) else None
+    arguments.check_tensors(_BWD_TENSORS, q, k, v, do, g, beta, initial_state, cu_seqlens, data, dht, required=4)
     if small_workspace and saved is None and q.is_cuda:
         raise ValueError("small_workspace needs what the forward saves, but saved is None")
     # Bits in the order of chunk_bwd's results: q, k, v, g, beta, A_log, dt_bias, initial_state.
@@ -418,9 +423,11 @@ def chunk_gated_delta_rule_bwd(
     options = arguments.pack_options(state_v_first=state_v_first, auto_cp=auto_cp)
     if small_workspace:
         options |= ops.SMALL_WORKSPACE
+    if saved is not None:
+        saved_calls.check(saved, q, v, options, cu_seqlens, initial_state, scale)
     with torch.no_grad():
         results = ops.chunk_bwd(
-            q, k, v, g, beta, options, cu_seqlens, initial_state, scale, None, None, None, do, dht, saved, wanted
+            q, k, v, g, beta, options, cu_seqlens, initial_state, scale, None, None, None, do, dht, data, wanted
         )
     dq, dk, dv, dg, dbeta, _, _, dh0 = (x if wanted >> i & 1 else None for i, x in enumerate(results))
     return dq, dk, dv, dbeta, dg, dh0

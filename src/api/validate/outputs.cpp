@@ -3,6 +3,7 @@
 
 #include "api/validate/contents.hpp"
 #include "api/validate/inputs.hpp"
+#include "api/validate/saved.hpp"
 
 namespace gatedelta::api {
 
@@ -96,6 +97,8 @@ gd_status validate_shapes(const gd_forward_args& args, Stage stage, ForwardProbl
   GD_TRY(check.saved(args.saved, args.saved_bytes, Role::output, p.saved));
   p.prepared = args.prepared != 0;
   if (p.prepared && !p.saved) return invalid("prepared is set, but saved is null: give it gd_summary's");
+  GD_TRY(check_saved_call(stage, p.prepared, SavedPart::prepared, args.saved_call,
+                          saved_call_of(in, args.exec, p.batch_invariant)));
   return check.finish(args.exec);
 }
 
@@ -131,6 +134,8 @@ gd_status validate_shapes(const gd_backward_args& args, Stage stage, BackwardPro
   p.segment_chunks = tuning.segment_chunks;
   p.small_workspace = args.small_workspace != 0;
   GD_TRY(check.saved(args.saved, args.saved_bytes, Role::input, p.saved));
+  GD_TRY(check_saved_call(stage, static_cast<bool>(p.saved), SavedPart::all, args.saved_call,
+                          saved_call_of(in, args.exec, p.batch_invariant)));
   return check.finish(args.exec);
 }
 

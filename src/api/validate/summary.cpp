@@ -2,6 +2,7 @@
 #include <cinttypes>
 
 #include "api/validate/inputs.hpp"
+#include "api/validate/saved.hpp"
 
 namespace gatedelta::api {
 
@@ -60,6 +61,8 @@ gd_status validate_shapes(const gd_summary_args& args, Stage stage, SummaryProbl
   TokenRows k;
   GD_TRY(check.rows("k", in.k, {"[B, T, Hk, K]", 4, {kAny, kAny, kAny, kAny}}, Need::required, Role::input, k));
   GD_TRY(validate_layer(check, in, p.in));
+  GD_TRY(
+      check_saved_call(stage, p.prepared, SavedPart::prepared, args.saved_call, saved_call_of(p.in, args.exec, false)));
   GD_TRY(check_first_slot(p.in, {}));
   p.first = args.first_sequence;
   p.count = args.sequence_count;
@@ -105,6 +108,8 @@ gd_status validate_shapes(const gd_backward_summary_args& args, Stage stage, Bac
   GD_TRY(check_range(p.first, p.count, p.in.sequences));
   GD_TRY(summary_states(check, "d_local", args.d_local, p.in, p.count, p.d_local));
   GD_TRY(check.saved(args.saved, args.saved_bytes, Role::input, p.saved));
+  GD_TRY(check_saved_call(stage, static_cast<bool>(p.saved), SavedPart::prepared, args.saved_call,
+                          saved_call_of(p.in, args.exec, false)));
   p.skip_faded = args.skip_faded != 0;
   return check.finish(args.exec);
 }

@@ -135,9 +135,11 @@ TEST(CppFace, OperationsAgree) {
   gradient.dv = tensor(dv.data(), {1, Layer::kT, Layer::kH, Layer::kD});
   gradient.saved = saved.data();
   gradient.saved_bytes = saved.size();
+  gradient.saved_call = saved_call(chunked);
   backward(gradient, workspace);
   gradient.saved = nullptr;
   gradient.saved_bytes = 0;
+  gradient.saved_call = {};
   gradient.dv = tensor(dv_recomputed.data(), {1, Layer::kT, Layer::kH, Layer::kD});
   backward(gradient, workspace);
   EXPECT_EQ(std::memcmp(dv.data(), dv_recomputed.data(), dv.size() * sizeof(float)), 0);

@@ -112,6 +112,17 @@ struct CudaBackward : CudaCall<gd_backward_args> {
   }
 };
 
+// As the forward of a backward's inputs has it.
+gd_saved_call saved_call_of(const gd_backward_args& args) {
+  gd_forward_args forward = GD_FORWARD_ARGS_INIT;
+  forward.exec = args.exec;
+  forward.in = args.in;
+  forward.out = args.do_;
+  gd_saved_call call{};
+  EXPECT_EQ(gd_forward_saved_call(&forward, &call), GD_OK) << gd_last_error();
+  return call;
+}
+
 // Rules of both operations.
 template <class Call>
 class CudaRules : public testing::Test {
@@ -277,6 +288,7 @@ TYPED_TEST(CudaRules, Saved) {
   EXPECT_NE(with, bytes);
   c.saved = c.place();
   c.saved_bytes = 64;
+  if constexpr (requires { c.do_; }) c.saved_call = saved_call_of(c);
   EXPECT_TRUE(said(call(c), GD_WORKSPACE_TOO_SMALL, "saved has 64 bytes, needs "));
 }
 
@@ -427,6 +439,7 @@ TEST_F(CudaGradients, SmallWorkspaceOfThePortableKernels) {
   c.saved = c.place();
   c.saved_bytes = size_t{1} << 40;
   for (gd_tensor* t : {&c.in.q, &c.in.k, &c.dq, &c.dk}) *t = tensor(t->data, GD_BF16, {1, 32768, 1, 128});
+  c.saved_call = saved_call_of(c);
   EXPECT_TRUE(c.unsupported("small_workspace is set, but Hk is 1: the portable CUDA kernels take halves"));
 }
 
@@ -594,6 +607,7 @@ TEST_F(Cuda, Float32IsSaved) {
   EXPECT_EQ(bytes, size_t{kB * kT * kHv * (kD * 4 + 32)});
   c.saved = c.place();
   c.saved_bytes = bytes;
+  ASSERT_EQ(gd_forward_saved_call(&c, &c.saved_call), GD_OK) << gd_last_error();
   c.prepared = 1;
   EXPECT_TRUE(c.unsupported("prepared is set, but there is no summary of float32 q, k and v on CUDA"));
   c.prepared = 0;

@@ -335,6 +335,7 @@ TEST(Backward, Saved) {
   c.saved = static_cast<char*>(saved) + 8;
   EXPECT_TRUE(c.invalid("is not 64-byte aligned"));
   c.saved = saved;
+  ASSERT_EQ(gd_forward_saved_call(&forward, &c.saved_call), GD_OK);
   c.saved_bytes = bytes - 1;
   EXPECT_TRUE(c.refuses(GD_WORKSPACE_TOO_SMALL, "saved has " + std::to_string(bytes - 1) + " bytes, needs "));
   c.saved_bytes = bytes;

@@ -83,6 +83,7 @@ inline std::string from_saved(gd_forward_args forward, gd_backward_args host,
   query.exec.kernels = kForcedKernels;
   size_t bytes = 0;
   if (gd_forward_saved_size(&query, &bytes) != GD_OK) return gd_last_error();
+  if (gd_forward_saved_call(&query, &host.saved_call) != GD_OK) return gd_last_error();
   const DeviceMemory saved(bytes, 64);
   forward.saved = saved.data();
   forward.saved_bytes = bytes;

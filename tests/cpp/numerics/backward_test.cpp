@@ -23,6 +23,26 @@ TEST_F(Backward, ManyChunks) {
                   "T=1111 Hk=1 Hv=1 K=16 V=16 gate=inf"});
 }
 
+// Every instruction set lays saved states out alike: a call may take what another one saved.
+TEST_F(Backward, ReadsWhatAnotherInstructionSetSaved) {
+  for (const char* spec : {"lengths=700+0+65 pad=2 Hk=1 Hv=2 K=48 V=80 dtype=bf16 gate=raw l2norm beta=logit h0=0",
+                           "T=1100 Hk=1 Hv=2 K=16 V=32 layout=vk h0=0"}) {
+    Judge judge(parse_case(spec));
+    for (const gd_isa writer : usable_isas())
+      for (const gd_isa reader : usable_isas()) {
+        const auto bound = chunk_compute(judge.problem().spec.dtype, GD_ISA_AUTO);  // the looser of any two
+        const auto result = judge.backward(bound, [&](const gd_backward_args& args) {
+          Saved saved;
+          const std::string error = run_forward(judge.problem().forward, alone(writer), &saved);
+          judge.problem().reset();
+          return error.empty() ? run_backward(args, alone(reader), &saved) : error;
+        });
+        SCOPED_TRACE(std::string("saved by ") + gd_isa_name(writer));
+        expect_ok(result, judge.problem().spec, "bwd", reader);
+      }
+  }
+}
+
 // Each gradient alone is the gradient among all.
 TEST_F(Backward, GradientsAreIndependentOfEachOther) {
   for (const char* spec : {"lengths=70+0+65 pad=2 Hk=1 Hv=2 K=32 V=16 dtype=bf16 gate=raw l2norm beta=logit",

@@ -37,7 +37,7 @@ std::string forward_bits(Problem& p, const Exec& exec) {
 
 std::string backward_bits(Problem& p, const Exec& exec, bool from_saved) {
   p.reset();
-  Buffer saved;
+  Saved saved;
   if (from_saved) {
     EXPECT_EQ(run_forward(p.forward, exec, &saved), "");
   }

@@ -154,6 +154,32 @@ impl Default for gd_inputs {
     }
 }
 #[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct gd_saved_call {
+    pub batch: i64,
+    pub tokens: i64,
+    pub sequences: i64,
+    pub key_heads: i64,
+    pub value_heads: i64,
+    pub key_dim: i64,
+    pub value_dim: i64,
+    pub device: i32,
+    pub kernels: i32,
+    pub dtype: i32,
+    pub gate: i32,
+    pub beta_kind: i32,
+    pub state_layout: i32,
+    pub l2norm: i32,
+    pub key_head_order: i32,
+    pub cu_seqlens: i32,
+    pub dt_bias: i32,
+    pub initial_state: i32,
+    pub batch_invariant: i32,
+    pub scale: f32,
+    pub reserved_flags: i32,
+    pub reserved: [u64; 2usize],
+}
+#[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct gd_forward_args {
     pub struct_size: usize,
@@ -172,6 +198,7 @@ pub struct gd_forward_args {
     pub prepared: i32,
     pub reserved_flags: i32,
     pub checkpoint_offsets: gd_tensor,
+    pub saved_call: gd_saved_call,
     pub reserved: [u64; 4usize],
 }
 impl Default for gd_forward_args {
@@ -207,6 +234,7 @@ pub struct gd_backward_args {
     pub reserved_flags: i32,
     pub dht_indices: gd_tensor,
     pub d_initial_state_indices: gd_tensor,
+    pub saved_call: gd_saved_call,
     pub reserved: [u64; 4usize],
 }
 impl Default for gd_backward_args {
@@ -233,6 +261,7 @@ pub struct gd_summary_args {
     pub prepared: i32,
     pub saved: *mut core::ffi::c_void,
     pub saved_bytes: usize,
+    pub saved_call: gd_saved_call,
     pub reserved: [u64; 2usize],
 }
 impl Default for gd_summary_args {
@@ -258,6 +287,7 @@ pub struct gd_backward_summary_args {
     pub sequence_count: i64,
     pub skip_faded: i32,
     pub reserved_flags: i32,
+    pub saved_call: gd_saved_call,
     pub reserved: [u64; 4usize],
 }
 impl Default for gd_backward_summary_args {
@@ -433,6 +463,12 @@ extern "C" {
 }
 extern "C" {
     pub fn gd_forward_saved_size(args: *const gd_forward_args, bytes: *mut usize) -> gd_status;
+}
+extern "C" {
+    pub fn gd_forward_saved_call(
+        args: *const gd_forward_args,
+        saved_call: *mut gd_saved_call,
+    ) -> gd_status;
 }
 extern "C" {
     pub fn gd_backward(args: *const gd_backward_args) -> gd_status;
