@@ -9,6 +9,7 @@ MAKEFLAGS += --no-print-directory
 
 JOBS ?= $(shell nproc)
 FUZZ_SECONDS ?= 30
+SOAK_SECONDS ?= 600
 # Emulators and sanitizers are slow: there the numerics tests take every n-th case of their lists, and the tests of
 # numerics and command line in SLOW are left out. EVERY=1 SLOW= runs everything.
 EVERY ?= 7
@@ -151,12 +152,18 @@ sanitize-gpu: ## on a machine with a GPU: some of its tests under compute-saniti
 	$(call build,racecheck,gatedelta gpu_tests)
 	tools/sanitize_gpu
 
-soak-gpu: ## on a machine with a GPU: random forwards and 100,000 recurrent steps, two at a time on two streams
+soak: ## random calls from processes and threads, with refusals, forks and kills between them (SOAK_SECONDS=600)
 	tools/require $(BASE) gtest
-	$(call build,cuda,gatedelta gpu_soak gpu_soak_decode)
-	build/release/tests/gpu_soak_decode
-	build/release/tests/gpu_soak
-	build/release/tests/gpu_soak --portable 1
+	$(call build,test,soak)
+	mkdir -p build/soak
+	build/release/tests/soak --seconds $(SOAK_SECONDS) --json build/soak/cpu.json
+
+soak-gpu: ## the same on a machine with a GPU, on its streams, then with the portable kernels (SOAK_SECONDS each)
+	tools/require $(BASE) gtest
+	$(call build,cuda,soak)
+	mkdir -p build/soak
+	build/release/tests/soak --device cuda --seconds $(SOAK_SECONDS) --json build/soak/cuda.json
+	build/release/tests/soak --device cuda --kernels portable --seconds $(SOAK_SECONDS) --json build/soak/portable.json
 
 cuda: ## compile the CUDA backend (needs nvcc) and run its tests; those of a GPU are skipped without one
 	tools/require $(BASE) gtest

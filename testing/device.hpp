@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "gatedelta/gatedelta.h"
+#include "testing/calls.hpp"
 #include "testing/number.hpp"
 
 namespace gatedelta::testing {
@@ -65,94 +65,6 @@ class DeviceMemory {
 
   void* base_ = nullptr;
   size_t bytes_, begin_;
-};
-
-// The tensors of a call, those of rows first, and its query and call functions.
-template <class Args>
-struct CallOf;
-template <>
-struct CallOf<gd_forward_args> {
-  static constexpr size_t kRowTensors = 4;
-  static constexpr auto workspace = gd_forward_workspace;
-  static constexpr auto run = gd_forward;
-  static constexpr const char* kName = "gd_forward";
-  template <class Args>
-  static auto tensors(Args& a) {
-    return std::vector{&a.in.q,
-                       &a.in.k,
-                       &a.in.v,
-                       &a.out,
-                       &a.in.g,
-                       &a.in.beta,
-                       &a.in.A_log,
-                       &a.in.dt_bias,
-                       &a.in.cu_seqlens,
-                       &a.in.initial_state,
-                       &a.in.initial_state_indices,
-                       &a.final_state,
-                       &a.final_state_indices,
-                       &a.checkpoints,
-                       &a.checkpoint_indices,
-                       &a.checkpoint_offsets};
-  }
-};
-template <>
-struct CallOf<gd_backward_args> {
-  static constexpr size_t kRowTensors = 7;
-  static constexpr auto workspace = gd_backward_workspace;
-  static constexpr auto run = gd_backward;
-  static constexpr const char* kName = "gd_backward";
-  template <class Args>
-  static auto tensors(Args& a) {
-    return std::vector{&a.in.q,
-                       &a.in.k,
-                       &a.in.v,
-                       &a.do_,
-                       &a.dq,
-                       &a.dk,
-                       &a.dv,
-                       &a.in.g,
-                       &a.in.beta,
-                       &a.in.A_log,
-                       &a.in.dt_bias,
-                       &a.in.cu_seqlens,
-                       &a.in.initial_state,
-                       &a.in.initial_state_indices,
-                       &a.dht,
-                       &a.dg,
-                       &a.dbeta,
-                       &a.dA_log,
-                       &a.d_dt_bias,
-                       &a.d_initial_state};
-  }
-};
-
-template <>
-struct CallOf<gd_recurrent_args> {
-  static constexpr size_t kRowTensors = 0;  // rows of any alignment are taken
-  static constexpr auto workspace = gd_recurrent_workspace;
-  static constexpr auto run = gd_recurrent;
-  static constexpr const char* kName = "gd_recurrent";
-  template <class Args>
-  static auto tensors(Args& a) {
-    return std::vector{&a.in.q,
-                       &a.in.k,
-                       &a.in.v,
-                       &a.out,
-                       &a.in.g,
-                       &a.in.beta,
-                       &a.in.A_log,
-                       &a.in.dt_bias,
-                       &a.in.cu_seqlens,
-                       &a.in.initial_state,
-                       &a.in.initial_state_indices,
-                       &a.final_state,
-                       &a.final_state_indices,
-                       &a.accept_lengths,
-                       &a.step_states,
-                       &a.step_indices,
-                       &a.previous_accept_lengths};
-  }
 };
 
 template <class Args>

@@ -6,37 +6,6 @@
 
 namespace gatedelta::testing {
 
-template <>
-struct CallOf<gd_layer_step_args> {
-  static constexpr size_t kRowTensors = 0;  // rows of any alignment are taken
-  static constexpr auto workspace = gd_layer_step_workspace;
-  static constexpr auto run = gd_layer_step;
-  static constexpr const char* kName = "gd_layer_step";
-  template <class Args>
-  static auto tensors(Args& a) {
-    return std::vector{&a.conv.in.x,
-                       &a.conv.in.weight,
-                       &a.conv.in.bias,
-                       &a.conv.in.initial_state,
-                       &a.conv.final_state,
-                       &a.conv.step_states,
-                       &a.rule.in.g,
-                       &a.rule.in.beta,
-                       &a.rule.in.A_log,
-                       &a.rule.in.dt_bias,
-                       &a.rule.in.cu_seqlens,
-                       &a.rule.in.initial_state,
-                       &a.rule.in.initial_state_indices,
-                       &a.rule.final_state,
-                       &a.rule.final_state_indices,
-                       &a.rule.step_states,
-                       &a.rule.step_indices,
-                       &a.rule.previous_accept_lengths,
-                       &a.norm.gate,
-                       &a.norm.weight,
-                       &a.norm.out};
-  }
-};
 using DeviceLayerStep = DeviceCall<gd_layer_step_args>;
 
 // The three calls on the tensors of a step, one after the other in its stream. Returns "" or the refusal.

@@ -8,6 +8,7 @@ usage, after python -m bench.report.record:
        --models FILE   what bench.gpu.models wrote, and FILE's picture with .png
        --beside FILE   what gated_norm, conv1d or layer_step of bench.gpu wrote; FILE has its name
        --serving FILE  what bench.gpu.decode wrote, in place of the record's rows of its kinds
+       --soak FILE     what `make soak` or `make soak-gpu` wrote into build/soak
 """
 
 import argparse
@@ -43,12 +44,15 @@ def keep(path: Path, result: dict) -> None:
     print(f"recorded {path.name} in {path.parent.name}")
 
 
+def stem_of(machine: dict) -> str:
+    parts = (machine["architecture"], machine["cpu"], machine["best_isa"])
+    return f"{'-'.join(map(slug, parts))}-{machine['cpus']}cpu"
+
+
 def record_cpu(folder: Path) -> None:
     recorded = stamp_or_exit()
     results = {kind: json.loads((folder / f"{kind}.json").read_text()) for kind in ("transformers", "isas")}
-    machine = results["transformers"]["machine"]
-    parts = (machine["architecture"], machine["cpu"], machine["best_isa"])
-    stem = f"{'-'.join(map(slug, parts))}-{machine['cpus']}cpu"
+    stem = stem_of(results["transformers"]["machine"])
     for kind, result in results.items():
         keep(CPU / f"{stem}.{kind}.json", {**result, "recorded": recorded})
     shutil.copyfile(folder / "transformers.png", CPU / f"{stem}.png")
@@ -152,15 +156,29 @@ def record_serving(path: Path) -> None:
     history.append(H200 / "history.csv", history.line_of(result))
 
 
+def record_soak(path: Path) -> None:
+    result = json.loads(path.read_text())
+    if result["mismatches"] or result["failures"]:
+        sys.exit(f"record_results: {path} was not recorded: something failed in it")
+    result["recorded"] = stamp_or_exit()
+    if result["device"] == "cpu":
+        keep(CPU / f"{stem_of(result['machine'])}.soak.json", result)
+    elif "H200" in result["machine"]["gpu"]:
+        keep(H200 / f"soak_{result['kernels']}.json", result)
+    else:
+        sys.exit(f"record_results: {path} was not recorded: it is not from an H200")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--models", type=Path)
     parser.add_argument("--beside", type=Path, nargs="+", default=[])
     parser.add_argument("--serving", type=Path)
+    parser.add_argument("--soak", type=Path, nargs="+", default=[])
     parser.add_argument("folder", type=Path, nargs="?")
     options = parser.parse_args()
-    if not any((options.models, options.beside, options.serving, options.folder)):
+    if not any((options.models, options.beside, options.serving, options.soak, options.folder)):
         parser.error("there is nothing to record")
     if options.models:
         record_models(options.models)
@@ -168,6 +186,8 @@ def main() -> None:
         record_beside(path)
     if options.serving:
         record_serving(options.serving)
+    for path in options.soak:
+        record_soak(path)
     if not options.folder:
         return
     if not options.gpu:

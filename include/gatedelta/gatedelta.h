@@ -510,7 +510,8 @@ GD_API const char* gd_status_name(gd_status status); /* "GD_OK", ... */
 GD_API const char* gd_last_error(void);
 
 /* A thread pool for callers that have none: pass gd_thread_pool_parallel_for and the pool as exec.parallel_for and
- * exec.parallel_for_context. One call at a time may use a pool; calls from several threads queue up. */
+ * exec.parallel_for_context. One call at a time may use a pool; calls from several threads queue up. A forked child has
+ * none of the threads: there its parent's pools run everything on the calling thread, and destroy does nothing. */
 typedef struct gd_thread_pool gd_thread_pool;
 GD_API gd_status gd_thread_pool_create(int32_t num_threads, gd_thread_pool** pool); /* 0 = one per CPU */
 GD_API void gd_thread_pool_destroy(gd_thread_pool* pool);

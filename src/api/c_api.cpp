@@ -205,7 +205,9 @@ gd_status gd_thread_pool_create(int32_t num_threads, gd_thread_pool** pool) {
   }
 }
 
-void gd_thread_pool_destroy(gd_thread_pool* pool) { delete pool; }
+void gd_thread_pool_destroy(gd_thread_pool* pool) {
+  if (pool && !pool->is_inherited()) delete pool;
+}
 
 int32_t gd_thread_pool_size(const gd_thread_pool* pool) { return pool ? pool->size() : 0; }
 

@@ -2,9 +2,13 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
 
 #if defined(__linux__)
 #include <sched.h>
+#endif
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
 #endif
 
 namespace gatedelta {
@@ -21,6 +25,17 @@ constexpr auto kSpin = std::chrono::microseconds(30);
 
 // Set while a thread runs a task: jobs it starts run in place, so nested calls cannot deadlock.
 constinit thread_local bool inside_task = false;
+
+// Forks between the process that loaded the library and this one.
+constinit std::atomic<uint64_t> forks{0};
+
+uint64_t count_forks() {
+#if defined(__unix__) || defined(__APPLE__)
+  static const int error = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+  if (error) throw std::system_error(error, std::generic_category());
+#endif
+  return forks.load(std::memory_order_relaxed);
+}
 
 void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -67,7 +82,7 @@ int cpu_count() {
   return count;
 }
 
-WorkerPool::WorkerPool(int threads) {
+WorkerPool::WorkerPool(int threads) : forks_(count_forks()) {
   try {
     for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
   } catch (...) {
@@ -78,8 +93,10 @@ WorkerPool::WorkerPool(int threads) {
 
 WorkerPool::~WorkerPool() { stop(); }
 
+bool WorkerPool::is_inherited() const { return forks.load(std::memory_order_relaxed) != forks_; }
+
 void WorkerPool::parallel_for(int64_t count, gd_task_fn run, void* task) {
-  if (count <= 1 || workers_.empty() || inside_task) {
+  if (count <= 1 || workers_.empty() || inside_task || is_inherited()) {
     for (int64_t i = 0; i < count; ++i) run(task, i);
     return;
   }

@@ -27,6 +27,10 @@ class WorkerPool {
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
 
+  // True in a forked child of the process that made the pool: it has none of the workers, and the locks as they were at
+  // the fork. parallel_for then runs in place, and the pool cannot be destroyed.
+  bool is_inherited() const;
+
   int size() const { return static_cast<int>(workers_.size()) + 1; }
 
   // As gd_parallel_for_fn. Callers take turns; a call from inside a task, of any pool, runs in place.
@@ -54,6 +58,7 @@ class WorkerPool {
   std::atomic<bool> stopping_{false};
   std::mutex turn_;  // held by the caller whose job it is
   std::vector<std::thread> workers_;
+  const uint64_t forks_;  // those before the pool was made
 };
 
 }  // namespace gatedelta

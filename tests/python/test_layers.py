@@ -134,6 +134,7 @@ ROOMS = {
     "tests/cpp/ops": ["testing"],
     "tests/cpp/numerics": [PUBLIC, "testing", "cli", "tests/cpp/ops"],
     "tests/cpp/gpu": ["testing", "tests/cpp/ops"],
+    "tests/cpp/soak": ["testing", "cli"],
     "tests/cpp/cuda": [
         "src/cuda/device", "src/cuda/decode/config.hpp", "src/cuda/conv1d/config.hpp", "src/cuda/gated_norm/config.hpp",
         "src/cuda/layer/config.hpp", "src/cuda/fp32/config.hpp", "src/cuda/portable/schedule",

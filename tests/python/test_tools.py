@@ -665,6 +665,30 @@ def test_gpu_record_without_git_is_stamped(monkeypatch, results, bench_folder):
         record.record_gpu(bench_folder)
 
 
+def test_record_of_a_soak(monkeypatch, tmp_path):
+    from bench.report import record
+
+    for folder in ("CPU", "H200"):
+        monkeypatch.setattr(record, folder, tmp_path / folder)
+    machine = {"architecture": "x86_64", "cpu": "Some(R) CPU @ 2GHz", "cpus": 2, "best_isa": "avx2"}
+    soak = {"machine": machine, "device": "cpu", "mismatches": 0, "failures": 0}
+    path = tmp_path / "soak.json"
+    path.write_text(json.dumps(soak))
+    record.record_soak(path)
+    assert (tmp_path / "CPU" / "x86-64-some-avx2-2cpu.soak.json").exists()
+    on_gpu = soak | {"device": "cuda", "kernels": "portable", "machine": machine | {"gpu": "NVIDIA H200"}}
+    path.write_text(json.dumps(on_gpu))
+    record.record_soak(path)
+    assert (tmp_path / "H200" / "soak_portable.json").exists()
+    for bad, why in (
+        (soak | {"mismatches": 1}, "something failed"),
+        (on_gpu | {"machine": machine | {"gpu": "NVIDIA H100"}}, "not from an H200"),
+    ):
+        path.write_text(json.dumps(bad))
+        with pytest.raises(SystemExit, match=why):
+            record.record_soak(path)
+
+
 def test_gpu_record_of_the_norm(results, run_python, tmp_path):
     from bench.report import record, render
 

@@ -10,6 +10,11 @@
 
 #include "gatedelta/gatedelta.hpp"
 
+#if defined(__unix__)
+#include <sys/wait.h>
+#include <unistd.h>
+#endif
+
 namespace gatedelta::test {
 
 struct Pool {
@@ -114,6 +119,36 @@ TEST(ThreadPool, IdlePoolUsesNoCpu) {
   const double used = static_cast<double>(std::clock() - before) / CLOCKS_PER_SEC;
   EXPECT_LT(used, 0.02);
 }
+
+#if defined(__unix__)
+// Another thread is in the middle of a job when the process forks, so the child finds the pool's locks taken.
+TEST(ThreadPool, AForkedChildGoesOnAlone) {
+  const Pool pool(3);
+  std::atomic<bool> forked{false};
+  std::thread busy([&] {
+    pool.run(3, [&](int64_t) {
+      while (!forked.load()) std::this_thread::yield();
+    });
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    int64_t sum = 0;  // no atomics: one thread runs all of them
+    for (int job = 0; job < 10; ++job) pool.run(5, [&](int64_t i) { sum += i; });
+    gd_thread_pool_destroy(pool.pool);
+    gd_thread_pool* own = nullptr;
+    const bool made = gd_thread_pool_create(1, &own) == GD_OK;  // TSan takes no new thread after such a fork
+    gd_thread_pool_destroy(own);
+    _exit(made && sum == 100 ? 0 : 1);
+  }
+  forked = true;
+  busy.join();
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+}
+#endif
 
 TEST(ThreadPool, DefaultIsOneThreadPerCpu) {
   const Pool pool(0);

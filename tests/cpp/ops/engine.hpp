@@ -18,8 +18,6 @@
 #include "testing/number.hpp"
 #include "tests/cpp/ops/cases.hpp"
 #if defined GD_TEST_CUDA
-#include "testing/conv1d_device.hpp"
-#include "testing/gated_norm_device.hpp"
 #include "testing/layer_step_device.hpp"
 #endif
 
