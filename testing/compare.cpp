@@ -14,12 +14,13 @@ HeadShape head_shape(const gd_tensor& t, int head_axis) {
 }
 
 Comparison compare(const std::vector<double>& got, const std::vector<double>& truth, HeadShape shape,
-                   const Tolerance& tolerance, int64_t limit) {
+                   const Tolerance& tolerance, int64_t limit, const std::vector<double>* size) {
   Comparison result;
   const int64_t heads = limit < 0 ? shape.heads : std::min(limit, shape.heads);
   for (int64_t h = 0; h < heads; ++h) {
-    double difference = 0, norm = 0;
+    double difference = 0, norm = 0, bounded = 0;
     for (int64_t o = 0; o < shape.outer; ++o) {
+      double row = 0;
       for (int64_t i = 0; i < shape.inner; ++i) {
         const int64_t place = (o * shape.heads + h) * shape.inner + i;
         const double x = got[place], y = truth[place];
@@ -29,13 +30,16 @@ Comparison compare(const std::vector<double>& got, const std::vector<double>& tr
           continue;
         }
         difference += (x - y) * (x - y);
-        norm += y * y;
+        row += y * y;
         result.max_abs = std::max(result.max_abs, std::fabs(x - y));
       }
+      const double uncancelled = size ? (*size)[o * shape.heads + h] : 0;
+      norm += row;
+      bounded += std::max(row, uncancelled * uncancelled);
     }
     difference = std::sqrt(difference), norm = std::sqrt(norm);
-    const double allowed =
-        tolerance.relative * norm + tolerance.absolute * std::sqrt(static_cast<double>(shape.outer * shape.inner));
+    const double allowed = tolerance.relative * std::sqrt(bounded) +
+                           tolerance.absolute * std::sqrt(static_cast<double>(shape.outer * shape.inner));
     const double margin = difference == 0 ? 0 : difference / allowed;  // allowed == 0: infinite
     if (result.head < 0 || margin > result.margin) {
       result.head = h;

@@ -27,8 +27,9 @@ struct Comparison {
   std::string text() const;
 };
 
-// Heads from `limit` on are left out (limit < 0: none).
+// Heads from `limit` on are left out (limit < 0: none). `size` [outer, heads], if given, is what rows of a head
+// would be if no terms cancelled: where a row of the truth is smaller, the relative bound is of this size.
 Comparison compare(const std::vector<double>& got, const std::vector<double>& truth, HeadShape shape,
-                   const Tolerance& tolerance, int64_t limit = -1);
+                   const Tolerance& tolerance, int64_t limit = -1, const std::vector<double>* size = nullptr);
 
 }  // namespace gatedelta::testing

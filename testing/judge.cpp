@@ -1,7 +1,9 @@
 #include "testing/judge.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <numeric>
 
 #include "testing/number.hpp"
 
@@ -118,18 +120,24 @@ int64_t Judge::head_limit(int64_t heads) const {
 }
 
 void Judge::judge(Judgement& result, Quantity quantity, Compute compute, const gd_tensor& got,
-                  const std::vector<double>& truth, int head_axis) {
+                  const std::vector<double>& truth, int head_axis, const std::vector<double>* size) {
   if (got.dtype == GD_DTYPE_NONE) return;
   const Case& c = problem_.spec;
   const Tolerance bound = tolerance(quantity, compute, static_cast<gd_dtype>(got.dtype), c);
   auto values = to_doubles(got);
   HeadShape shape = head_shape(got, head_axis);
+  std::vector<double> whole;
   int64_t limit = head_limit(shape.heads);
   if (got.rank == 1) {  // the relative error of one number per head is noise: judge the vector
     shape = {1, 1, limit < 0 ? got.shape[0] : limit};
     limit = -1;
+    if (size) {
+      const std::vector<double> heads(size->begin(), size->begin() + shape.inner);
+      whole = {std::sqrt(std::inner_product(heads.begin(), heads.end(), heads.begin(), 0.0))};
+      size = &whole;
+    }
   }
-  result.verdicts.push_back({name_of(quantity), bound, compare(values, truth, shape, bound, limit)});
+  result.verdicts.push_back({name_of(quantity), bound, compare(values, truth, shape, bound, limit, size)});
 }
 
 // Entry i of the truth is in slot slots[i] of `got`; negative = not to be judged.
@@ -224,13 +232,13 @@ Judgement Judge::backward(Compute compute, const std::function<std::string(const
     result.problems.push_back(error);
     return result;
   }
-  judge(result, Quantity::dq, compute, args.dq, truth.dq, 2);
-  judge(result, Quantity::dk, compute, args.dk, truth.dk, 2);
+  judge(result, Quantity::dq, compute, args.dq, truth.dq, 2, &truth.sizes.dq);
+  judge(result, Quantity::dk, compute, args.dk, truth.dk, 2, &truth.sizes.dk);
   judge(result, Quantity::dv, compute, args.dv, truth.dv, 2);
   judge(result, Quantity::dg, compute, args.dg, truth.dg, 2);
-  judge(result, Quantity::dbeta, compute, args.dbeta, truth.dbeta, 2);
-  judge(result, Quantity::dA_log, compute, args.dA_log, truth.dA_log, 0);
-  judge(result, Quantity::d_dt_bias, compute, args.d_dt_bias, truth.d_dt_bias, 0);
+  judge(result, Quantity::dbeta, compute, args.dbeta, truth.dbeta, 2, &truth.sizes.dbeta);
+  judge(result, Quantity::dA_log, compute, args.dA_log, truth.dA_log, 0, &truth.sizes.dA_log);
+  judge(result, Quantity::d_dt_bias, compute, args.d_dt_bias, truth.d_dt_bias, 0, &truth.sizes.d_dt_bias);
   judge(result, Quantity::d_initial_state, compute, args.d_initial_state, truth.d_initial_state, 1);
   result.problems = problem_.damage();
   return result;

@@ -73,7 +73,7 @@ class Judge {
 
  private:
   void judge(Judgement& result, Quantity quantity, Compute compute, const gd_tensor& got,
-             const std::vector<double>& truth, int head_axis);
+             const std::vector<double>& truth, int head_axis, const std::vector<double>* size = nullptr);
   void judge_entries(Judgement& result, Quantity quantity, Compute compute, const gd_tensor& got,
                      const std::vector<double>& truth, const std::vector<int64_t>& slots);
   int64_t head_limit(int64_t heads) const;

@@ -337,8 +337,16 @@ struct Adjoint {
   BackwardTruth& out;
   int64_t T, Hk, Hv, K, V;
 
+  struct Sum {
+    double value = 0, size = 0;  // size: of the terms' absolute values
+    void add(double term) { value += term, size += std::fabs(term); }
+  };
+  struct HeadSums {
+    Sum dA_log, d_dt_bias;
+  };
+
   // dS enters as the gradient of the final state and leaves as that of the initial state.
-  void run(Span span, int64_t head, Vector S, Vector& dS, double& dA_log, double& d_dt_bias) {
+  void run(Span span, int64_t head, Vector S, Vector& dS, HeadSums& sums) {
     Stream stream(in, span, head);
     Token x;
     std::vector<Vector> block_start;
@@ -358,18 +366,18 @@ struct Adjoint {
         errors[i] = stream.error();
       }
       for (int64_t i = size - 1; i >= 0; --i) {
-        token(stream, span, head, begin + i, states[i], errors[i], states[i + 1], dS, dA_log, d_dt_bias);
+        token(stream, span, head, begin + i, states[i], errors[i], states[i + 1], dS, sums);
       }
     }
   }
 
   // before, after: S_{t-1}, S_t. dS: gradient of S_t on entry, of S_{t-1} on return.
   void token(const Stream& stream, Span span, int64_t head, int64_t t, const Vector& before, const Vector& e,
-             const Vector& after, Vector& dS, double& dA_log, double& d_dt_bias) {
+             const Vector& after, Vector& dS, HeadSums& sums) {
     Token x;
     stream.read(t, x);
     const int64_t position = span.batch * T + span.begin + t, key_head = stream.key_head();
-    Vector d_out(V), dS_k(V, 0), dq(K), dk(K);
+    Vector d_out(V), dS_k(V, 0), dq(K), dk(K), after_square(V, 0), dS_square(V, 0), decayed_square(V, 0);
     const int64_t d_o_row = span.batch * d_o.stride[0] + (span.begin + t) * d_o.stride[1] + head * d_o.stride[2];
     for (int64_t j = 0; j < V; ++j) {
       d_out[j] = stream.scale * load(d_o.data, d_o.dtype, d_o_row + j * d_o.stride[3]);
@@ -380,8 +388,10 @@ struct Adjoint {
       for (int64_t j = 0; j < V; ++j) {
         const int64_t ij = i * V + j;
         S_do += after[ij] * d_out[j];  // o = scale S_t^T q
+        after_square[j] += after[ij] * after[ij];
         dS[ij] += x.q[i] * d_out[j];
         dS_e += dS[ij] * e[j];  // S_t = S' + beta k e^T
+        dS_square[j] += dS[ij] * dS[ij];
         dS_k[j] += dS[ij] * x.k[i];
       }
       dq[i] = S_do;
@@ -396,6 +406,7 @@ struct Adjoint {
         const int64_t ij = i * V + j;
         const double decayed = x.alpha * before[ij];
         S_dv += decayed * dv[j];  // e = v - S'^T k
+        decayed_square[j] += decayed * decayed;
         dS[ij] -= x.k[i] * dv[j];
         d_gate += dS[ij] * decayed;  // S' = exp(g) S_{t-1}
         dS[ij] *= x.alpha;
@@ -404,19 +415,30 @@ struct Adjoint {
     }
     add_key_gradient(&out.dq[(position * Hk + key_head) * K], dq, x.q, x.q_scale);
     add_key_gradient(&out.dk[(position * Hk + key_head) * K], dk, x.k, x.k_scale);
+    double dq_size = 0, dk_size = 0, dbeta_size = 0;  // squares, of the terms of value column j
+    const auto square = [](double y) { return y * y; };
+    for (int64_t j = 0; j < V; ++j) {
+      dq_size += square(d_out[j]) * after_square[j];
+      dk_size += square(x.beta * e[j]) * dS_square[j] + square(dv[j]) * decayed_square[j];
+      dbeta_size += square(dS_k[j] * e[j]);
+    }
+    out.sizes.dq[position * Hk + key_head] += square(x.q_scale) * dq_size;
+    out.sizes.dk[position * Hk + key_head] += square(x.k_scale) * dk_size;
 
     if (in.gate == GD_GATE_RAW) {
       const double d_input = -stream.decay_rate() * softplus_slope(stream.gate_input(t)) * d_gate;
-      dA_log += stream.gate(t) * d_gate;
-      d_dt_bias += d_input;
+      sums.dA_log.add(stream.gate(t) * d_gate);
+      sums.d_dt_bias.add(d_input);
       d_gate = d_input;
     }
     if (in.beta_kind != GD_BETA_VALUE) {
       const double s = sigmoid(stream.raw_beta(t));
       d_beta *= stream.beta_top() * s * (1 - s);
+      dbeta_size *= square(stream.beta_top() * s * (1 - s));
     }
     out.dg[position * Hv + head] = d_gate;
     out.dbeta[position * Hv + head] = d_beta;
+    out.sizes.dbeta[position * Hv + head] = dbeta_size;
   }
 
   // Adds the gradient of a q or k row, through y = x * factor if l2norm is on: dx = factor (dy - (dy.y) y).
@@ -443,26 +465,29 @@ BackwardTruth reference_backward(const gd_backward_args& args, const ReferenceOp
   truth.dk = truth.dq;
   truth.dv.assign(B * T * H * V, 0);
   truth.dg.assign(B * T * H, 0);
-  truth.dbeta = truth.dg;
+  truth.dbeta = truth.sizes.dbeta = truth.dg;
+  truth.sizes.dq.assign(B * T * Hk, 0);
+  truth.sizes.dk = truth.sizes.dq;
   truth.d_initial_state.assign(count * H * K * V, 0);
-  Vector dA_log(count * H, 0), d_dt_bias(count * H, 0);  // per sequence, summed in a fixed order below
+  std::vector<Adjoint::HeadSums> sums(count * H);  // per sequence, summed in a fixed order below
 
   for_each_group(in, count, options, [&](int64_t n, int64_t key_head) {
     for (const int64_t h : heads_of(in, key_head)) {
       Adjoint adjoint{in, args.do_, truth, T, Hk, H, K, V};
       const int64_t row = is_given(args.dht_indices) ? slot_at(in, args.dht_indices, n) : n;
       Vector dS = shape.take(args.dht, row, h);
-      adjoint.run(spans[n], h, shape.take(in.initial_state, read_slot(in, n), h), dS, dA_log[n * H + h],
-                  d_dt_bias[n * H + h]);
+      adjoint.run(spans[n], h, shape.take(in.initial_state, read_slot(in, n), h), dS, sums[n * H + h]);
       shape.put(dS, truth.d_initial_state, n, h);
     }
   });
+  for (Vector* squares : {&truth.sizes.dq, &truth.sizes.dk, &truth.sizes.dbeta})
+    for (double& x : *squares) x = std::sqrt(x);
   if (in.gate == GD_GATE_RAW) {
-    truth.dA_log.assign(H, 0);
-    truth.d_dt_bias.assign(H, 0);
+    for (Vector* of_heads : {&truth.dA_log, &truth.d_dt_bias, &truth.sizes.dA_log, &truth.sizes.d_dt_bias})
+      of_heads->assign(H, 0);
     for (int64_t i = 0; i < count * H; ++i) {
-      truth.dA_log[i % H] += dA_log[i];
-      truth.d_dt_bias[i % H] += d_dt_bias[i];
+      truth.dA_log[i % H] += sums[i].dA_log.value, truth.sizes.dA_log[i % H] += sums[i].dA_log.size;
+      truth.d_dt_bias[i % H] += sums[i].d_dt_bias.value, truth.sizes.d_dt_bias[i % H] += sums[i].d_dt_bias.size;
     }
   }
   return truth;

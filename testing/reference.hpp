@@ -30,6 +30,13 @@ struct BackwardTruth {
   std::vector<double> dA_log;           // [Hv], GD_GATE_RAW only
   std::vector<double> d_dt_bias;        // [Hv], GD_GATE_RAW only
   std::vector<double> d_initial_state;  // [N, Hv, ., .]
+
+  // How large results would be if their terms did not cancel. Of dq, dk [B, T, Hk] and dbeta [B, T, Hv]: the root of
+  // the sum of the squares of the value columns' terms, as if their signs were random. Of dA_log and d_dt_bias [Hv]:
+  // the sum of the absolute values of the tokens' terms.
+  struct Sizes {
+    std::vector<double> dq, dk, dbeta, dA_log, d_dt_bias;
+  } sizes;
 };
 
 struct RecurrentTruth {
