@@ -6,12 +6,15 @@
 #include "cli/options.hpp"
 #include "cli/report.hpp"
 #include "cli/shapes.hpp"
+#include "cli/sweep.hpp"
 #include "cli/timing.hpp"
 #include "testing/judge.hpp"
 
 namespace gatedelta::cli {
 
 const std::vector<Flag> kCheckFlags = {
+    {"--sweep", "N", "N random hard cases; keys given change each of them"},
+    {"--seed", "S", "of the sweep (1)"},
     {"--shapes", "FILE", "csv file of cases: columns name, op and the keys below"},
     {"--op", "LIST", "of fwd, bwd, rec (all three)"},
     {"--device", "NAME", "cpu, cuda or cuda:N (cpu)"},
@@ -50,9 +53,8 @@ std::vector<Shape> default_shapes(const Device& device) {
   return shapes;
 }
 
-std::vector<std::pair<std::string, testing::Judgement>> judge_on_cpu(Op op, testing::Judge& judge,
-                                                                     const testing::Exec& exec) {
-  std::vector<std::pair<std::string, testing::Judgement>> judgements;
+Judgements judge_on_cpu(Op op, testing::Judge& judge, const testing::Exec& exec) {
+  Judgements judgements;
   if (op == Op::forward || op == Op::train) judgements.emplace_back("fwd", judge.forward(exec));
   if (op == Op::backward || op == Op::train) {
     judgements.emplace_back("bwd", judge.backward(exec, false));
@@ -62,9 +64,8 @@ std::vector<std::pair<std::string, testing::Judgement>> judge_on_cpu(Op op, test
   return judgements;
 }
 
-std::vector<std::pair<std::string, testing::Judgement>> judge_on_cuda(const Device& device, Op op,
-                                                                      testing::Judge& judge) {
-  std::vector<std::pair<std::string, testing::Judgement>> judgements;
+Judgements judge_on_cuda(const Device& device, Op op, testing::Judge& judge) {
+  Judgements judgements;
   for (const Op part : op == Op::train ? std::vector{Op::forward, Op::backward} : std::vector{op})
     judgements.emplace_back(name_of(part), judge_on(device, part, judge));
   return judgements;
@@ -72,10 +73,13 @@ std::vector<std::pair<std::string, testing::Judgement>> judge_on_cuda(const Devi
 
 }  // namespace
 
+Judgements judge_calls(const Device& device, Op op, testing::Judge& judge, const testing::Exec& exec) {
+  return device.cuda ? judge_on_cuda(device, op, judge) : judge_on_cpu(op, judge, exec);
+}
+
 int check_command(const std::vector<std::string>& arguments) {
   const Options options(arguments, kCheckFlags, true);
   const Device device = chosen_device(options, {"--isa"});
-  const auto shapes = chosen_shapes(options, default_shapes(device));
   const auto isas = device.cuda ? std::vector{GD_ISA_AUTO} : parse_isas(options.get("--isa").value_or("all"));
   if (const auto list = options.get("--op")) parse_ops(*list);  // refused before anything runs
   const int threads = static_cast<int>(options.integer("--threads", get_info().cpu_count, 1, 4096));
@@ -83,6 +87,13 @@ int check_command(const std::vector<std::string>& arguments) {
   const std::vector<Op> usual = {Op::forward, Op::backward, Op::recurrent};
   const Pool pool(threads);
   const Report report(options);
+  if (options.has("--sweep")) {
+    for (const char* flag : {"--shapes", "--verify"})
+      if (options.has(flag)) throw UsageError(std::string(flag) + " has no meaning beside --sweep");
+    return sweep_command(options, device, isas, threads, report);
+  }
+  if (options.has("--seed")) throw UsageError("--seed is of --sweep: give a case its seed as seed=N");
+  const auto shapes = chosen_shapes(options, default_shapes(device));
 
   size_t calls = 0, failures = 0;
   Json results = Json::array();
@@ -102,7 +113,7 @@ int check_command(const std::vector<std::string>& arguments) {
         const gd_isa isa = resolve(choice);
         const std::string where = device.cuda ? device.name() : gd_isa_name(isa);
         const testing::Exec exec{.isa = isa, .pool = pool.get(), .threads = threads};
-        const auto judgements = device.cuda ? judge_on_cuda(device, op, *judge) : judge_on_cpu(op, *judge, exec);
+        const auto judgements = judge_calls(device, op, *judge, exec);
         for (const auto& [label, judgement] : judgements) {
           ++calls;
           failures += !judgement.ok();

@@ -71,6 +71,7 @@ const Names kBetas = {
     {"logit", int(BetaKind::logit)}, {"logit2", int(BetaKind::logit_doubled)}, {"one", int(BetaKind::constant_one)}};
 const Names kKeys = {{"random", int(KeyKind::random)},
                      {"correlated", int(KeyKind::correlated)},
+                     {"similar", int(KeyKind::similar)},
                      {"repeated", int(KeyKind::repeated)},
                      {"loose", int(KeyKind::loose)}};
 const Names kSteps = {{"none", int(StepKind::none)},
@@ -146,7 +147,7 @@ const std::vector<Key>& keys() {
       choice("layout", &Case::layout, kLayouts, "order inside a state matrix: kv vk"),
       choice("gate", &Case::gate, kGates, "zero weak strong spiky mixed inf huge raw"),
       choice("beta", &Case::beta, kBetas, "unit zeros two one logit logit2"),
-      choice("keys", &Case::keys, kKeys, "random correlated repeated loose"),
+      choice("keys", &Case::keys, kKeys, "random correlated similar repeated loose"),
       boolean("dt_bias", &Case::dt_bias, "with gate=raw: 0 leaves dt_bias out"),
       boolean("l2norm", &Case::l2norm, "normalise q and k inside the call"),
       {"scale", "output scale, default K^-1/2",

@@ -36,6 +36,7 @@ enum class BetaKind {
 enum class KeyKind {
   random,      // random unit vectors
   correlated,  // unit vectors with a common component (cosine about 0.64 with each other)
+  similar,     // one unit vector and 5 to 30 % of noise, by head (cosine 0.998 to 0.92 with each other)
   repeated,    // the same unit vector in runs of 40 tokens
   loose        // not normalised: |k| about 0.2 .. 1.3 (with l2norm: any length from 1e-3 to 1e2, some rows all zero)
 };

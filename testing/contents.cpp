@@ -76,10 +76,12 @@ std::vector<double> key_row(const Case& c, Stream stream, int64_t b, int64_t t, 
   const int64_t source = is_key && c.keys == KeyKind::repeated ? t / 40 * 40 : t;
   auto x = random_row(c.seed, stream, uint64_t((b * T + source) * c.Hk + h), c.K);
   normalise(x, 1);
-  if (is_key && c.keys == KeyKind::correlated) {
+  if (is_key && (c.keys == KeyKind::correlated || c.keys == KeyKind::similar)) {
+    const bool correlated = c.keys == KeyKind::correlated;
     auto common = random_row(c.seed, sCommon, uint64_t(h), c.K);
-    normalise(common, 0.8);
-    for (int64_t i = 0; i < c.K; ++i) x[i] = 0.6 * x[i] + common[i];
+    normalise(common, correlated ? 0.8 : 1);
+    const double own = correlated ? 0.6 : 0.05 * std::pow(6, uniform(c.seed, sCommon, uint64_t(h)));
+    for (int64_t i = 0; i < c.K; ++i) x[i] = own * x[i] + common[i];
     normalise(x, 1);
   }
   const double u = uniform(c.seed, sLength, uint64_t(((b * T + t) * c.Hk + h) * 2 + is_key));

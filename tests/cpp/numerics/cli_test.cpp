@@ -69,6 +69,20 @@ TEST(Cli, ExplainsHowSequencesAreCut) {
   expect_refused("bench --blocks 2 T=1", "--blocks is for --explain");
 }
 
+TEST(Cli, SweepsRandomCases) {
+  const Result sweep = gatedelta("check --sweep 6 --seed 3 --op fwd,bwd --isa generic --threads 2");
+  EXPECT_EQ(sweep.status, 0) << sweep.output;
+  EXPECT_NE(sweep.output.find("6 cases, ok"), std::string::npos) << sweep.output;
+  EXPECT_EQ(gatedelta("check --sweep 6 --seed 3 --op fwd,bwd --isa generic --threads 1").output, sweep.output);
+  const Result fixed = gatedelta("check --sweep 2 --op fwd --isa generic --verbose T=5 Hk=1 Hv=1 K=16 V=16 dtype=fp32");
+  EXPECT_NE(fixed.output.find("generic fwd fp32"), std::string::npos) << fixed.output;
+  EXPECT_EQ(fixed.output.find("bf16  "), std::string::npos) << fixed.output;
+  expect_refused("check --sweep 0", "--sweep 0: expected a whole number from 1");
+  expect_refused("check --sweep 2 --verify 1", "--verify has no meaning beside --sweep");
+  expect_refused("check --seed 2", "--seed is of --sweep");
+  expect_refused("check --sweep 2 K=0", "K must be at least 1");
+}
+
 TEST(Cli, Help) {
   EXPECT_EQ(gatedelta("").status, 2);
   for (const std::string command : {"", "info ", "run ", "check ", "bench "}) {
