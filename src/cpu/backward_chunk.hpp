@@ -89,11 +89,10 @@ class ChunkGradients {
     float sigma[C] = {}, kappa[C] = {};
   };
 
-  // A forms of a square, its columns scaled, and of its transpose, its rows scaled.
-  static void store_a_scaled(Elem* dst, const float* src, const float* column_scale, float* scaled) {
+  // A square with its columns scaled; A form of its transpose, with its rows scaled.
+  static void scale_columns(float* scaled, const float* src, const float* column_scale) {
     for (int i = 0; i < C; ++i)
       for (int j = 0; j < C; j += kVector) store(scaled + i * C + j, load(src + i * C + j) * load(column_scale + j));
-    store_a<E>(dst, C, C, scaled, C);
   }
   static void store_a_transposed_scaled(Elem* dst, const float* src, const float* row_scale, float* scaled,
                                         float* scratch) {
@@ -156,7 +155,11 @@ class ChunkGradients {
     transpose(w.transposed, C, square, C, C, C);
     for (int i = 0; i < C; ++i) store_a_hi_lo<E>(w.TgtA, C, i, w.transposed + i * C);
     score_square<E>(square, gates, key, s);
-    store_a_transposed<E>(w.PtA, square, C, C, w.transposed);
+    store_a_transposed<E>(w.PtA.high, square, C, C, w.transposed);
+    if (w.key.splits()) {
+      rounding_errors(w.scratch, square, C * C);
+      store_a_transposed<E>(w.PtA.low, w.scratch, C, C, w.transposed);
+    }
   }
 
   const float* chunk_U(const Lane& w, int c) const { return w.replay_U + int64_t{c} * C * dims_.Vp; }
@@ -180,7 +183,8 @@ class ChunkGradients {
     multiply_hi_lo<E>(w.key.Ka, w.Gb, Kp, C, dU);
     scale_rows(dU, w.value.write_k, 1.0f);
     if constexpr (kAll) add_row_products(sums.kappa, kOnes.value, U, Vp, dU, kPanel);
-    multiply_upper<E, true>({{w.PtA, w.dOb}}, dU);
+    multiply_upper<E, true>({{w.PtA.high, w.dOb}}, dU);
+    if (w.key.splits()) multiply_upper<E, true>({{w.PtA.low, w.dOb}}, dU);
     // Z, dV, Y; the update of G needs s gamma o dO.
     scale_rows(dO, w.value.read_q, 1.0f);
     E::store_b(w.dOb, C, 0, C, dO, kPanel);
@@ -222,19 +226,29 @@ class ChunkGradients {
     const int Vp = dims_.Vp;
     const float* U = chunk_U(w, c);
     store_a<E>(w.dOa, Vp, C, w.dO, Vp);
-    store_a<E>(w.Ua, Vp, C, U, Vp);
+    const bool splits = w.key.splits();
+    store_a_parts<E>(w.Ua, Vp, U, Vp, splits);
     store_a<E>(w.dVa, Vp, C, w.dV, Vp);
-    const Elem* Utb[2] = {w.Ua, w.Ua + E::a_size(kPanel, Vp)};
+    const int half_size = static_cast<int>(E::a_size(kPanel, Vp));
+    HiLo<Elem> Utb[2] = {w.Ua, {w.Ua.high + half_size, w.Ua.low + half_size}};
     if constexpr (!E::kTwinForms) {
       for (int p = 0; p < dims_.value_panels(); ++p) {
         transpose(w.transposed, C, U + p * kPanel, Vp, C, kPanel);
         for (int half = 0; half < 2; ++half)
-          E::store_b(w.Utb[half], Vp, p * kPanel, kPanel, w.transposed + half * kPanel, C);
+          E::store_b(w.Utb[half].high, Vp, p * kPanel, kPanel, w.transposed + half * kPanel, C);
+        if (!splits) continue;
+        rounding_errors(w.transposed, w.transposed, C * kPanel);
+        for (int half = 0; half < 2; ++half)
+          E::store_b(w.Utb[half].low, Vp, p * kPanel, kPanel, w.transposed + half * kPanel, C);
       }
       for (int half = 0; half < 2; ++half) Utb[half] = w.Utb[half];
     }
-    multiply_to_lower<E>(w.dOa, Utb[0], Utb[1], Vp, w.F);
-    multiply_to_lower<E>(w.dVa, Utb[0], Utb[1], Vp, w.E_);
+    multiply_to_lower<E>(w.dOa, Utb[0].high, Utb[1].high, Vp, w.F);
+    multiply_to_lower<E>(w.dVa, Utb[0].high, Utb[1].high, Vp, w.E_);
+    if (splits) {
+      multiply_to_lower<E, true>(w.dOa, Utb[0].low, Utb[1].low, Vp, w.F);
+      multiply_to_lower<E, true>(w.dVa, Utb[0].low, Utb[1].low, Vp, w.E_);
+    }
     keep_lower(w.F, w.F);
     keep_lower(w.E_, w.E_);
     for (int i = 0; i < C * C; i += kVector) {
@@ -245,8 +259,10 @@ class ChunkGradients {
     add_pairs(sums.sigma, w.F, key.QK);
     add_pairs(sums.sigma, w.E_, key.KK);
     // The products with Q and K need columns scaled by the inverse norms of the rows of Q or K.
-    store_a_scaled(w.FA, w.F, key.rk, w.scratch);
-    store_a_scaled(w.EA, w.E_, key.rk, w.scratch);
+    scale_columns(w.scratch, w.F, key.rk);
+    store_a_parts<E>(w.FA, C, w.scratch, C, splits);
+    scale_columns(w.scratch, w.E_, key.rk);
+    store_a<E>(w.EA, C, C, w.scratch, C);
     store_a_transposed_scaled(w.FtA, w.F, key.rq, w.scratch, w.transposed);
     store_a_transposed_scaled(w.EtA, w.E_, key.rk, w.scratch, w.transposed);
   }
@@ -262,9 +278,10 @@ class ChunkGradients {
     E::multiply({{w.dOa, Stb}}, Vp, 0, C, 0, Vp, w.dq_panel, kPanel);
     scale_rows(w.dq_panel, gates.gamma, s);
     add_row_products(sums.sigma, key.rq, key.Q + kp * kPanel, Kp, w.dq_panel, kPanel);
-    multiply_lower<E, true>({{w.FA, Kb}}, w.dq_panel);
+    multiply_lower<E, true>({{w.FA.high, Kb}}, w.dq_panel);
+    if (w.key.splits()) multiply_lower<E, true>({{w.FA.low, Kb}}, w.dq_panel);
 
-    E::multiply({{w.Ua, Gtb}}, Vp, 0, C, 0, Vp, w.dkw_panel, kPanel);
+    E::multiply({{w.Ua.high, Gtb}}, Vp, 0, C, 0, Vp, w.dkw_panel, kPanel);
     scale_rows(w.dkw_panel, gates.delta, 1.0f);
     multiply_upper<E, true>({{w.FtA, Qb}, {w.EtA, Kb}}, w.dkw_panel);
 

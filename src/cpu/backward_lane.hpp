@@ -24,13 +24,14 @@ struct BackwardLane {
   // Value side.
   float* transposed;                        // [max(Kp, 64)][64] scratch for transposes
   HiLo<Elem> TgtA;                          // A [64 x 64] T_g^T, upper
-  Elem* PtA;                                // A [64 x 64] P^T, upper
-  Elem *FA, *FtA, *EA, *EtA;                // A [64 x 64]
+  HiLo<Elem> PtA, FA;                       // A [64 x 64] P^T, upper; F; low parts where keys are similar
+  Elem *FtA, *EA, *EtA;                     // A [64 x 64]
   float *F, *E_;                            // [64][64]
   float *dO, *dV;                           // [64][Vp]
   float* Z;                                 // [64][32]
-  Elem *dOa, *Ua, *dVa;                     // A [64 x Vp]
-  Elem* Utb[2];                             // B [Vp x 32] of U^T, without twin forms
+  Elem *dOa, *dVa;                          // A [64 x Vp]
+  HiLo<Elem> Ua;                            // the same; the low part where keys are similar
+  HiLo<Elem> Utb[2];                        // B [Vp x 32] of U^T, without twin forms
   HiLo<Elem> dUb;                           // B [64 x 32]
   Elem* dOb;                                // B [64 x 32]
   HiLo<Elem> Yb;                            // B [64 x 32]
@@ -55,13 +56,15 @@ struct BackwardLane {
     Qb = E::kTwinForms ? Qta : carve.take<Elem>(E::b_size(C) * d.key_panels());
     transposed = carve.take<float>((d.Kp > C ? d.Kp : C) * C);
     TgtA = take_hi_lo<E>(carve, E::a_size(C, C));
-    for (Elem** square : {&PtA, &FA, &FtA, &EA, &EtA}) *square = carve.take<Elem>(E::a_size(C, C));
+    for (HiLo<Elem>* square : {&PtA, &FA}) *square = take_hi_lo<E>(carve, E::a_size(C, C));
+    for (Elem** square : {&FtA, &EA, &EtA}) *square = carve.take<Elem>(E::a_size(C, C));
     F = carve.take<float>(C * C);
     E_ = carve.take<float>(C * C);
     for (float** rows : {&dO, &dV}) *rows = carve.take<float>(C * d.Vp);
     Z = carve.take<float>(C * kPanel);
-    for (Elem** rows : {&dOa, &Ua, &dVa}) *rows = carve.take<Elem>(E::a_size(C, d.Vp));
-    for (Elem*& p : Utb) p = carve.take<Elem>(E::kTwinForms ? 0 : E::b_size(d.Vp));
+    for (Elem** rows : {&dOa, &dVa}) *rows = carve.take<Elem>(E::a_size(C, d.Vp));
+    Ua = take_hi_lo<E>(carve, E::a_size(C, d.Vp));
+    for (HiLo<Elem>& p : Utb) p = take_hi_lo<E>(carve, E::kTwinForms ? 0 : E::b_size(d.Vp));
     dUb = take_hi_lo<E>(carve, E::b_size(C));
     dOb = carve.take<Elem>(E::b_size(C));
     Yb = take_hi_lo<E>(carve, E::b_size(C));

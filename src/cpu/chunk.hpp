@@ -5,12 +5,10 @@
 
 #include <cmath>
 
-#include "cpu/engine_f32.hpp"
+#include "cpu/hi_lo.hpp"
 #include "cpu/plan.hpp"
 
 namespace gatedelta::cpu::GD_ISA {
-
-constexpr int C = kChunk;
 
 // Row scales of 1.
 struct Ones {
@@ -198,6 +196,19 @@ void store_a(typename E::Elem* a, int k, int rows, const float* src, int ld) {
   }
 }
 
+// A form of src [64][k]; with `split` also its low part, what the packing rounds off.
+template <class E>
+void store_a_parts(const HiLo<typename E::Elem>& a, int k, const float* src, int ld, bool split) {
+  store_a<E>(a.high, k, C, src, ld);
+  if constexpr (!E::kExact) {
+    float rest[kMaxPanels * kPanelColumns];
+    for (int i = 0; split && i < C; ++i, src += ld) {
+      rounding_errors(rest, src, k);
+      E::store_a_row(a.low, k, i, rest);
+    }
+  }
+}
+
 // A form of the transpose of src [64][columns]; scratch [columns][64].
 template <class E>
 void store_a_transposed(typename E::Elem* a, const float* src, int ld, int columns, float* scratch) {
@@ -209,19 +220,51 @@ void store_a_transposed(typename E::Elem* a, const float* src, int ld, int colum
   }
 }
 
+// --- keys that resemble each other -----------------------------------------------------------------------------------
+
+// Where keys resemble each other, rows of U undo each other: with one key throughout, U_i = v_i - v_{i-1}. What sums U
+// over tokens then has a result of the size of one row and the rounding errors of all. In chunks with such keys these
+// products take both parts of their operands (docs/numerics.md).
+constexpr float kSimilar = 1.0f / 16;  // mean squared cosine of two keys of a chunk; 1 / K if they are random
+// So do chunks of few tokens: there a row that is small by chance is a large part of the result.
+constexpr int kFewRows = 16;
+
+// KK [64][64], lower triangle: the products of the keys.
+inline bool needs_both_parts(const float* KK, int rows) {
+  if (rows <= kFewRows) return true;
+  float inverse_length[C];
+  for (int i = 0; i < C; ++i) {
+    const float square = KK[i * C + i];
+    inverse_length[i] = square > 0 ? 1.0f / std::sqrt(square) : 0.0f;
+  }
+  float squares = 0;
+  for (int i = 1; i < rows; ++i) {
+    Vec row = {};
+    for (int j = 0; j < i; j += kVector) {
+      const Vec cosine = load(KK + i * C + j) * load(inverse_length + j);
+      row += iota() + j < i ? cosine * cosine : Vec{};
+    }
+    squares += sum(row) * inverse_length[i] * inverse_length[i];
+  }
+  return squares > kSimilar * static_cast<float>(rows * (rows - 1) / 2);
+}
+
 // --- operands that depend on the key head alone ----------------------------------------------------------------------
 
 template <class E>
 struct KeyOperands {
   using Elem = typename E::Elem;
-  Elem *Ka, *Qa;  // A [64 x Kp]
-  Elem* Kta;      // A [Kp x 64] = K^T
+  Elem *Ka, *Qa;     // A [64 x Kp]
+  Elem* Kta;         // A [Kp x 64] = K^T
+  bool* both_parts;  // whether products that sum U take both parts of their operands; never for engines that keep fp32
 
   KeyOperands(Carver& carve, const Dims& dims) {
     Ka = carve.take<Elem>(E::a_size(C, dims.Kp));
     Qa = carve.take<Elem>(E::a_size(C, dims.Kp));
     Kta = carve.take<Elem>(E::a_size(dims.Kp, C));
+    both_parts = carve.take<bool>(1);
   }
+  bool splits() const { return !E::kExact && *both_parts; }
 };
 
 template <class E>
@@ -246,18 +289,19 @@ struct KeyScratch {
 };
 
 // The lower triangle of a [64 x 64] product with right-hand panels b0, b1.
-template <class E>
+template <class E, bool kAccumulate = false>
 void multiply_to_lower(const typename E::Elem* a, const typename E::Elem* b0, const typename E::Elem* b1, int k,
                        float* c) {
   constexpr int kRows = E::kTriangleRows;
   if constexpr (kRows < kPanel) {
     for (int m = 0; m < C; m += kRows) {
-      E::multiply({{a, b0}}, k, m, m + kRows, 0, k, c, C, m < kPanel ? m + kRows : kPanel);
-      if (m >= kPanel) E::multiply({{a, b1}}, k, m, m + kRows, 0, k, c + kPanel, C, m + kRows - kPanel);
+      E::template multiply<kAccumulate>({{a, b0}}, k, m, m + kRows, 0, k, c, C, m < kPanel ? m + kRows : kPanel);
+      if (m >= kPanel)
+        E::template multiply<kAccumulate>({{a, b1}}, k, m, m + kRows, 0, k, c + kPanel, C, m + kRows - kPanel);
     }
   } else {
-    E::multiply({{a, b0}}, k, 0, C, 0, k, c, C);
-    E::multiply({{a, b1}}, k, kPanel, C, 0, k, c + kPanel, C);
+    E::template multiply<kAccumulate>({{a, b0}}, k, 0, C, 0, k, c, C);
+    E::template multiply<kAccumulate>({{a, b1}}, k, kPanel, C, 0, k, c + kPanel, C);
   }
 }
 
@@ -317,6 +361,7 @@ void prepare_key(const KeyOperands<E>& out, const KeyScratch<E>& w, const Dims& 
       Ktb[p] = w.Ktb[p];
     }
   multiply_to_lower<E>(out.Ka, Ktb[0], Ktb[1], dims.Kp, w.KK);
+  *out.both_parts = !E::kExact && needs_both_parts(w.KK, span.rows);
   if (in.l2norm) scale_square(w.KK, w.rk, w.rk);
   if (!want_q) return;
   if (packed_only) {
@@ -332,101 +377,19 @@ void prepare_key(const KeyOperands<E>& out, const KeyScratch<E>& w, const Dims& 
   if (in.l2norm) scale_square(w.QK, w.rq, w.rk);
 }
 
-// --- products of operands split into high and low parts --------------------------------------------------------------
-
-// An operand as high + low, each exact in the engine's element type. A product of two such operands has a relative
-// error of about 2^-16 instead of 2^-9. Engines that keep fp32 have no low part.
-template <class Elem>
-struct HiLo {
-  Elem *high, *low;
-};
-
-template <class E>
-HiLo<typename E::Elem> take_hi_lo(Carver& carve, int64_t size) {
-  using Elem = typename E::Elem;
-  Elem* high = carve.take<Elem>(size);
-  return {high, carve.take<Elem>(E::kExact ? 0 : size)};
-}
-
-// Truncation makes the high part exact; the remainder is rounded once.
-GD_ALWAYS_INLINE Vec high_part(Vec x) { return reinterpret_cast<Vec>(reinterpret_cast<WordVec>(x) & 0xffff0000u); }
-
-template <class E>
-void store_a_hi_lo(const HiLo<typename E::Elem>& a, int k, int m, const float* row) {
-  if constexpr (E::kExact) {
-    E::store_a_row(a.high, k, m, row);
-  } else {
-    float high[C], low[C];
-    for (int j = 0; j < k; j += kVector) {
-      const Vec x = load(row + j), h = high_part(x);
-      store(high + j, h);
-      store(low + j, x - h);
-    }
-    E::store_a_row(a.high, k, m, high);
-    E::store_a_row(a.low, k, m, low);
-  }
-}
-
-// B form of scale_r src_r, src [rows][32].
-template <class E>
-void store_b_hi_lo(const HiLo<typename E::Elem>& b, int rows, const float* src, const float* scale) {
-  if constexpr (E::kExact) {
-    for (int r = 0; r < rows; ++r)
-      for (int j = 0; j < kPanel; j += kVector) store(b.high + r * kPanel + j, scale[r] * load(src + r * kPanel + j));
-  } else {
-    E::store_b_hi_lo(b.high, b.low, rows, rows, src, scale);
-  }
-}
-
-// c [m][32] (+)= A (B high + B low), for an A that is exact: packed inputs.
-template <class E, bool kAccumulate = false>
-void multiply_hi_lo(const typename E::Elem* a, const HiLo<typename E::Elem>& b, int k, int m, float* c) {
-  if constexpr (E::kExact) {
-    E::template multiply<kAccumulate>({{a, b.high}}, k, 0, m, 0, k, c, kPanel);
-  } else {
-    E::template multiply<kAccumulate>({{a, b.high}, {a, b.low}}, k, 0, m, 0, k, c, kPanel);
-  }
-}
-
-// c [64][32] (+)= sum of A B for lower or upper triangular A [64 x 64]: no products of a row block with zeros.
-template <class E, bool kAccumulate, int n>
-void multiply_lower(const Term<typename E::Elem> (&terms)[n], float* c) {
-  constexpr int kRows = E::kTriangleRows;
-  for (int m = 0; m < C; m += kRows) E::template multiply<kAccumulate>(terms, C, m, m + kRows, 0, m + kRows, c, kPanel);
-}
-template <class E, bool kAccumulate, int n>
-void multiply_upper(const Term<typename E::Elem> (&terms)[n], float* c) {
-  constexpr int kRows = E::kTriangleRows;
-  for (int m = 0; m < C; m += kRows) E::template multiply<kAccumulate>(terms, C, m, m + kRows, m, C, c, kPanel);
-}
-
-// The terms of (A high + A low) (B high + B low) without A low B low, which is below the rounding.
-template <class E>
-struct HiLoTerms {
-  using Elem = typename E::Elem;
-  Term<Elem> terms[E::kExact ? 1 : 3];
-  HiLoTerms(const HiLo<Elem>& a, const HiLo<Elem>& b) {
-    terms[0] = {a.high, b.high};
-    if constexpr (!E::kExact) {
-      terms[1] = {a.high, b.low};
-      terms[2] = {a.low, b.high};
-    }
-  }
-};
-
 // --- operands of one value head --------------------------------------------------------------------------------------
 
 template <class E>
 struct ValueOperands {
   using Elem = typename E::Elem;
   HiLo<Elem> Tg;                     // A [64 x 64] Gamma o T o beta_j, lower
-  Elem* Pa;                          // A [64 x 64] P, lower
+  HiLo<Elem> Pa;                     // A [64 x 64] P, lower; the low part where keys are similar
   float *read_k, *write_k, *read_q;  // [64] row scales: gamma rk, delta rk, s gamma rq
   float* gamma_L;
 
   ValueOperands(Carver& carve, const Dims&) {
     Tg = take_hi_lo<E>(carve, E::a_size(C, C));
-    Pa = carve.take<Elem>(E::a_size(C, C));
+    Pa = take_hi_lo<E>(carve, E::a_size(C, C));
     read_k = carve.take<float>(C);
     write_k = carve.take<float>(C);
     read_q = carve.take<float>(C);
@@ -478,13 +441,13 @@ void score_square(float* square, const Gates& gates, const KeyScratch<E>& key, f
 
 template <class E>
 void prepare_value(const ValueOperands<E>& out, const ValueScratch& w, const KeyScratch<E>& key, const Layer& in,
-                   const ChunkSpan& span, int64_t head, bool want_scores) {
+                   const ChunkSpan& span, int64_t head, bool want_scores, bool similar) {
   prepare_gates(*w.gates, in, span, head);
   invert_unit_lower(w.T, key.KK, w.gates->beta);
   prepare_solve<E>(out, *w.gates, key, w.T, in.scale);
   if (!want_scores) return;
   score_square<E>(w.square, *w.gates, key, in.scale);
-  store_a<E>(out.Pa, C, C, w.square, C);
+  store_a_parts<E>(out.Pa, C, w.square, C, similar);
 }
 
 }  // namespace gatedelta::cpu::GD_ISA

@@ -41,7 +41,7 @@ struct PanelScratch {
   float *W, *U;    // [64][32]
   float* product;  // [max(Kp, 64)][32]
   HiLo<Elem> Wb;   // B [64 x 32]
-  Elem* Ub;        // B [64 x 32]
+  HiLo<Elem> Ub;   // B [64 x 32], the low part where keys are similar
   HiLo<Elem> dUb;  // B [64 x 32] delta o U
 
   PanelScratch(Carver& carve, const Dims& dims) {
@@ -49,7 +49,7 @@ struct PanelScratch {
     U = carve.take<float>(C * kPanel);
     product = carve.take<float>((dims.Kp > C ? dims.Kp : C) * kPanel);
     Wb = take_hi_lo<E>(carve, E::b_size(C));
-    Ub = carve.take<Elem>(E::b_size(C));
+    Ub = take_hi_lo<E>(carve, E::b_size(C));
     dUb = take_hi_lo<E>(carve, E::b_size(C));
   }
 };
@@ -261,8 +261,12 @@ class Forward {
     if (problem_.o) {
       float* O = w.W;
       E::multiply({{key.Qa, state.Sb}}, dims_.Kp, 0, C, 0, dims_.Kp, O, kPanel);
-      E::store_b(w.Ub, C, 0, C, w.U, kPanel);
-      multiply_lower<E, false>({{value.Pa, w.Ub}}, w.product);
+      if (key.splits()) {
+        store_b_hi_lo<E>(w.Ub, C, w.U, kOnes.value);
+      } else {
+        E::store_b(w.Ub.high, C, 0, C, w.U, kPanel);
+      }
+      multiply_lower_parts<E, false>(value.Pa, w.Ub, key.splits(), w.product);
       for (int i = 0; i < C; ++i) {
         const float scale = value.read_q[i];
         for (int j = 0; j < kPanel; j += kVector) {
@@ -309,7 +313,8 @@ class Forward {
         if (skips(n, head, chunk, 0)) continue;
         if (in_.key_head(head) != std::exchange(prepared, in_.key_head(head)))
           prepare_key<E>(lane.key, lane.key_scratch, dims_, in_, span, in_.key_head(head), bool(problem_.o), false);
-        prepare_value<E>(lane.value, lane.value_scratch, lane.key_scratch, in_, span, head, bool(problem_.o));
+        prepare_value<E>(lane.value, lane.value_scratch, lane.key_scratch, in_, span, head, bool(problem_.o),
+                         lane.key.splits());
         const HeadState<E> head_state = state(h);
         for (int p = 0; p < panels_ && !skips(n, head, chunk, p); ++p) {
           if (!is_transition(p)) prefetch_next(sequence, chunk, first, h, p);
@@ -385,13 +390,13 @@ class Forward {
             if (chunk >= chunks_of(sequence.length) || problem_.is_padding(n)) return;
             const Lane lane = this->lane(lane_index);
             const ChunkSpan span = chunk_span(sequence, chunk);
-            prepare_key<E>(key_operands(n, key_head, c), lane.key_scratch, dims_, in_, span, key_head, bool(problem_.o),
-                           false);
+            const KeyOperands<E> key = key_operands(n, key_head, c);
+            prepare_key<E>(key, lane.key_scratch, dims_, in_, span, key_head, bool(problem_.o), false);
             for (int64_t h = 0; h < in_.group; ++h) {
               const int64_t head = in_.value_head(key_head * in_.group + h);
               if (skips(n, head, chunk, 0)) continue;
               prepare_value<E>(value_operands(n, head, c), lane.value_scratch, lane.key_scratch, in_, span, head,
-                               bool(problem_.o));
+                               bool(problem_.o), key.splits());
             }
           });
       for_each_item<typename E::Session>(context_, count * in_.value_heads * panels, [&](int lane_index, int64_t item) {

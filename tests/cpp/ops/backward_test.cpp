@@ -11,6 +11,10 @@ TEST_F(Backward, Keys) {
   if (kEngine == EngineKind::cuda) GTEST_SKIP() << "bounds of similar keys are not established for Hopper's kernels";
   check_backward(key_cases());
 }
+TEST_F(Backward, SimilarKeys) {
+  if (!kOnCpu) GTEST_SKIP() << "bounds of similar keys are not established for the kernels on a GPU";
+  check_backward(similar_key_cases());
+}
 TEST_F(Backward, Heads) { check_backward(head_cases()); }
 TEST_F(Backward, Sizes) { check_backward(size_cases()); }
 TEST_F(Backward, Packs) { check_backward(pack_cases()); }

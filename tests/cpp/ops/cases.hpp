@@ -80,6 +80,20 @@ inline Specs key_cases() {
                joined(kKeys, either({"keys=repeated beta=two gate=zero"}, {})));
 }
 
+// Keys that resemble each other: rows of U undo each other, and what sums them has the rounding errors of all. Several
+// heads and lengths, because one may be right by chance; the last ones have few tokens.
+inline Specs similar_key_cases() {
+  return cross({"T=127 Hk=3 Hv=6 K=80 V=16 keys=repeated gate=raw beta=unit",
+                "lengths=2+112+172+45+112 pad=20 Hk=3 Hv=3 K=128 V=16 keys=repeated gate=spiky beta=logit2 l2norm "
+                "scale=0.4 h0=0",
+                "T=89 Hk=2 Hv=2 K=224 V=64 keys=repeated gate=spiky beta=two h0=0 dht=0",
+                "T=130 Hk=3 Hv=6 K=112 V=80 keys=similar gate=zero beta=two l2norm",
+                "T=67 Hk=1 Hv=2 K=144 V=128 keys=similar gate=spiky beta=logit2 dht=0",
+                "T=200 Hk=2 Hv=4 K=48 V=256 keys=repeated gate=strong beta=two",
+                "lengths=1+2+3+1+5+1+9+1 Hk=3 Hv=6 K=96 V=256 keys=similar gate=zero beta=zeros l2norm h0=0"},
+               {"dtype=bf16 seed=1", "dtype=bf16 seed=2", "dtype=bf16 seed=3", "dtype=fp32 seed=4"});
+}
+
 inline Specs head_cases() {  // value heads per key head
   Specs all =
       cross({"B=2 T=90 Hk=2 Hv=2 l2norm", "B=2 T=90 Hk=2 Hv=4 l2norm", "B=2 T=90 Hk=2 Hv=6 l2norm",

@@ -10,6 +10,10 @@ void check(const Specs& specs) { check_calls<gd_forward_args>(specs); }
 TEST_F(Forward, Gates) { check(gate_cases()); }
 TEST_F(Forward, Betas) { check(beta_cases()); }
 TEST_F(Forward, Keys) { check(key_cases()); }
+TEST_F(Forward, SimilarKeys) {
+  if (!kOnCpu) GTEST_SKIP() << "bounds of similar keys are not established for the kernels on a GPU";
+  check(similar_key_cases());
+}
 TEST_F(Forward, Heads) { check(head_cases()); }
 TEST_F(Forward, Sizes) { check(size_cases()); }
 TEST_F(Forward, Packs) { check(pack_cases()); }
