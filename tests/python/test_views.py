@@ -252,7 +252,7 @@ def test_with_a_context(group, kind):
         return torch.autograd.grad(forward(**leaves).square().sum(), list(leaves.values()))
 
     def of_do(do, **x):
-        leaves = {name: t.requires_grad_() for name, t in x.items()}
+        leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
         return torch.autograd.grad(forward(**leaves), list(leaves.values()), do)
 
     conv_inputs = {"x": randn(1, 12, 24), "weight": randn(24, W), "bias": randn(24)}
