@@ -33,7 +33,7 @@ constexpr int conv_row_ctas(gd_dtype type) { return type == GD_F32 ? 4 : kConvRo
 constexpr int kConvRowBatch = 4, kConvRowBackwardCtas = 4;
 constexpr int conv_row_stages(gd_dtype type) { return type == GD_F32 ? 2 : 3; }
 // Numbers in a 16-byte access.
-inline int conv_vector(gd_dtype dtype) { return static_cast<int>(kConvAlign / dtype_bytes(dtype)); }
+constexpr int conv_vector(gd_dtype dtype) { return static_cast<int>(kConvAlign) / (dtype == GD_F32 ? 4 : 2); }
 
 inline bool is_conv_aligned(const TokenRows& rows, int64_t bytes) {
   const int64_t size = dtype_bytes(rows.dtype);
