@@ -1,4 +1,5 @@
 // Any case against the fp64 recurrence.
+#include <algorithm>
 #include <cstdio>
 
 #include "cli/device.hpp"
@@ -71,6 +72,15 @@ Judgements judge_on_cuda(const Device& device, Op op, testing::Judge& judge) {
   return judgements;
 }
 
+// Why the library refuses an operation on a case as the caller's mistake, or "".
+std::string invalid(Op op, const testing::Problem& problem) {
+  size_t bytes = 0;
+  const gd_status status = op == Op::recurrent  ? gd_recurrent_workspace(&problem.recurrent, &bytes)
+                           : op == Op::backward ? gd_backward_workspace(&problem.backward, &bytes)
+                                                : gd_forward_workspace(&problem.forward, &bytes);
+  return status == GD_INVALID_ARGUMENT ? gd_last_error() : "";
+}
+
 }  // namespace
 
 Judgements judge_calls(const Device& device, Op op, testing::Judge& judge, const testing::Exec& exec) {
@@ -108,7 +118,10 @@ int check_command(const std::vector<std::string>& arguments) {
     } catch (const std::invalid_argument& e) {
       throw UsageError((shape.name.empty() ? "" : shape.name + ": ") + e.what());
     }
-    for (const Op op : chosen_ops(options, shape, usual)) {
+    const std::vector<Op> ops = chosen_ops(options, shape, usual);
+    const auto is_invalid = [&](Op op) { return !invalid(op, judge->problem()).empty(); };
+    if (std::all_of(ops.begin(), ops.end(), is_invalid)) throw UsageError(invalid(ops.front(), judge->problem()));
+    for (const Op op : ops) {
       for (const gd_isa choice : isas) {
         const gd_isa isa = resolve(choice);
         const std::string where = device.cuda ? device.name() : gd_isa_name(isa);

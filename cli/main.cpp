@@ -1,5 +1,6 @@
 #include <cstdio>
 #include <exception>
+#include <iostream>
 #include <new>
 
 #include "cli/options.hpp"
@@ -87,7 +88,11 @@ int run_main(const std::vector<std::string>& arguments) {
 
 int main(int argc, char** argv) {
   try {
-    return gatedelta::cli::run_main({argv + 1, argv + argc});
+    const int status = gatedelta::cli::run_main({argv + 1, argv + argc});
+    std::cout.flush();
+    if (std::fflush(stdout) == 0 && !std::ferror(stdout) && std::cout) return status;
+    std::fprintf(stderr, "gatedelta: cannot write to the standard output\n");
+    return 2;
   } catch (const std::bad_alloc&) {
     std::fprintf(stderr, "gatedelta: not enough memory\n");
   } catch (const std::exception& e) {

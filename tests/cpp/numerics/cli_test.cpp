@@ -69,6 +69,12 @@ TEST(Cli, ExplainsHowSequencesAreCut) {
   expect_refused("bench --blocks 2 T=1", "--blocks is for --explain");
 }
 
+TEST(Cli, ExitStatus) {
+  expect_refused("check K=17", "K is 17, must be a multiple of 16");  // not 1: numerics are not wrong
+  for (const char* command : {"info", "info --json -", "--version", "check --op fwd T=1 K=16 V=16"})
+    EXPECT_EQ(gatedelta(command, ">/dev/full").status, 2) << command;
+}
+
 TEST(Cli, SweepsRandomCases) {
   const Result sweep = gatedelta("check --sweep 6 --seed 3 --op fwd,bwd --isa generic --threads 2");
   EXPECT_EQ(sweep.status, 0) << sweep.output;
