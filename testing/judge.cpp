@@ -119,6 +119,19 @@ int64_t Judge::head_limit(int64_t heads) const {
   return options_.key_heads > 0 ? options_.key_heads * (heads / problem_.spec.Hk) : -1;
 }
 
+namespace {
+
+// The truth as a tensor of this type can hold it: fp16 has no numbers beyond 65504.
+std::vector<double> storable(std::vector<double> truth, int32_t dtype) {
+  constexpr double kOverflow = 65520;  // rounds to infinity
+  if (dtype != GD_F16) return truth;
+  for (double& x : truth)
+    if (std::fabs(x) >= kOverflow) x = std::copysign(HUGE_VAL, x);
+  return truth;
+}
+
+}  // namespace
+
 void Judge::judge(Judgement& result, Quantity quantity, Compute compute, const gd_tensor& got,
                   const std::vector<double>& truth, int head_axis, const std::vector<double>* size) {
   if (got.dtype == GD_DTYPE_NONE) return;
@@ -137,7 +150,8 @@ void Judge::judge(Judgement& result, Quantity quantity, Compute compute, const g
       size = &whole;
     }
   }
-  result.verdicts.push_back({name_of(quantity), bound, compare(values, truth, shape, bound, limit, size)});
+  result.verdicts.push_back(
+      {name_of(quantity), bound, compare(values, storable(truth, got.dtype), shape, bound, limit, size)});
 }
 
 // Entry i of the truth is in slot slots[i] of `got`; negative = not to be judged.
@@ -161,7 +175,8 @@ void Judge::judge_entries(Judgement& result, Quantity quantity, Compute compute,
   }
   const Tolerance bound = tolerance(quantity, compute, static_cast<gd_dtype>(got.dtype), c);
   const HeadShape shape{static_cast<int64_t>(values.size()) / entry, c.Hv, c.K * c.V};
-  result.verdicts.push_back({name_of(quantity), bound, compare(values, expected, shape, bound, head_limit(c.Hv))});
+  result.verdicts.push_back(
+      {name_of(quantity), bound, compare(values, storable(expected, got.dtype), shape, bound, head_limit(c.Hv))});
 }
 
 std::vector<int64_t> Judge::final_slots(const gd_tensor& final_state_indices) const {
@@ -235,7 +250,7 @@ Judgement Judge::backward(Compute compute, const std::function<std::string(const
   judge(result, Quantity::dq, compute, args.dq, truth.dq, 2, &truth.sizes.dq);
   judge(result, Quantity::dk, compute, args.dk, truth.dk, 2, &truth.sizes.dk);
   judge(result, Quantity::dv, compute, args.dv, truth.dv, 2);
-  judge(result, Quantity::dg, compute, args.dg, truth.dg, 2);
+  judge(result, Quantity::dg, compute, args.dg, truth.dg, 2, &truth.sizes.dg);
   judge(result, Quantity::dbeta, compute, args.dbeta, truth.dbeta, 2, &truth.sizes.dbeta);
   judge(result, Quantity::dA_log, compute, args.dA_log, truth.dA_log, 0, &truth.sizes.dA_log);
   judge(result, Quantity::d_dt_bias, compute, args.d_dt_bias, truth.d_dt_bias, 0, &truth.sizes.d_dt_bias);

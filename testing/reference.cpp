@@ -382,7 +382,7 @@ struct Adjoint {
     for (int64_t j = 0; j < V; ++j) {
       d_out[j] = stream.scale * load(d_o.data, d_o.dtype, d_o_row + j * d_o.stride[3]);
     }
-    double d_beta = 0, d_gate = 0;
+    double d_beta = 0, d_gate = 0, dg_size = 0;
     for (int64_t i = 0; i < K; ++i) {
       double S_do = 0, dS_e = 0;
       for (int64_t j = 0; j < V; ++j) {
@@ -409,6 +409,7 @@ struct Adjoint {
         decayed_square[j] += decayed * decayed;
         dS[ij] -= x.k[i] * dv[j];
         d_gate += dS[ij] * decayed;  // S' = exp(g) S_{t-1}
+        dg_size += dS[ij] * dS[ij] * decayed * decayed;
         dS[ij] *= x.alpha;
       }
       dk[i] -= S_dv;
@@ -429,6 +430,7 @@ struct Adjoint {
       const double d_input = -stream.decay_rate() * softplus_slope(stream.gate_input(t)) * d_gate;
       sums.dA_log.add(stream.gate(t) * d_gate);
       sums.d_dt_bias.add(d_input);
+      dg_size *= square(stream.decay_rate() * softplus_slope(stream.gate_input(t)));
       d_gate = d_input;
     }
     if (in.beta_kind != GD_BETA_VALUE) {
@@ -437,6 +439,7 @@ struct Adjoint {
       dbeta_size *= square(stream.beta_top() * s * (1 - s));
     }
     out.dg[position * Hv + head] = d_gate;
+    out.sizes.dg[position * Hv + head] = dg_size;
     out.dbeta[position * Hv + head] = d_beta;
     out.sizes.dbeta[position * Hv + head] = dbeta_size;
   }
@@ -465,7 +468,7 @@ BackwardTruth reference_backward(const gd_backward_args& args, const ReferenceOp
   truth.dk = truth.dq;
   truth.dv.assign(B * T * H * V, 0);
   truth.dg.assign(B * T * H, 0);
-  truth.dbeta = truth.sizes.dbeta = truth.dg;
+  truth.dbeta = truth.sizes.dg = truth.sizes.dbeta = truth.dg;
   truth.sizes.dq.assign(B * T * Hk, 0);
   truth.sizes.dk = truth.sizes.dq;
   truth.d_initial_state.assign(count * H * K * V, 0);
@@ -480,7 +483,7 @@ BackwardTruth reference_backward(const gd_backward_args& args, const ReferenceOp
       shape.put(dS, truth.d_initial_state, n, h);
     }
   });
-  for (Vector* squares : {&truth.sizes.dq, &truth.sizes.dk, &truth.sizes.dbeta})
+  for (Vector* squares : {&truth.sizes.dq, &truth.sizes.dk, &truth.sizes.dg, &truth.sizes.dbeta})
     for (double& x : *squares) x = std::sqrt(x);
   if (in.gate == GD_GATE_RAW) {
     for (Vector* of_heads : {&truth.dA_log, &truth.d_dt_bias, &truth.sizes.dA_log, &truth.sizes.d_dt_bias})

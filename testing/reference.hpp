@@ -35,7 +35,7 @@ struct BackwardTruth {
   // the sum of the squares of the value columns' terms, as if their signs were random. Of dA_log and d_dt_bias [Hv]:
   // the sum of the absolute values of the tokens' terms.
   struct Sizes {
-    std::vector<double> dq, dk, dbeta, dA_log, d_dt_bias;
+    std::vector<double> dq, dk, dg, dbeta, dA_log, d_dt_bias;
   } sizes;
 };
 
