@@ -19,6 +19,7 @@ namespace {
 testing::SweepLimits limits_of(const Device& device) {
   testing::SweepLimits limits;
   limits.cuts = device.cuda;
+  if (device.cuda) limits.work = 12'000'000;  // cases that are cut
   // Where Hopper's kernels are not ruled out, most cases should be theirs: the portable ones have a sweep of their own.
   if (device.cuda && device.kernels == GD_KERNELS_AUTO) {
     limits.fp32 = false;
