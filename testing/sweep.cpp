@@ -88,7 +88,7 @@ Case draw_case(uint64_t seed, uint64_t index, const SweepLimits& limits) {
   c.strided = dice.percent(15);
   c.i64 = dice.percent(20);
   if (dice.percent(15)) c.every = 64 * dice.from(1, 3);
-  if (limits.cuts && dice.percent(50)) c.segment = dice.from(1, 8);
+  if (limits.cuts && c.dtype != GD_F32 && dice.percent(50)) c.segment = dice.from(1, 8);
   c.seed = bits_at(seed, kStream, index) >> 40;
   const auto work = [&] { return c.B * c.total_tokens() * c.Hv * c.K * c.V; };
   while (work() > limits.work && c.Hv > c.Hk) c.Hv -= c.Hk;

@@ -14,7 +14,7 @@ namespace gatedelta::testing {
 // What the backend that is swept takes.
 struct SweepLimits {
   bool fp32 = true;
-  bool cuts = false;         // sequences may be cut: `segment` is drawn
+  bool cuts = false;         // sequences of 16-bit inputs may be cut: `segment` is drawn
   int64_t size = 0;          // K = V of every case; 0 = any multiple of 16 up to 256
   int64_t work = 3'000'000;  // tokens x value heads x K x V of a case, at most
 };

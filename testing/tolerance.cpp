@@ -126,6 +126,7 @@ Tolerance tolerance(Quantity quantity, Compute compute, gd_dtype stored, const C
   // e^-80 of something; and what lies below fp16's range is lost where it is a factor.
   if (inputs != InputClass::benchmark && quantity == Quantity::d_initial_state)
     bound.absolute = on_tensor_cores && c.dtype == GD_F16 ? 6e-8 : 1e-9;
+  if (inputs != InputClass::benchmark && state && on_tensor_cores && c.dtype == GD_F16) bound.absolute = 6e-8;
   // A number below fp16's range is off by up to half of the smallest one it can hold.
   if (stored == GD_F16) bound.absolute += 3e-8;
   // The promised bf16 bounds of o and the gradients include their own rounding to bf16; all others do not.

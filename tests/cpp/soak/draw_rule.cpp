@@ -129,6 +129,8 @@ Made draw_training(Dice& dice, const Target& target) {
   gd_backward_args backward = problem.backward;
   backward.saved = saved.data();
   backward.saved_bytes = bytes;
+  if (gd_forward_saved_call(&query, &backward.saved_call) != GD_OK)
+    throw std::runtime_error(testing::describe(c) + ": gd_forward_saved_call: " + gd_last_error());
   auto call = std::make_unique<Call>(Operation::training, testing::describe(c),
                                      Steps().add(forward, exec).add(backward, exec).take());
   call->judge = [c, exec, call = call.get()] {
