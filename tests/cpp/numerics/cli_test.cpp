@@ -200,10 +200,10 @@ TEST(Cli, Check) {
 }
 
 TEST(Cli, CheckFailsOnWhatTheLibraryRefuses) {
-  const Result r = gatedelta("check K=20 --isa generic --op fwd");
+  const Result r = gatedelta("check T=5 K=16 V=16 every=100 --isa generic --op fwd,bwd");
   EXPECT_EQ(r.status, 1);
-  EXPECT_NE(r.output.find("K is 20"), std::string::npos) << r.output;
-  EXPECT_NE(r.output.find("1 calls checked, 1 failed"), std::string::npos) << r.output;
+  EXPECT_NE(r.output.find("checkpoint_every is 100"), std::string::npos) << r.output;
+  EXPECT_NE(r.output.find("3 calls checked, 2 failed"), std::string::npos) << r.output;
 }
 
 TEST(Cli, Bench) {
