@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import _lib
 from .._lib import Saved
-from . import arguments, ops, queries
+from . import arguments, ops, queries, refusals
 
 _ALIGNMENT = 64
 _INPUTS = frozenset(name for name, _ in _lib.Inputs._fields_)
@@ -373,6 +373,4 @@ def _run(function: str, args: ctypes.Structure, like: Tensor) -> None:
     _set_exec(args.exec, like)
     args.exec.workspace_bytes = _lib.size_query(f"{function}_workspace", args)
     _memory, args.exec.workspace = _aligned(args.exec.workspace_bytes, like)
-    status = getattr(_lib.library(), function)(ctypes.byref(args))
-    if status != _lib.OK:
-        raise RuntimeError(f"gatedelta: {_lib.library().gd_last_error().decode()}")
+    refusals.check(getattr(_lib.library(), function)(ctypes.byref(args)))

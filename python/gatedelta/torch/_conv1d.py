@@ -79,7 +79,7 @@ def causal_conv1d(
         or step_states is not None
     ):
         if needs_grad:
-            raise RuntimeError(_NO_GRADIENT)
+            raise ValueError(_NO_GRADIENT)
         arguments.check_written(("out", "final_state", "step_states"), out, final_state, step_states)
         _lib.check_null_index(null_index, initial_state_indices, final_state_indices)
         if not output_y:

@@ -175,7 +175,7 @@ def chunk_gated_delta_rule(
         or checkpoint_offsets is not None
     ):
         if needs_grad:
-            raise RuntimeError(arguments.NO_GRADIENT)
+            raise ValueError(arguments.NO_GRADIENT)
         arguments.check_written(("out", "final_state", "checkpoints"), out, final_state, checkpoints)
         if out is None:
             out = q.new_empty(v.shape)
@@ -305,7 +305,7 @@ def fused_recurrent_gated_delta_rule(
         options |= arguments.first_slot_option(null_index, initial_state_indices, final_state_indices, step_indices)
     needs_grad = arguments.needs_graph(q, k, v, g, beta, A_log, dt_bias, initial_state)
     if needs_grad and previous_accept_lengths is not None:
-        raise RuntimeError(
+        raise ValueError(
             "previous_accept_lengths picks states of a pool, which has no gradient, but an input requires one: call it "
             "under torch.no_grad()"
         )
@@ -321,7 +321,7 @@ def fused_recurrent_gated_delta_rule(
         or not output_o
     ):
         if needs_grad:
-            raise RuntimeError(arguments.NO_GRADIENT)
+            raise ValueError(arguments.NO_GRADIENT)
         arguments.check_written(("out", "final_state", "step_states"), out, final_state, step_states)
         if not output_o:
             if out is not None:

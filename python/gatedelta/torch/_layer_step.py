@@ -103,7 +103,7 @@ def gated_delta_layer_step(
     if arguments.needs_graph(
         mixed_qkv, z, a, b, conv_weight, conv_bias, conv_state, A_log, dt_bias, state, norm_weight
     ):
-        raise RuntimeError(_NO_GRADIENT)
+        raise ValueError(_NO_GRADIENT)
     arguments.check_written(("conv_state", "state", "step_states", "out"), conv_state, state, step_states, out)
     if out is None:
         if z is None:
