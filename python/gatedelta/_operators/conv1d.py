@@ -69,10 +69,14 @@ class CausalConv1d(torch.autograd.Function):
         raise NotImplementedError(arguments.NO_VMAP)
 
 
-def empty_rows(x: Tensor) -> Tensor:
-    """An empty tensor like x, with its order of tokens and channels in memory."""
+def _check_rank(x: Tensor) -> None:
     if x.dim() != 3:
         raise ValueError(f"gatedelta: x must have rank 3, not {x.dim()}")
+
+
+def empty_rows(x: Tensor) -> Tensor:
+    """An empty tensor like x, with its order of tokens and channels in memory."""
+    _check_rank(x)
     batch, tokens, channels = x.shape
     if x.stride(1) == 1 and x.stride(2) != 1 and tokens > 1 and channels > 1:
         return x.new_empty((batch, channels, tokens)).transpose(1, 2)
@@ -80,6 +84,7 @@ def empty_rows(x: Tensor) -> Tensor:
 
 
 def empty_states(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, size: int) -> Tensor:
+    _check_rank(x)
     return x.new_empty((queries.sequence_count(x.shape[0], cu_seqlens), x.shape[2], size))
 
 

@@ -48,8 +48,8 @@ def nothing(like: Tensor) -> Tensor:
 
 def empty_states(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, state_v_first: bool) -> Tensor:
     """[N, Hv, K, V] or [N, Hv, V, K] in float32, not filled."""
-    _check_rank(v, "v")
-    _check_rank(q, "q")
+    check_rank(v, "v")
+    check_rank(q, "q")
     count = queries.sequence_count(q.shape[0], cu_seqlens)
     matrix = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
     return q.new_empty((count, v.shape[2], *matrix), dtype=torch.float32)
@@ -63,14 +63,14 @@ def check_devices(first: str, **arguments: object) -> None:
             raise ValueError(f"gatedelta: {name} is on {tensor.device}, but {first} is on {device}")
 
 
-def _check_rank(tensor: Tensor, name: str) -> None:
+def check_rank(tensor: Tensor, name: str) -> None:
     if tensor.dim() != 4:
         raise ValueError(f"gatedelta: {name} must have rank 4, not {tensor.dim()}")
 
 
 def _outputs(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: int) -> tuple[Tensor, Tensor]:
     """o and the final state."""
-    _check_rank(v, "v")
+    check_rank(v, "v")
     o = q.new_empty(v.shape)
     if not options & FINAL_STATE:
         return o, nothing(q)

@@ -49,7 +49,7 @@ def call_of(
         dt_bias=0,
         initial_state=int(initial_state is not None),
         batch_invariant=0,
-        scale=q.shape[3] ** -0.5 if scale is None else scale,
+        scale=(q.shape[3] or 1) ** -0.5 if scale is None else scale,
     )
 
 
