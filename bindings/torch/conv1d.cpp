@@ -36,10 +36,10 @@ struct ConvInputs {
   // With `in_place` the initial states are those of that tensor.
   gd_conv1d_inputs describe(const Device& device, int64_t taken, const Tensor* in_place = nullptr) {
     if (options & ~taken)
-      fail("options is " + std::to_string(options) + ", but this operator takes bits of " + std::to_string(taken));
+      refuse("options is " + std::to_string(options) + ", but this operator takes bits of " + std::to_string(taken));
     gd_conv1d_inputs in{};
     in.x = device.input(x, "x");
-    if (in.x.rank != 3) fail("x must have rank 3, not " + std::to_string(in.x.rank));
+    if (in.x.rank != 3) refuse("x must have rank 3, not " + std::to_string(in.x.rank));
     in.weight = device.input(weight, "weight");
     in.bias = device.input(bias, "bias");
     in.cu_seqlens = device.indices(cu_seqlens, "cu_seqlens");
@@ -52,7 +52,7 @@ struct ConvInputs {
   int64_t sequence_count() const {
     if (!cu_seqlens) return x.sizes()[0];
     const int64_t offsets = cu_seqlens.rank() == 1 ? cu_seqlens.sizes()[0] : 0;
-    if (offsets < 1) fail("cu_seqlens must have rank 1 and at least one entry");
+    if (offsets < 1) refuse("cu_seqlens must have rank 1 and at least one entry");
     return offsets - 1;
   }
 };
@@ -111,7 +111,7 @@ void conv_out(StableIValue* stack, uint64_t, uint64_t) {
   auto args = new_args<gd_conv1d_args>();
   const Device device(inputs.x, "x");
   if (in_place && (inputs.initial_state || !final_state))
-    fail("in_place takes the states from final_state: give that one and no initial_state");
+    refuse("in_place takes the states from final_state: give that one and no initial_state");
   args.in = inputs.describe(device, kSilu, in_place ? &final_state : nullptr);
   args.in.initial_state_indices = device.indices(initial_state_indices, "initial_state_indices");
   args.in.first_slot = first_slot;

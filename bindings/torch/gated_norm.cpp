@@ -24,7 +24,7 @@ gd_tensor as_rows(gd_tensor tensor, const char* name) {
   constexpr int32_t kRank = 4;
   if (tensor.dtype == GD_DTYPE_NONE || tensor.rank == kRank) return tensor;
   if (tensor.rank < 1 || tensor.rank > kRank)
-    fail(std::string(name) + " has rank " + std::to_string(tensor.rank) + ", must be from 1 to 4");
+    refuse(std::string(name) + " has rank " + std::to_string(tensor.rank) + ", must be from 1 to 4");
   gd_tensor rows = tensor;
   const int32_t missing = kRank - tensor.rank;
   rows.rank = kRank;
@@ -50,7 +50,7 @@ struct NormInputs {
   template <class Args>
   void describe(const Device& device, Args& args) {
     if (constexpr int64_t kTaken = kSigmoid | kRoundBeforeGate; options & ~kTaken)
-      fail("options is " + std::to_string(options) + ", but this operator takes bits of " + std::to_string(kTaken));
+      refuse("options is " + std::to_string(options) + ", but this operator takes bits of " + std::to_string(kTaken));
     args.x = as_rows(device.input(x, "x", 1), "x");
     args.gate = as_rows(device.input(gate, "gate", 1), "gate");
     args.weight = device.input(weight, "weight", 1);

@@ -19,7 +19,7 @@ Inputs::Inputs(Arguments& from)
 gd_inputs Inputs::describe(const Device& device, int64_t also, const Tensor* in_place) {
   const int64_t first_slot = options >> kFirstSlotShift;
   if (const int64_t taken = kInputOptions | also; (options & ((1 << kFirstSlotShift) - 1) & ~taken) || options < 0)
-    fail("options is " + std::to_string(options) + ", but this operator takes bits of " + std::to_string(taken));
+    refuse("options is " + std::to_string(options) + ", but this operator takes bits of " + std::to_string(taken));
   gd_inputs in{};
   // Rows with gaps inside are copied; a pool of states never is (the library refuses it).
   in.q = device.input(q, "q", 1);
@@ -45,13 +45,13 @@ gd_inputs Inputs::describe(const Device& device, int64_t also, const Tensor* in_
 }
 
 Tensor Inputs::empty_o(const Device& device) const {
-  if (v.rank() != 4) fail("v must have rank 4, not " + std::to_string(v.rank()));
+  if (v.rank() != 4) refuse("v must have rank 4, not " + std::to_string(v.rank()));
   return device.empty(4, v.sizes(), q.dtype());
 }
 
 Tensor Inputs::empty_final_state(const Device& device) const {
   if (!has(kFinalState)) return device.nothing();
-  if (q.rank() != 4) fail("q must have rank 4, not " + std::to_string(q.rank()));
+  if (q.rank() != 4) refuse("q must have rank 4, not " + std::to_string(q.rank()));
   const int64_t key_dim = q.sizes()[3], value_dim = v.sizes()[3];
   const bool value_first = has(kStateVFirst);
   const int64_t sizes[] = {sequence_count(), v.sizes()[2], value_first ? value_dim : key_dim,
@@ -62,7 +62,7 @@ Tensor Inputs::empty_final_state(const Device& device) const {
 int64_t Inputs::sequence_count() const {
   if (!cu_seqlens) return q.rank() > 0 ? q.sizes()[0] : 0;
   const int64_t offsets = cu_seqlens.rank() == 1 ? cu_seqlens.sizes()[0] : 0;
-  if (offsets < 1) fail("cu_seqlens must have rank 1 and at least one entry");
+  if (offsets < 1) refuse("cu_seqlens must have rank 1 and at least one entry");
   return offsets - 1;
 }
 

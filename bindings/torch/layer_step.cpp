@@ -50,8 +50,8 @@ void layer_step(StableIValue* stack, uint64_t, uint64_t) {
 
   const auto has = [options](int64_t option) { return (options & option) != 0; };
   if ((options & ((1 << kFirstSlotShift) - 1) & ~kTaken) || options < 0)
-    fail("options is " + std::to_string(options) + ", but this operator takes bits of " + std::to_string(kTaken));
-  if (has(kStepsInState) && step_states) fail("the states after each token go to state: give no step_states");
+    refuse("options is " + std::to_string(options) + ", but this operator takes bits of " + std::to_string(kTaken));
+  if (has(kStepsInState) && step_states) refuse("the states after each token go to state: give no step_states");
   const Device device(x, "mixed_qkv");
   gd_conv1d_inputs& conv = args.conv.in;
   conv.x = device.input(x, "mixed_qkv");

@@ -56,7 +56,7 @@ constexpr char kChunkFwdOut[] = "chunk_fwd_out(" GD_INPUT_SCHEMA("")
 
 void check_in_place(bool in_place, const Inputs& inputs, const Tensor& final_state) {
   if (in_place && (inputs.initial_state || !final_state)) {
-    fail("in_place takes the states from final_state: give that one and no initial_state");
+    refuse("in_place takes the states from final_state: give that one and no initial_state");
   }
 }
 
@@ -128,7 +128,7 @@ void chunk_bwd(StableIValue* stack, uint64_t, uint64_t) {
   args.dht = device.input(dht, "dht", 2);
   if (saved) {
     device.check(saved, "saved");
-    if (saved.dtype() != codes.u8 || saved.rank() != 1) fail("saved is not what a forward returned");
+    if (saved.dtype() != codes.u8 || saved.rank() != 1) refuse("saved is not what a forward returned");
     args.saved_bytes = static_cast<size_t>(saved.sizes()[0]);
     if (args.saved_bytes > 0) GD_TORCH(torch_get_const_data_ptr(saved.get(), &args.saved));
     args.saved_call = own_saved_call(args, device);
@@ -147,7 +147,7 @@ void chunk_bwd(StableIValue* stack, uint64_t, uint64_t) {
   Tensor results[std::size(gradients)];
   allocate_gradients(device, gradients, wanted, results, [&](const Gradient& gradient) {
     if (&gradient.of == &inputs.initial_state && inputs.initial_state_indices) {
-      fail("there is no gradient of a pool of initial states: give the states of this call's sequences instead");
+      refuse("there is no gradient of a pool of initial states: give the states of this call's sequences instead");
     }
     return device.empty_like(gradient.of);
   });

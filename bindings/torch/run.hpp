@@ -44,7 +44,7 @@ void allocate_gradients(const Device& device, const Gradient (&gradients)[kCount
       continue;
     }
     if (!gradient.of) {
-      fail(std::string("the gradient of ") + gradient.name + " is wanted, but there is no " + gradient.name);
+      refuse(std::string("the gradient of ") + gradient.name + " is wanted, but there is no " + gradient.name);
     }
     results[i] = allocate(gradient);
     gradient.place = device.output(results[i], gradient.name);

@@ -8,7 +8,9 @@ namespace gatedelta::binding {
 
 const Codes codes;
 
-void fail(const std::string& message) { throw std::runtime_error("gatedelta: " + message); }
+void fail(const std::string& message) { throw std::runtime_error("gatedelta failed: " + message); }
+
+void refuse(const std::string& message) { throw std::runtime_error("gatedelta: " + message); }
 
 void check_torch(AOTITorchError error, const char* call) {
   if (error == 0) return;
@@ -19,7 +21,11 @@ void check_torch(AOTITorchError error, const char* call) {
 }
 
 void check(gd_status status) {
-  if (status != GD_OK) fail(gd_last_error());
+  if (status == GD_OK) return;
+  const std::string message = gd_last_error();
+  if (status == GD_UNSUPPORTED) refuse("unsupported: " + message);
+  if (status == GD_INVALID_ARGUMENT || status == GD_WORKSPACE_TOO_SMALL) refuse(message);
+  fail(message);
 }
 
 namespace {
@@ -55,8 +61,8 @@ int32_t gd_dtype_of(const Tensor& tensor, const char* name, Kind kind) {
   if (dtype == codes.f16) return GD_F16;
   if (dtype == codes.i64) return GD_I64;
   if (dtype == codes.i32) return GD_I32;
-  fail(std::string(name) + ": dtype is " + dtype_name(dtype) + ", must be " +
-       (kind == Kind::index ? "int32 or int64" : "float32, bfloat16 or float16"));
+  refuse(std::string(name) + ": dtype is " + dtype_name(dtype) + ", must be " +
+         (kind == Kind::index ? "int32 or int64" : "float32, bfloat16 or float16"));
 }
 
 }  // namespace
@@ -72,7 +78,7 @@ bool is_dense(const gd_tensor& tensor, int32_t dims) {
 
 Device::Device(const Tensor& tensor, const char* name)
     : type(tensor.device_type()), index(tensor.device_index()), first(name) {
-  if (type != codes.cpu && !is_cuda()) fail(std::string(first) + " is neither on the CPU nor on a CUDA device");
+  if (type != codes.cpu && !is_cuda()) refuse(std::string(first) + " is neither on the CPU nor on a CUDA device");
 }
 
 Tensor Device::empty(int64_t rank, const int64_t* sizes, int32_t dtype) const {
@@ -89,14 +95,16 @@ Tensor Device::empty(int64_t rank, const int64_t* sizes, int32_t dtype) const {
 
 void Device::check(const Tensor& tensor, const char* name) const {
   if (tensor.device_type() != type || tensor.device_index() != index) {
-    fail(std::string(name) + " is not on the device " + first + " is on");
+    refuse(std::string(name) + " is not on the device " + first + " is on");
   }
 }
 
 gd_tensor Device::describe(const Tensor& tensor, const char* name, Kind kind) const {
   gd_tensor result{};
   const int64_t rank = tensor.rank();
-  if (rank > GD_MAX_RANK) fail(std::string(name) + " has rank " + std::to_string(rank) + ", more than any tensor here");
+  if (rank > GD_MAX_RANK) {
+    refuse(std::string(name) + " has rank " + std::to_string(rank) + ", more than any tensor here");
+  }
   check(tensor, name);
   result.dtype = gd_dtype_of(tensor, name, kind);
   result.rank = static_cast<int32_t>(rank);

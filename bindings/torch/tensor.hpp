@@ -13,13 +13,18 @@
 
 namespace gatedelta::binding {
 
+// torch makes a RuntimeError of every C++ exception, so the text begins with what it is, and
+// python/gatedelta/_operators/refusals.py raises what it should be. A failure of the library's, of torch's or of a
+// device's:
 [[noreturn]] void fail(const std::string& message);
+// A mistake of the caller's, or behind "unsupported: " a legal call that this build or device does not serve:
+[[noreturn]] void refuse(const std::string& message);
 
 // Throws torch's own message where this torch gives it (2.13 and newer).
 void check_torch(AOTITorchError error, const char* call);
 #define GD_TORCH(call) ::gatedelta::binding::check_torch(call, #call)
 
-// Throws the library's message.
+// Throws the library's message, as one of these two.
 void check(gd_status status);
 
 // torch's numbers of dtypes and devices, read once, when this library is loaded.

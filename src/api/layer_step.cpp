@@ -36,7 +36,7 @@ gd_status check_division(const gd_layer_step_args& args) {
   const gd_tensor &x = args.conv.in.x, &y = args.norm.out;
   if (is_absent(x)) return invalid("mixed_qkv is missing");
   if (x.dtype != GD_F32 && x.dtype != GD_BF16 && x.dtype != GD_F16)
-    return invalid("mixed_qkv: dtype is %d (%s), must be float32, bfloat16 or float16", x.dtype, dtype_name(x.dtype));
+    return invalid("mixed_qkv: dtype is %s, must be float32, bfloat16 or float16", dtype_name(x.dtype));
   if (x.rank != 3) return invalid("mixed_qkv: rank is %d, must be 3: [B, T, D]", x.rank);
   if (is_absent(y)) return invalid("out is missing");
   if (y.rank != 4) return invalid("out: rank is %d, must be 4: [B, T, Hv, V]", y.rank);

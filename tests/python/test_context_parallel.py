@@ -160,3 +160,22 @@ def test_arguments_that_a_context_refuses():
 
 def test_the_rank_script_is_found():
     assert RANKS_SCRIPT.is_file() and dev_paths.ROOT in RANKS_SCRIPT.parents
+
+
+def test_a_context_shows_what_it_is():
+    from gatedelta.context_parallel.context import Context
+
+    def shown(name, size, rank, scheme="auto"):
+        layout = layouts.make_layout([0, 10, 48], layouts.token_ranges(name, 48, size))
+        return repr(Context(layout, None, rank, size, scheme))
+
+    assert shown("zigzag", 2, 1, "gather") == (
+        "<Context: rank 1 of 2 has 24 of 48 tokens, [(12, 24), (24, 36)], all ranks "
+        "[[(0, 12), (36, 48)], [(12, 24), (24, 36)]], scheme='gather', exact=False>"
+    )
+    assert "has 3 of 48 tokens, [(21, 24)], all ranks [[(0, 3)]," in shown("contiguous", 16, 7)
+    assert len(shown("contiguous", 16, 7)) < 200
+    own = layouts.make_layout([0, 12], [[(0, 12)]]).pieces[0]
+    assert "rank 0 of 1 has 12 tokens, what others have is unknown" in repr(
+        Context(layouts.Layout((own,), False), None, 0, 1)
+    )

@@ -136,7 +136,7 @@ TABLE = {
 
 
 def refusal(function, arguments) -> str:
-    with pytest.raises(RuntimeError, match=r"^gatedelta: ") as caught:
+    with pytest.raises(ValueError, match=r"^gatedelta: ") as caught:
         function(**arguments)
     return str(caught.value)
 

@@ -288,7 +288,7 @@ def test_meta_and_fake_shapes():
     assert out.shape == (3, 1, HV, V)
     arguments = make()
     arguments["state"] = arguments["state"].to("meta")
-    with pytest.raises(RuntimeError, match="state is on meta, but mixed_qkv is on cpu"):
+    with pytest.raises(ValueError, match="state is on meta, but mixed_qkv is on cpu"):
         gd.gated_delta_layer_step(**arguments)
 
 
@@ -299,7 +299,7 @@ def make_on(device):
 def test_no_gradient():
     arguments = make()
     arguments["conv_weight"].requires_grad_()
-    with pytest.raises(RuntimeError, match=r"updates states in place and has no gradient, .*torch\.no_grad"):
+    with pytest.raises(ValueError, match=r"updates states in place and has no gradient, .*torch\.no_grad"):
         gd.gated_delta_layer_step(**arguments)
     with torch.no_grad():
         gd.gated_delta_layer_step(**arguments)
@@ -320,14 +320,14 @@ REFUSALS = [
     ({"conv_activation": "relu"}, ValueError, "conv_activation is 'relu', must be 'silu', 'swish' or None"),
     ({"norm_activation": "relu"}, ValueError, "norm_activation is 'relu', must be 'silu', 'swish' or 'sigmoid'"),
     ({"z": None}, ValueError, "give out= where z is None: one of them says Hv and V"),
-    ({"key_heads": 3}, RuntimeError, "mixed_qkv has 192 channels, must have 2 key_heads K + Hv V = 2 * 3 * K + 4 * 16"),
-    ({"state_indices": torch.tensor([0, 1, 9])}, RuntimeError, "state_indices[2] is 9, but conv_state has 3 slots"),
+    ({"key_heads": 3}, ValueError, "mixed_qkv has 192 channels, must have 2 key_heads K + Hv V = 2 * 3 * K + 4 * 16"),
+    ({"state_indices": torch.tensor([0, 1, 9])}, ValueError, "state_indices[2] is 9, but conv_state has 3 slots"),
     ({"null_index": 0}, ValueError, "null_index is 0, but the call has no indices"),
-    ({"conv_weight": torch.zeros(D, 5)}, RuntimeError, "conv_weight has W = 5 taps"),
-    ({"a": torch.zeros(3, 1, 3)}, RuntimeError, "a: shape is [3, 1, 3], must be [B, T, Hv] = [3, 1, 4]"),
-    ({"norm_weight": torch.zeros(V + 1)}, RuntimeError, "norm_weight: shape is [17], must be [D] = [16]"),
-    ({"conv_state": torch.zeros(3, D, 2)}, RuntimeError, "conv_state has S = 2 columns, must have at least W - 1 = 3"),
-    ({"state": torch.zeros(2, HV, K, V)}, RuntimeError, "state: shape is [2, 4, 32, 16], must be [N, Hv, K, V]"),
+    ({"conv_weight": torch.zeros(D, 5)}, ValueError, "conv_weight has W = 5 taps"),
+    ({"a": torch.zeros(3, 1, 3)}, ValueError, "a: shape is [3, 1, 3], must be [B, T, Hv] = [3, 1, 4]"),
+    ({"norm_weight": torch.zeros(V + 1)}, ValueError, "norm_weight: shape is [17], must be [D] = [16]"),
+    ({"conv_state": torch.zeros(3, D, 2)}, ValueError, "conv_state has S = 2 columns, must have at least W - 1 = 3"),
+    ({"state": torch.zeros(2, HV, K, V)}, ValueError, "state: shape is [2, 4, 32, 16], must be [N, Hv, K, V]"),
     ({"A_log": np.zeros(HV)}, TypeError, "A_log must be a torch.Tensor, not numpy.ndarray"),
     (
         {"step_states": torch.zeros(3, 1, HV, K, V), "final_state_indices": torch.tensor([0, 1, 2])},

@@ -82,5 +82,5 @@ def test_compile():
 
 def test_devices_must_agree():
     x, gate, weight = on_gpu(3, 64)
-    with pytest.raises(RuntimeError, match="gate is not on the device x is on"):
+    with pytest.raises(ValueError, match="gate is not on the device x is on"):
         gd.rms_norm_gated(x, gate.cpu(), weight)

@@ -40,7 +40,9 @@ def test_opcheck_functional(variant):
     (*tensors, options, offsets, initial, scale, A_log, dt_bias, indices), _, _ = arguments(**variant)
     for operator in (ops.chunk_fwd, ops.chunk_fwd_save, ops.recurrent):
         for wanted in (options, options | ops.FINAL_STATE):
-            torch.library.opcheck(operator, (*tensors, wanted, offsets, initial, scale, A_log, dt_bias, indices))
+            torch.library.opcheck(
+                operator.__wrapped__, (*tensors, wanted, offsets, initial, scale, A_log, dt_bias, indices)
+            )
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=IDS)
@@ -49,8 +51,8 @@ def test_opcheck_backward(variant):
     saved = ops.chunk_fwd_save(*common)[2]
     wanted = 0b00011111 | (0b01100000 if "raw" in variant else 0) | (0 if "pool" in variant else 0b10000000)
     d_o, d_states = torch.randn_like(v), torch.randn_like(h0)
-    torch.library.opcheck(ops.chunk_bwd, (*common, d_o, d_states, saved, wanted))
-    torch.library.opcheck(ops.chunk_bwd, (*common, d_o, None, None, 0b00000101))
+    torch.library.opcheck(ops.chunk_bwd.__wrapped__, (*common, d_o, d_states, saved, wanted))
+    torch.library.opcheck(ops.chunk_bwd.__wrapped__, (*common, d_o, None, None, 0b00000101))
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in_place"])
@@ -59,15 +61,17 @@ def test_opcheck_out(in_place):
     indices = torch.tensor([1, 0])  # as arguments() reads them
     checkpoints = torch.zeros(4, 4, 32, 16)
     torch.library.opcheck(
-        ops.chunk_fwd_out,
+        ops.chunk_fwd_out.__wrapped__,
         (*common, torch.empty_like(v), h0.clone(), indices, in_place, checkpoints, None, 64),
     )
     steps = torch.zeros(2, 130, 4, 32, 16)
     torch.library.opcheck(
-        ops.recurrent_out,
+        ops.recurrent_out.__wrapped__,
         (*common, torch.empty_like(v), h0.clone(), indices, in_place, torch.tensor([3, 5]), steps, None),
     )
-    torch.library.opcheck(ops.recurrent_out, (*common, None, h0.clone(), indices, in_place, None, None, None))
+    torch.library.opcheck(
+        ops.recurrent_out.__wrapped__, (*common, None, h0.clone(), indices, in_place, None, None, None)
+    )
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

@@ -70,9 +70,9 @@ CHUNK = {
         {"initial_state": STATE.to(torch.float8_e4m3fn)},
         f"^initial_state: dtype is float8_e4m3fn, {FLOATS}",
     ),
-    "int32 state": ({"initial_state": STATE.int()}, f"^initial_state: dtype is .*int32.*, {FLOATS}"),
+    "int32 state": ({"initial_state": STATE.int()}, f"^initial_state: dtype is int32, {FLOATS}"),
     "int16 offsets": ({"cu_seqlens": torch.tensor([0, 70]).short()}, f"^cu_seqlens: dtype is int16, {INTEGERS}"),
-    "float offsets": ({"cu_seqlens": torch.tensor([0.0, 70.0])}, f"^cu_seqlens: dtype is .*float32.*, {INTEGERS}"),
+    "float offsets": ({"cu_seqlens": torch.tensor([0.0, 70.0])}, f"^cu_seqlens: dtype is float32, {INTEGERS}"),
     "bool slots": (
         {"initial_state": POOL, "initial_state_indices": torch.tensor([True])},
         f"^initial_state_indices: dtype is bool, {INTEGERS}",
@@ -97,14 +97,14 @@ def check_message(caught, pattern):
 @pytest.mark.parametrize("name", CHUNK)
 def test_chunk(name):
     arguments, pattern = CHUNK[name]
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(ValueError) as caught:
         gd.chunk_gated_delta_rule(*make()[:5], **arguments)
     check_message(caught, pattern)
 
 
 def test_overlap():
     q, k, v, g, beta, _ = make()
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(ValueError) as caught:
         gd.chunk_gated_delta_rule(q, k, v, g, beta, out=v)
     check_message(caught, "^v and out overlap in memory$")
 
@@ -126,7 +126,7 @@ def test_overlap():
 )
 def test_recurrent(arguments, pattern):
     q, k, v, g, beta, _ = make(T=3)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(ValueError) as caught:
         gd.fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, **arguments)
     check_message(caught, pattern)
 
@@ -144,7 +144,7 @@ def test_backward():
         ({"do": v, "dht": h0[..., 1:]}, "^dht: shape is"),
         ({"do": v.double()}, f"^do: dtype is float64, {FLOATS}"),
     ):
-        with pytest.raises(RuntimeError) as caught:
+        with pytest.raises(ValueError) as caught:
             gd.chunk_gated_delta_rule_bwd(q, k, v, g, beta, None, **arguments)
         check_message(caught, pattern)
 
@@ -194,9 +194,9 @@ def test_out_of_memory_shows_torchs_text():
         gd.chunk_gated_delta_rule(q, q, q, gates, gates)
     text = str(caught.value)
     if torch.__version__ >= (2, 13):
-        assert re.search("^gatedelta: .*memory.*562949953421312", text, re.DOTALL) and "aoti" not in text, text
+        assert re.search("^gatedelta failed: .*memory.*562949953421312", text, re.DOTALL) and "aoti" not in text, text
     else:
-        assert text == "gatedelta: torch failed in aoti_torch_empty_strided"
+        assert text == "gatedelta failed: torch failed in aoti_torch_empty_strided"
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])

@@ -52,7 +52,7 @@ def check_integer(name: str, value: Any) -> None:
         return
     try:
         operator.index(value)
-    except TypeError:
+    except (TypeError, RuntimeError):  # torch raises the latter for a tensor without a value
         raise TypeError(f"{name} is {value!r}, must be an integer") from None
 
 

@@ -8,11 +8,21 @@ import os
 from ctypes import byref, c_size_t, c_void_p
 from pathlib import Path
 
-from .structs import INVALID_ARGUMENT, ISA_COUNT, KERNELS, OK, SIGNATURES, UNSUPPORTED, Exec, Info
+from .structs import (
+    INVALID_ARGUMENT,
+    ISA_COUNT,
+    KERNELS,
+    OK,
+    SIGNATURES,
+    UNSUPPORTED,
+    WORKSPACE_TOO_SMALL,
+    Exec,
+    Info,
+)
 
 
-class UnsupportedError(RuntimeError):
-    """The call is legal, but this build or machine cannot do it."""
+class UnsupportedError(NotImplementedError):
+    """The call is legal, but this build or device cannot serve it."""
 
 
 def library_directory() -> Path:
@@ -48,7 +58,7 @@ def check(status: int) -> None:
     if status == OK:
         return
     message = library().gd_last_error().decode()
-    if status == INVALID_ARGUMENT:
+    if status in (INVALID_ARGUMENT, WORKSPACE_TOO_SMALL):
         raise ValueError(message)
     if status == UNSUPPORTED:
         raise UnsupportedError(message)

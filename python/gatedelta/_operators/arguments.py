@@ -153,8 +153,15 @@ def needs_graph(*tensors: Tensor | None) -> bool:
     return in_transform() or any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+def check_number(name: str, number: float | Tensor | None) -> None:
+    """torch takes a tensor with one element for a number."""
+    if isinstance(number, Tensor) and (number.numel() != 1 or number.is_meta):
+        raise ValueError(f"{name} is a tensor of shape {list(number.shape)} on {number.device}, must be a number")
+
+
 def refuse_gradient(name: str, number: float | Tensor | None) -> None:
-    """torch takes a tensor with one element for a number; one that is differentiated would get no gradient."""
+    """A number that is differentiated would get no gradient."""
+    check_number(name, number)
     if not isinstance(number, Tensor) or not torch.is_grad_enabled():
         return
     if number.requires_grad or (in_transform() and torch._C._functorch.is_gradtrackingtensor(number)):

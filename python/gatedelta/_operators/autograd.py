@@ -27,7 +27,7 @@ def once(operator: Callable, of: str) -> Callable:
 
         @staticmethod
         def backward(ctx, *gradients):
-            raise RuntimeError(f"the gradients of {of} cannot be differentiated again (double backward)")
+            raise NotImplementedError(f"the gradients of {of} cannot be differentiated again (double backward)")
 
         @staticmethod
         def vmap(info, in_dims, *args):

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import _lib
-from . import arguments, autograd, ops, queries  # ops loads the binding
+from . import arguments, autograd, ops, queries, refusals  # ops loads the binding
 
-forward = torch.ops.gatedelta.conv1d.default
-forward_out = torch.ops.gatedelta.conv1d_out.default
-backward = torch.ops.gatedelta.conv1d_bwd.default
+forward = refusals.raising(torch.ops.gatedelta.conv1d.default)
+forward_out = refusals.raising(torch.ops.gatedelta.conv1d_out.default)
+backward = refusals.raising(torch.ops.gatedelta.conv1d_bwd.default)
 _gradients = autograd.once(backward, "causal_conv1d")
 
 # The bits of the operators' `options`, as in bindings/torch/conv1d.cpp (a test compares them).
@@ -69,10 +69,14 @@ class CausalConv1d(torch.autograd.Function):
         raise NotImplementedError(arguments.NO_VMAP)
 
 
+def _check_rank(x: Tensor) -> None:
+    if x.dim() != 3:
+        raise ValueError(f"gatedelta: x must have rank 3, not {x.dim()}")
+
+
 def empty_rows(x: Tensor) -> Tensor:
     """An empty tensor like x, with its order of tokens and channels in memory."""
-    if x.dim() != 3:
-        raise RuntimeError(f"gatedelta: x must have rank 3, not {x.dim()}")
+    _check_rank(x)
     batch, tokens, channels = x.shape
     if x.stride(1) == 1 and x.stride(2) != 1 and tokens > 1 and channels > 1:
         return x.new_empty((batch, channels, tokens)).transpose(1, 2)
@@ -80,6 +84,7 @@ def empty_rows(x: Tensor) -> Tensor:
 
 
 def empty_states(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, size: int) -> Tensor:
+    _check_rank(x)
     return x.new_empty((queries.sequence_count(x.shape[0], cu_seqlens), x.shape[2], size))
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from .. import _lib
-from . import ops, queries  # ops loads the binding
+from . import ops, queries, refusals  # ops loads the binding
 
-step = torch.ops.gatedelta.layer_step.default
+step = refusals.raising(torch.ops.gatedelta.layer_step.default)
 
 # The bits of the operator's `options` beyond those of ops, as in bindings/torch/layer_step.cpp (a test compares them).
 CONV_SILU = 1 << 9

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import _lib
-from . import arguments, autograd, ops, queries  # ops loads the binding
+from . import arguments, autograd, ops, queries, refusals  # ops loads the binding
 
-forward = torch.ops.gatedelta.rms_norm_gated.default
-forward_out = torch.ops.gatedelta.rms_norm_gated_out.default
-backward = torch.ops.gatedelta.rms_norm_gated_bwd.default
+forward = refusals.raising(torch.ops.gatedelta.rms_norm_gated.default)
+forward_out = refusals.raising(torch.ops.gatedelta.rms_norm_gated_out.default)
+backward = refusals.raising(torch.ops.gatedelta.rms_norm_gated_bwd.default)
 _gradients = autograd.once(backward, "rms_norm_gated")
 
 # The bits of the operators' `options`, as in bindings/torch/gated_norm.cpp (a test compares them).

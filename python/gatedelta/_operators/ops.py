@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _lib
-from . import queries
+from . import queries, refusals
 
 if torch.__version__ < (2, 10):
     raise ImportError(f"gatedelta.torch needs torch 2.10 or newer; this is torch {torch.__version__}")
@@ -21,12 +21,12 @@ _lib.forced_isa()  # a wrong GATEDELTA_ISA fails here, not in the first call
 KERNELS = _lib.forced_kernels()  # likewise GATEDELTA_KERNELS
 torch.ops.load_library(str(_lib.library_path("gatedelta_torch")))
 
-chunk_fwd = torch.ops.gatedelta.chunk_fwd.default
-chunk_fwd_save = torch.ops.gatedelta.chunk_fwd_save.default
-chunk_fwd_out = torch.ops.gatedelta.chunk_fwd_out.default
-chunk_bwd = torch.ops.gatedelta.chunk_bwd.default
-recurrent = torch.ops.gatedelta.recurrent.default
-recurrent_out = torch.ops.gatedelta.recurrent_out.default
+chunk_fwd = refusals.raising(torch.ops.gatedelta.chunk_fwd.default)
+chunk_fwd_save = refusals.raising(torch.ops.gatedelta.chunk_fwd_save.default)
+chunk_fwd_out = refusals.raising(torch.ops.gatedelta.chunk_fwd_out.default)
+chunk_bwd = refusals.raising(torch.ops.gatedelta.chunk_bwd.default)
+recurrent = refusals.raising(torch.ops.gatedelta.recurrent.default)
+recurrent_out = refusals.raising(torch.ops.gatedelta.recurrent_out.default)
 
 # The bits of the operators' `options`, as in bindings/torch/inputs.hpp (a test compares them).
 GATE_RAW = 1 << 0
@@ -48,8 +48,8 @@ def nothing(like: Tensor) -> Tensor:
 
 def empty_states(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, state_v_first: bool) -> Tensor:
     """[N, Hv, K, V] or [N, Hv, V, K] in float32, not filled."""
-    _check_rank(v, "v")
-    _check_rank(q, "q")
+    check_rank(v, "v")
+    check_rank(q, "q")
     count = queries.sequence_count(q.shape[0], cu_seqlens)
     matrix = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
     return q.new_empty((count, v.shape[2], *matrix), dtype=torch.float32)
@@ -60,17 +60,17 @@ def check_devices(first: str, **arguments: object) -> None:
     device = arguments[first].device
     for name, tensor in arguments.items():
         if isinstance(tensor, Tensor) and tensor.device != device:
-            raise RuntimeError(f"gatedelta: {name} is on {tensor.device}, but {first} is on {device}")
+            raise ValueError(f"gatedelta: {name} is on {tensor.device}, but {first} is on {device}")
 
 
-def _check_rank(tensor: Tensor, name: str) -> None:
+def check_rank(tensor: Tensor, name: str) -> None:
     if tensor.dim() != 4:
-        raise RuntimeError(f"gatedelta: {name} must have rank 4, not {tensor.dim()}")
+        raise ValueError(f"gatedelta: {name} must have rank 4, not {tensor.dim()}")
 
 
 def _outputs(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: int) -> tuple[Tensor, Tensor]:
     """o and the final state."""
-    _check_rank(v, "v")
+    check_rank(v, "v")
     o = q.new_empty(v.shape)
     if not options & FINAL_STATE:
         return o, nothing(q)

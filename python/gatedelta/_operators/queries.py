@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _lib
+from . import refusals
 
 DTYPES = {
     torch.float32: _lib.DTYPE_F32,
@@ -45,10 +46,10 @@ def describe(tensor: Tensor | None, name: str, dense_dims: int = 0) -> _lib.Tens
     if tensor is None:
         return result
     if tensor.dim() > _lib.MAX_RANK:
-        raise RuntimeError(f"gatedelta: {name} has rank {tensor.dim()}, more than any tensor here")
+        raise ValueError(f"gatedelta: {name} has rank {tensor.dim()}, more than any tensor here")
     if tensor.dtype not in DTYPES:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        raise RuntimeError(f"gatedelta: {name}: dtype is {dtype}, must be {_lib.allowed_dtypes(name)}")
+        raise ValueError(f"gatedelta: {name}: dtype is {dtype}, must be {_lib.allowed_dtypes(name)}")
     shape, strides = tuple(tensor.shape), tensor.stride()
     result.dtype, result.rank = DTYPES[tensor.dtype], len(shape)
     result.shape[: len(shape)] = shape
@@ -70,7 +71,7 @@ def describe_rows(tensor: Tensor | None, name: str, dense_dims: int = 0) -> _lib
     if tensor is None or result.rank == _NORM_RANK:
         return result
     if not 1 <= result.rank <= _NORM_RANK:
-        raise RuntimeError(f"gatedelta: {name} has rank {result.rank}, must be from 1 to {_NORM_RANK}")
+        raise ValueError(f"gatedelta: {name} has rank {result.rank}, must be from 1 to {_NORM_RANK}")
     missing, shape, stride = _NORM_RANK - result.rank, list(result.shape), list(result.stride)
     result.shape[:_NORM_RANK] = [1] * missing + shape[: result.rank]
     result.stride[:_NORM_RANK] = [0] * missing + stride[: result.rank]
@@ -91,7 +92,7 @@ def sequence_count(batch: int, cu_seqlens: Tensor | None) -> int:
     if cu_seqlens is None:
         return batch
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise RuntimeError("gatedelta: cu_seqlens must have rank 1 and at least one entry")
+        raise ValueError("gatedelta: cu_seqlens must have rank 1 and at least one entry")
     return cu_seqlens.shape[0] - 1
 
 
@@ -102,6 +103,5 @@ def ask(query: str, args: ctypes.Structure, like: Tensor) -> int:
     else:
         args.exec.isa = _lib.forced_isa()
     size = ctypes.c_size_t()
-    if getattr(_lib.library(), query)(ctypes.byref(args), ctypes.byref(size)) != _lib.OK:
-        raise RuntimeError(f"gatedelta: {_lib.library().gd_last_error().decode()}")
+    refusals.check(getattr(_lib.library(), query)(ctypes.byref(args), ctypes.byref(size)))
     return size.value

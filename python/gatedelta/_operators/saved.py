@@ -49,7 +49,7 @@ def call_of(
         dt_bias=0,
         initial_state=int(initial_state is not None),
         batch_invariant=0,
-        scale=q.shape[3] ** -0.5 if scale is None else scale,
+        scale=(q.shape[3] or 1) ** -0.5 if scale is None else scale,
     )
 
 
@@ -67,9 +67,9 @@ def check(saved: object, q: Tensor, v: Tensor, options: int, cu_seqlens: Tensor 
     call = call_of(q, v, options, cu_seqlens, initial_state, scale)
     for name, there, here in zip(call._fields, saved.call, call):
         if name != "scale" and there != here:
-            raise RuntimeError(_refusal(name, there, here))
+            raise ValueError(_refusal(name, there, here))
     if not abs(saved.call.scale - call.scale) <= _ROUNDING * abs(call.scale):
-        raise RuntimeError(_refusal("scale", saved.call.scale, call.scale))
+        raise ValueError(_refusal("scale", saved.call.scale, call.scale))
 
 
 def _refusal(name: str, there: float, here: float) -> str:

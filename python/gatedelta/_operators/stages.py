@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import _lib
 from .._lib import Saved
-from . import arguments, ops, queries
+from . import arguments, ops, queries, refusals
 
 _ALIGNMENT = 64
 _INPUTS = frozenset(name for name, _ in _lib.Inputs._fields_)
@@ -78,6 +78,8 @@ def summary(
     saved: of ``empty_saved``, with q: a GPU leaves there what it prepares, for ``forward`` and for another summary of
         the same inputs (prepared).
     """
+    ops.check_rank(k, "k")
+    ops.check_rank(v, "v")
     count = _count(first_sequence, sequence_count, k, options.cu_seqlens)
     Hv, K, V = v.shape[2], k.shape[3], v.shape[3]
     if local_state is None:
@@ -119,6 +121,8 @@ def merge(
     """
     check_tensors(4, values=values, transitions=transitions, first=first, count=count, out=out)
     arguments.check_written(("out",), out)
+    if first.dim() != 1:
+        raise ValueError(f"first: shape is {list(first.shape)}, must be [R]")
     if out is None:
         out = values.new_empty(first.shape[0], *values.shape[1:], dtype=torch.float32)
     args = _lib.MergeArgs()
@@ -212,6 +216,8 @@ def backward_summary(
 
     exact: of all tokens; otherwise tokens behind which 2^-48 of a gradient is left at most are not read.
     """
+    ops.check_rank(k, "k")
+    ops.check_rank(do, "do")
     count = _count(first_sequence, sequence_count, k, options.cu_seqlens)
     if out is None:
         matrix = matrix_shape(k.shape[3], do.shape[3], options.state_v_first)
@@ -278,8 +284,12 @@ def backward(
 
 
 def check_tensors(required: int, **tensors: Tensor | None) -> None:
-    """Those that a stage gets: the first `required` of them are tensors, and none is one of a transform's."""
+    """Those that a stage gets: the first `required` of them are tensors with memory of their own to read, and none is
+    one of a transform's."""
     arguments.check_tensors(tuple(tensors), *tensors.values(), required=required)
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.layout is not torch.strided:
+            raise ValueError(f"{name} has layout {tensor.layout}, must be dense")
     if arguments.in_transform():
         for tensor in tensors.values():
             if tensor is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -373,6 +383,4 @@ def _run(function: str, args: ctypes.Structure, like: Tensor) -> None:
     _set_exec(args.exec, like)
     args.exec.workspace_bytes = _lib.size_query(f"{function}_workspace", args)
     _memory, args.exec.workspace = _aligned(args.exec.workspace_bytes, like)
-    status = getattr(_lib.library(), function)(ctypes.byref(args))
-    if status != _lib.OK:
-        raise RuntimeError(f"gatedelta: {_lib.library().gd_last_error().decode()}")
+    refusals.check(getattr(_lib.library(), function)(ctypes.byref(args)))

@@ -1,1 +1,2 @@
-"""What the plug-ins for other libraries share: limits of the kernels, in words, and the replacement of functions."""
+"""What the plug-ins for other libraries share: limits of the kernels, in words, the replacement of
+functions, and warnings."""

@@ -38,16 +38,19 @@ class Agreement:
 
     def call(self, function: str) -> Call:
         """``with agreement.call("f") as call``: this rank's checks, then ``call.fields = {...}`` in the first call."""
-        return Call(self, function, self.size > 1 and function not in self._agreed)
+        return Call(self, function, function not in self._agreed)
 
     def compare(self, function: str, fields: dict[str, Any]) -> None:
-        records = self._gather({"function": function, "fields": {name: _text(x) for name, x in fields.items()}})
-        if message := _disagreement(records):
-            raise ValueError(message)
+        if self.size > 1:
+            records = self._gather({"function": function, "fields": {name: _text(x) for name, x in fields.items()}})
+            if message := _disagreement(records):
+                raise ValueError(message)
         self._agreed.add(function)
 
     def tell(self, function: str, error: Exception) -> None:
         """The other ranks raise this rank's refusal. Where they cannot be reached, they are on their own."""
+        if self.size == 1:
+            return
         with contextlib.suppress(Exception):
             self._gather({"function": function, "refusal": _words(f"{error}" or type(error).__name__)})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import reprlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,16 @@ class Context:
         self.first_sequences, self.last_sequences = layouts.border_sequences(self.mine)
         self.agreement = Agreement(group, size)
         self._on_device: dict[Any, Tensor] = {}
+
+    def __repr__(self) -> str:
+        where = f"rank {self.rank} of {self.size} has {self.tokens}"
+        if self.layout.complete:
+            ranges = self.layout.ranges
+            tokens = sum(piece.length for row in self.layout.pieces for piece in row)
+            where += f" of {tokens} tokens, {ranges[self.rank]}, all ranks {reprlib.repr(ranges)}"
+        else:
+            where += " tokens, what others have is unknown"
+        return f"<{type(self).__name__}: {where}, scheme={self.scheme!r}, exact={self.exact}>"
 
     @property
     def tokens(self) -> int:
@@ -94,6 +105,17 @@ class Context:
         return scheme if self.layout.complete else "gather"
 
 
+def _offsets_of(cu_seqlens: Tensor | Sequence[int]) -> list[int]:
+    if not isinstance(cu_seqlens, Tensor):
+        return [int(x) for x in cu_seqlens]
+    if cu_seqlens.dim() != 1 or cu_seqlens.layout is not torch.strided or cu_seqlens.is_meta:
+        raise ValueError(
+            f"cu_seqlens is {list(cu_seqlens.shape)}, {cu_seqlens.layout}, on {cu_seqlens.device}; it must be dense, "
+            "[N + 1], with offsets that can be read"
+        )
+    return [int(x) for x in cu_seqlens.tolist()]
+
+
 def build_context(
     cu_seqlens: Tensor | Sequence[int],
     group: Any = None,
@@ -106,7 +128,7 @@ def build_context(
     they differ, or one rank refuses its own, all of them raise.
 
     cu_seqlens: offsets of the whole pack (all ranks' tokens), on the host. One sequence: ``[0, tokens]``.
-    group: of torch.distributed; None means all ranks.
+    group: of torch.distributed; None means its default group, that is, all ranks.
     layout: "contiguous" (rank r of W holds the r-th of W equal pieces), "zigzag" (of 2 W equal pieces it holds r and
         2 W - 1 - r, in this order), or for each rank the ranges ``(start, stop)`` of tokens it holds, in its order.
     scheme: of the exchange of summaries. "gather": every rank gets all of them; "scatter": each rank merges a share of
@@ -119,7 +141,7 @@ def build_context(
     if rank < 0:
         raise ValueError("group does not hold this rank")
     with Agreement(group, size).call("build_context") as call:
-        offsets = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else [int(x) for x in cu_seqlens]
+        offsets = _offsets_of(cu_seqlens)
         if not offsets:
             raise ValueError("cu_seqlens is empty, must hold N + 1 offsets")
         if isinstance(layout, str):

@@ -39,6 +39,13 @@ class Layout(NamedTuple):
         return max(1, max((len(row) for row in self.pieces), default=1))
 
     @property
+    def ranges(self) -> list[list[tuple[int, int]]]:
+        """The tokens of the pack that each rank holds, of a complete layout."""
+        pieces = sorted((piece for row in self.pieces for piece in row), key=lambda piece: piece.number)
+        ends = list(itertools.accumulate(piece.length for piece in pieces))
+        return [[(ends[p.number] - p.length, ends[p.number]) for p in row] for row in self.pieces]
+
+    @property
     def order(self) -> list[int]:
         """The place rank * slots + i of each piece among the gathered rows, in the order of tokens."""
         places = {p.number: r * self.slots + i for r, row in enumerate(self.pieces) for i, p in enumerate(row)}

@@ -113,7 +113,7 @@ def chunk_gated_delta_rule(
     with context.agreement.call(FUNCTION) as call:
         _check_offsets(cu_seqlens, cp_context, call.is_first)
         tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
-        arguments.check_tensors(tuple(tensors), *tensors.values(), required=3)
+        stages.check_tensors(3, **tensors)
         arguments.refuse_gradient("scale", options.get("scale"))
         if arguments.in_transform():
             raise NotImplementedError(arguments.NO_TRANSFORM)

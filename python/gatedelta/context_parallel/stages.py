@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _lib
 from .._lib import Saved
-from .._operators import stages
+from .._operators import arguments, stages
 from .._operators.stages import Gradients, Options, Summary
 
 
@@ -18,6 +18,7 @@ def options_of(function: str, cu_seqlens: Tensor | None, options: dict[str, Any]
     for name in options:
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
     result = Options(**known, cu_seqlens=cu_seqlens)
+    arguments.check_number("scale", result.scale)
     stages.check_tensors(0, A_log=result.A_log, dt_bias=result.dt_bias)
     _lib.check_neg_eigval(result.allow_neg_eigval, result.use_beta_sigmoid_in_kernel)
     return result

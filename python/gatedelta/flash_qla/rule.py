@@ -9,8 +9,11 @@ from torch import Tensor
 
 from .. import _lib
 from .. import torch as gatedelta_torch
-from .._operators import arguments
+from .._operators import arguments, ops
 from .._operators.saved import call_of
+
+_TENSORS = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
+_BWD_TENSORS = ("q", "k", "v", "do", "g", "beta", "A", "dht", "initial_state", "cu_seqlens")
 
 
 def chunk_gated_delta_rule(
@@ -44,9 +47,8 @@ def chunk_gated_delta_rule(
         raise NotImplementedError("head_first=True is not supported, nor is it by FlashQLA: pass [B, T, H, D]")
     if force_intra_cp and auto_cp:
         raise NotImplementedError("force_intra_cp=True is not supported: auto_cp lets the library choose the cuts")
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if initial_state is not None:
-        initial_state = initial_state.contiguous()
+    arguments.check_tensors(_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, required=3)
+    arguments.check_number("scale", scale)
     return gatedelta_torch.chunk_gated_delta_rule(
         q, k, v, g, beta, scale or None, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         state_v_first=state_v_first, cu_seqlens=cu_seqlens, auto_cp=auto_cp, cp_context=cp_context,
@@ -82,6 +84,8 @@ def chunk_gated_delta_rule_fwd(
     enable_fwd_cp_cache, is_train: hints, without effect. cp_context is refused.
     """
     _refuse_cp_context(cp_context)
+    arguments.check_tensors(_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, required=3)
+    arguments.check_number("scale", scale)
     if not output_h:
         o, final_state, saved = gatedelta_torch.chunk_gated_delta_rule_fwd(
             q, k, v, g, beta, scale or None, initial_state, cu_seqlens, output_final_state, auto_cp,
@@ -128,10 +132,14 @@ def chunk_gated_delta_rule_bwd(
     cp_cache: the last of its results, by which A of another call is refused. Without it, only A's size can tell.
     """
     _refuse_cp_context(cp_context)
+    arguments.check_tensors(_BWD_TENSORS, q, k, v, do, g, beta, A, dht, initial_state, cu_seqlens, required=4)
+    arguments.check_number("scale", scale)
     saved = None
     if cp_cache is not None and (A is None or not isinstance(cp_cache, _lib.SavedCall)):
         raise ValueError("cp_cache is not what chunk_gated_delta_rule_fwd returned beside A: pass that, or None")
     if A is not None:
+        ops.check_rank(q, "q")
+        ops.check_rank(v, "v")
         options = arguments.pack_options(state_v_first=state_v_first)
         own = cp_cache or call_of(q, v, options, cu_seqlens, initial_state, scale or None)
         saved = _lib.Saved(A, own)

@@ -4,8 +4,8 @@ Shapes everywhere: q, k ``[B, T, Hk, K]``; v, o ``[B, T, Hv, V]`` with Hv a mult
 ``h // (Hv // Hk)``); g, beta ``[B, T, Hv]``; states ``[N, Hv, K, V]``, or ``[N, Hv, V, K]`` with ``state_v_first``.
 N is B, or ``len(cu_seqlens) - 1`` for packed sequences (then B is 1). Tokens past the last offset are never read; their
 outputs and gradients are 0. g is the natural logarithm of the decay. q, k, v are float32, bfloat16 or float16; the
-others may each be of another of these. A call the library refuses raises RuntimeError with the reason; an argument
-these functions refuse themselves raises TypeError, ValueError or NotImplementedError.
+others may each be of another of these. A mistake of the caller's raises ValueError or TypeError with the reason, what
+this build or device does not serve NotImplementedError, and a failure RuntimeError (docs/api.md).
 
 Derivatives are those of reverse mode (``backward``, ``torch.func.grad``, ``vjp``). Forward mode (``torch.func.jvp``,
 ``jacfwd``, ``linearize``), double backward and ``torch.vmap`` are refused.

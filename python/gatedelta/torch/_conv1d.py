@@ -79,7 +79,7 @@ def causal_conv1d(
         or step_states is not None
     ):
         if needs_grad:
-            raise RuntimeError(_NO_GRADIENT)
+            raise ValueError(_NO_GRADIENT)
         arguments.check_written(("out", "final_state", "step_states"), out, final_state, step_states)
         _lib.check_null_index(null_index, initial_state_indices, final_state_indices)
         if not output_y:
@@ -116,5 +116,10 @@ _NO_GRADIENT = (
 
 def _state_size(weight: Tensor, initial_state: Tensor | None, state_size: int | None) -> int:
     if state_size is not None:
+        _lib.check_integer("state_size", state_size)
+        if state_size < 0:
+            raise ValueError(f"state_size is {state_size}, must not be negative")
         return state_size
-    return initial_state.shape[-1] if initial_state is not None else weight.shape[-1] - 1
+    if initial_state is not None:
+        return initial_state.shape[-1] if initial_state.dim() else 0  # the operator refuses other ranks
+    return max(0, weight.shape[-1] - 1) if weight.dim() else 0

@@ -157,10 +157,7 @@ def chunk_gated_delta_rule(
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, use_qk_l2norm_in_kernel,
         auto_cp, batch_invariant, key_head_order,
     )  # fmt: skip
-    if null_index != -1:
-        options |= arguments.first_slot_option(
-            null_index, initial_state_indices, final_state_indices, checkpoint_indices
-        )
+    options |= arguments.first_slot_option(null_index, initial_state_indices, final_state_indices, checkpoint_indices)
     if small_workspace and recompute:
         raise ValueError("small_workspace needs what the forward saves, and with recompute it saves nothing")
     needs_grad = arguments.needs_graph(q, k, v, g, beta, A_log, dt_bias, initial_state)
@@ -175,7 +172,7 @@ def chunk_gated_delta_rule(
         or checkpoint_offsets is not None
     ):
         if needs_grad:
-            raise RuntimeError(arguments.NO_GRADIENT)
+            raise ValueError(arguments.NO_GRADIENT)
         arguments.check_written(("out", "final_state", "checkpoints"), out, final_state, checkpoints)
         if out is None:
             out = q.new_empty(v.shape)
@@ -301,11 +298,10 @@ def fused_recurrent_gated_delta_rule(
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, use_qk_l2norm_in_kernel,
         batch_invariant=batch_invariant, key_head_order=key_head_order,
     )  # fmt: skip
-    if null_index != -1:
-        options |= arguments.first_slot_option(null_index, initial_state_indices, final_state_indices, step_indices)
+    options |= arguments.first_slot_option(null_index, initial_state_indices, final_state_indices, step_indices)
     needs_grad = arguments.needs_graph(q, k, v, g, beta, A_log, dt_bias, initial_state)
     if needs_grad and previous_accept_lengths is not None:
-        raise RuntimeError(
+        raise ValueError(
             "previous_accept_lengths picks states of a pool, which has no gradient, but an input requires one: call it "
             "under torch.no_grad()"
         )
@@ -321,7 +317,7 @@ def fused_recurrent_gated_delta_rule(
         or not output_o
     ):
         if needs_grad:
-            raise RuntimeError(arguments.NO_GRADIENT)
+            raise ValueError(arguments.NO_GRADIENT)
         arguments.check_written(("out", "final_state", "step_states"), out, final_state, step_states)
         if not output_o:
             if out is not None:
@@ -379,6 +375,7 @@ def chunk_gated_delta_rule_fwd(
     with FlashQLA's arguments and results.
     """
     arguments.check_tensors(_FWD_TENSORS, q, k, v, g, beta, initial_state, cu_seqlens, required=3)
+    arguments.check_number("scale", scale)
     g, beta = arguments.with_gates(v, g, beta, False, False)
     options = arguments.pack_options(state_v_first=state_v_first, auto_cp=auto_cp)
     if output_final_state:
@@ -423,6 +420,7 @@ def chunk_gated_delta_rule_bwd(
     options = arguments.pack_options(state_v_first=state_v_first, auto_cp=auto_cp)
     if small_workspace:
         options |= ops.SMALL_WORKSPACE
+    arguments.check_number("scale", scale)
     if saved is not None:
         saved_calls.check(saved, q, v, options, cu_seqlens, initial_state, scale)
     with torch.no_grad():

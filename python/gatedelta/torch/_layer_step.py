@@ -98,12 +98,11 @@ def gated_delta_layer_step(
         options |= layer_step.STEPS_IN_STATE
     if (step_states is not None or step_indices is not None) and final_state_indices is not None:
         raise ValueError("final_state_indices is given, but with step_states or step_indices there is no final state")
-    if null_index != -1:
-        options |= arguments.first_slot_option(null_index, state_indices, final_state_indices, step_indices)
+    options |= arguments.first_slot_option(null_index, state_indices, final_state_indices, step_indices)
     if arguments.needs_graph(
         mixed_qkv, z, a, b, conv_weight, conv_bias, conv_state, A_log, dt_bias, state, norm_weight
     ):
-        raise RuntimeError(_NO_GRADIENT)
+        raise ValueError(_NO_GRADIENT)
     arguments.check_written(("conv_state", "state", "step_states", "out"), conv_state, state, step_states, out)
     if out is None:
         if z is None:

@@ -6,7 +6,6 @@ standard cache are read and written in place.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from .._plugins import limits
+from .._plugins.warn import warn
 from ..torch import causal_conv1d, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, gated_delta_layer_step
 from ._families import Family
 from ._functions import why_not
@@ -75,7 +75,7 @@ def _can_run(layer: nn.Module, family: Family, hidden: Tensor) -> bool:
     if reason is None and activation not in (*_SILU, "sigmoid"):
         reason = f"activation {activation!r} of the norm ('silu' and 'sigmoid' can be run)"
     if reason is not None and not torch.compiler.is_compiling():
-        warnings.warn(f"gatedelta leaves {type(layer).__name__} to transformers: {reason}", stacklevel=3)
+        warn(f"gatedelta leaves {type(layer).__name__} to transformers: {reason}", "transformers", "accelerate")
     return reason is None
 
 

@@ -152,7 +152,7 @@ gd_status Checker::indexed_states(const char* name, const gd_tensor& t, const ch
 gd_status Checker::tensor(const char* name, const gd_tensor& t, const Shape& shape, unsigned dtypes,
                           int contiguous_dims, Role role, bool may_share) {
   if (t.dtype < 0 || t.dtype > GD_I64 || !(dtypes >> t.dtype & 1))
-    return invalid("%s: dtype is %" PRId32 " (%s), must be %s", name, t.dtype, dtype_name(t.dtype),
+    return invalid("%s: dtype is %s, must be %s", name, dtype_name(t.dtype),
                    dtypes == kFloats ? "float32, bfloat16 or float16" : "int32 or int64");
   if (t.rank != shape.rank)
     return invalid("%s: rank is %" PRId32 ", must be %d: %s", name, t.rank, shape.rank, shape.text);

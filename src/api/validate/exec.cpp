@@ -11,8 +11,7 @@ gd_status validate_exec(const gd_exec& exec) {
   GD_TRY(check_reserved("exec", exec.reserved, exec.reserved_flags));
   if (exec.device == GD_CUDA) {
     if (exec.device_index < 0) return invalid("device_index is %" PRId32 ", must not be negative", exec.device_index);
-    if (exec.isa != GD_ISA_AUTO)
-      return invalid("isa is %" PRId32 ", must be 0 (auto) on CUDA: it selects CPU instructions", exec.isa);
+    if (exec.isa != GD_ISA_AUTO) return invalid("isa must be auto on CUDA: it selects CPU instructions");
     GD_TRY(check_enum("kernels", exec.kernels, GD_KERNELS_PORTABLE));
     if (exec.num_threads != 0 || exec.parallel_for || exec.parallel_for_context)
       return invalid(
@@ -21,8 +20,7 @@ gd_status validate_exec(const gd_exec& exec) {
   }
   if (exec.device_index != 0) return invalid("device_index is %" PRId32 ", must be 0 on the CPU", exec.device_index);
   if (exec.stream) return invalid("stream must be null on the CPU");
-  if (exec.kernels != GD_KERNELS_AUTO)
-    return invalid("kernels is %" PRId32 ", must be 0 (auto) on the CPU: it selects CUDA kernels", exec.kernels);
+  if (exec.kernels != GD_KERNELS_AUTO) return invalid("kernels must be auto on the CPU: it selects CUDA kernels");
   GD_TRY(check_enum("isa", exec.isa, GD_ISA_COUNT - 1));
   if (exec.num_threads < 0 || exec.num_threads > kMaxThreads)
     return invalid("num_threads is %" PRId32 ", must be from 0 to %d", exec.num_threads, kMaxThreads);

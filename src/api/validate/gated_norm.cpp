@@ -41,7 +41,7 @@ gd_status validate_inputs(Checker& check, const Args& args, GatedNorm& in) {
   GD_TRY(check.rows("gate", args.gate, rows_of(in), Need::optional, Role::input, in.z));
   GD_TRY(channel_vector(check, "weight", args.weight, in, Role::input, in.weight));
   if (!in.z && args.activation != GD_NORM_SILU)
-    return invalid("activation is %" PRId32 ", but there is no gate it would act on: leave it 0", args.activation);
+    return invalid("activation is sigmoid, but there is no gate it would act on: leave it silu");
   in.activation = static_cast<gd_norm_activation>(args.activation);
   in.round_before_gate = args.round_before_gate != 0;
 

@@ -3,6 +3,7 @@
 
 #include "api/validate/inputs.hpp"
 #include "api/validate/saved.hpp"
+#include "core/names.hpp"
 
 namespace gatedelta::api {
 
@@ -40,7 +41,7 @@ gd_status summary_states(Checker& check, const char* name, const gd_tensor& t, c
 
 gd_status check_float32(const char* name, const gd_tensor& t) {
   if (is_absent(t) || t.dtype == GD_F32) return GD_OK;
-  return invalid("%s: dtype is %" PRId32 ", must be float32", name, t.dtype);
+  return invalid("%s: dtype is %s, must be float32", name, dtype_name(t.dtype));
 }
 
 }  // namespace

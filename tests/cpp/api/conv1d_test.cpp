@@ -87,7 +87,7 @@ TYPED_TEST(Conv1dInputs, Rules) {
        "weight has W = 1 taps, must have from 2 to 4"},
       {"", [](auto& c) { c.in.weight = {}; }, "weight is missing"},
       {"", [](auto& c) { c.in.weight = c.indices(1, 2); },
-       "weight: dtype is 5 (int64), must be float32, bfloat16 or float16"},
+       "weight: dtype is int64, must be float32, bfloat16 or float16"},
       {"Bias", [](auto& c) { c.in.bias = c.input({kD + 1}); }, "bias: shape is [13], must be [D] = [12]"},
       {"Offsets", [](auto& c) { c.in.cu_seqlens = c.indices(0, 5); }, "B is 2, must be 1 with cu_seqlens"},
       {"", [](auto& c) { c.in.cu_seqlens = c.indices(); }, "cu_seqlens is empty, must hold N + 1 offsets"},

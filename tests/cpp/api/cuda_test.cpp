@@ -252,7 +252,7 @@ TEST_F(CudaRecurrent, SharesTheRulesAboutArguments) {
   c.out = {};
   EXPECT_TRUE(c.invalid("nothing to compute: out, final_state and step_states are absent"));
   c.exec.isa = GD_ISA_GENERIC;
-  EXPECT_TRUE(c.invalid("isa is 1, must be 0 (auto) on CUDA: it selects CPU instructions"));
+  EXPECT_TRUE(c.invalid("isa must be auto on CUDA: it selects CPU instructions"));
 }
 
 TEST_F(CudaRecurrent, SequencesTimesHeads) {
@@ -312,7 +312,7 @@ TYPED_TEST(CudaRules, ThingsOfTheCpu) {
   auto& c = this->c;
   constexpr char kThreads[] = "num_threads, parallel_for and parallel_for_context must not be set on CUDA";
   c.exec.isa = GD_ISA_GENERIC;
-  EXPECT_TRUE(c.invalid("isa is 1, must be 0 (auto) on CUDA: it selects CPU instructions"));
+  EXPECT_TRUE(c.invalid("isa must be auto on CUDA: it selects CPU instructions"));
   c.exec.isa = GD_ISA_AUTO;
   c.exec.kernels = 2;
   EXPECT_TRUE(c.invalid("kernels is 2, must be from 0 to 1"));

@@ -26,7 +26,7 @@ RULE(Rules) {
       {"DeviceIndex", [](auto& c) { c.exec.device_index = 1; }, "device_index is 1, must be 0 on the CPU"},
       {"Stream", [](auto& c) { c.exec.stream = &c; }, "stream must be null on the CPU"},
       {"KernelsAreOfCuda", [](auto& c) { c.exec.kernels = GD_KERNELS_PORTABLE; },
-       "kernels is 1, must be 0 (auto) on the CPU: it selects CUDA kernels"},
+       "kernels must be auto on the CPU: it selects CUDA kernels"},
       {"UnknownIsa", [](auto& c) { c.exec.isa = GD_ISA_COUNT; }, "isa is 8, must be from 0 to 7"},
       {"ThreadCountRange", [](auto& c) { c.exec.parallel_for = in_turn, c.exec.num_threads = -1; },
        "num_threads is -1, must be from 0 to 1024"},

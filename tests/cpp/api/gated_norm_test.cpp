@@ -92,7 +92,7 @@ RULE(Rules) {
          c.gate = {};
          if constexpr (std::is_same_v<TypeParam, Backward>) c.dgate = {};
        },
-       "activation is 1, but there is no gate it would act on: leave it 0"},
+       "activation is sigmoid, but there is no gate it would act on: leave it silu"},
       {"CudaRows",
        [](auto& c) {
          c.move_to_cuda();
@@ -128,7 +128,7 @@ RULE(Dtypes) {
   CALL;
   for (gd_tensor* t : c.all(c)) {
     t->dtype = GD_I32;
-    EXPECT_TRUE(c.invalid("dtype is 4 (int32), must be float32, bfloat16 or float16"));
+    EXPECT_TRUE(c.invalid("dtype is int32, must be float32, bfloat16 or float16"));
     t->dtype = GD_F32;
   }
 }

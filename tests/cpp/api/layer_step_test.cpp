@@ -111,7 +111,7 @@ TEST(LayerStepRules, Channels) {
   step.norm.out = {};
   EXPECT_TRUE(step.invalid("out is missing"));
   step.conv.in.x.dtype = 95;
-  EXPECT_TRUE(step.invalid("mixed_qkv: dtype is 95 (unknown), must be float32, bfloat16 or float16"));
+  EXPECT_TRUE(step.invalid("mixed_qkv: dtype is unknown, must be float32, bfloat16 or float16"));
   step.conv.in.x.dtype = GD_F32;
   step.conv.in.x.rank = 2;
   EXPECT_TRUE(step.invalid("mixed_qkv: rank is 2, must be 3: [B, T, D]"));

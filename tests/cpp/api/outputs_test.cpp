@@ -12,7 +12,7 @@ TEST(Forward, Rules) {
       {"OutputMissing", [](auto& c) { c.out = {}; }, "out is missing"},
       {"OutputShape", [](auto& c) { c.out.shape[2] = kHk; },
        "out: shape is [2, 70, 2, 32], must be [B, T, Hv, V] = [2, 70, 4, 32]"},
-      {"OutputDtype", [](auto& c) { c.out.dtype = GD_I32; }, "out: dtype is 4 (int32)"},
+      {"OutputDtype", [](auto& c) { c.out.dtype = GD_I32; }, "out: dtype is int32"},
       {"OutputNull", [](auto& c) { c.out.data = nullptr; }, "out: data is null, but shape is [2, 70, 4, 32]"},
       {"OutputBroadcast", [](auto& c) { c.out.stride[0] = 0; },
        "out is an output, but its strides [0, 128, 32, 1] put several elements in one place"},

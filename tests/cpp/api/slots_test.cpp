@@ -155,7 +155,7 @@ TEST(SlotsOfForward, Rules) {
       {"", [](auto& c) { c.checkpoint_indices = c.indices(2, 1), c.checkpoint_offsets = c.indices(64); },
        "checkpoint_offsets: shape is [1], must be [N] = [2]"},
       {"", [](auto& c) { c.checkpoint_offsets = c.input({2}); },
-       "checkpoint_offsets: dtype is 1 (float32), must be int32 or int64"},
+       "checkpoint_offsets: dtype is float32, must be int32 or int64"},
   });
 }
 
@@ -255,7 +255,7 @@ TEST(SlotsOfRecurrent, ShapesOfRowsAndLengths) {
   c.previous_accept_lengths = c.indices(1);
   EXPECT_TRUE(c.invalid("previous_accept_lengths: shape is [1], must be [N] = [2]"));
   c.previous_accept_lengths = c.input({2});
-  EXPECT_TRUE(c.invalid("previous_accept_lengths: dtype is 1 (float32), must be int32 or int64"));
+  EXPECT_TRUE(c.invalid("previous_accept_lengths: dtype is float32, must be int32 or int64"));
   c.previous_accept_lengths = c.indices32(1, 1);
   c.in.initial_state_indices.shape[0] = 1;
   EXPECT_TRUE(c.invalid("initial_state_indices: shape is [1, 3], must be [N, S] = [2, any]"));

@@ -61,7 +61,7 @@ TEST(Summary, Shapes) {
   EXPECT_TRUE(c.invalid("transition: shape is [2, 4, 16, 32], must be [n, Hv, K, K] = [2, 4, 16, 16]"));
   SummaryCase d;
   d.transition = d.output({kB, kHv, kK, kK}, GD_BF16);
-  EXPECT_TRUE(d.invalid("transition: dtype is 2, must be float32"));
+  EXPECT_TRUE(d.invalid("transition: dtype is bfloat16, must be float32"));
   SummaryCase e;
   e.fade = e.output({kB, kHv, 1});
   EXPECT_TRUE(e.invalid("fade: rank is 3, must be 2: [n, Hv]"));
@@ -172,7 +172,7 @@ TEST(Merge, Arguments) {
   refused([](MergeCase& c) { c.args.state = {}; }, "state is missing");
   refused([](MergeCase& c) { c.args.first = {}; }, "first is missing");
   refused([](MergeCase& c) { c.args.count.shape[0] = 1; }, "count: shape is [1], must be [R] = [2]");
-  refused([](MergeCase& c) { c.args.transitions.dtype = GD_BF16; }, "transitions: dtype is 2, must be float32");
+  refused([](MergeCase& c) { c.args.transitions.dtype = GD_BF16; }, "transitions: dtype is bfloat16, must be float32");
   refused([](MergeCase& c) { c.args.transitions.shape[0] = 2; },
           "transitions: shape is [2, 2, 16, 16], must be [P, Hv, K, K]");
   refused([](MergeCase& c) { c.args.state_layout = 2; }, "state_layout is 2, must be from 0 to 1");
