@@ -70,8 +70,9 @@ int sweep_command(const Options& options, const Device& device, const std::vecto
         for (const Op op : ops) {
           for (const gd_isa isa : isas) {
             for (const auto& [label, judgement] : judge_calls(device, op, judge, {.isa = resolve(isa)})) {
-              const std::string where = device.cuda ? device.name() : gd_isa_name(resolve(isa));
-              tally.add(where + " " + label + " " + format_name(c.dtype), c, judgement);
+              std::string call = device.cuda ? device.name() : gd_isa_name(resolve(isa));
+              call.append(" ").append(label).append(" ").append(format_name(c.dtype));
+              tally.add(call, c, judgement);
             }
           }
         }

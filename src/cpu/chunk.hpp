@@ -246,7 +246,8 @@ inline bool needs_both_parts(const float* KK, int rows) {
     }
     squares += sum(row) * inverse_length[i] * inverse_length[i];
   }
-  return squares > kSimilar * static_cast<float>(rows * (rows - 1) / 2);
+  const int pairs = rows * (rows - 1) / 2;
+  return squares > kSimilar * static_cast<float>(pairs);
 }
 
 // --- operands that depend on the key head alone ----------------------------------------------------------------------
